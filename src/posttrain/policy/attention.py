@@ -1,0 +1,193 @@
+"""The seam between `transformers` models and posttrain: one attention function, whose meaning the caller chooses.
+
+Every model is loaded with `attn_implementation=ATTENTION`. Its attention layers then call `_attend`, which hands the
+projected and rotated queries, keys and values to whatever `AttentionContext` is active: `PackedAttention` while training
+(no padding, prompts shared by their responses), the engine's paged cache while sampling. The modules and the weights are
+the same in both.
+
+With this implementation name `transformers` builds no mask: the context alone decides who sees whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION = "posttrain"
+
+
+class AttentionContext(Protocol):
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [tokens, heads, head_dim]
+        key: Tensor,  # [tokens, kv_heads, head_dim]
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,  # a token sees itself and the window-1 tokens before it; None: all of them
+        softcap: float | None,
+    ) -> Tensor:  # [tokens, heads, head_dim]
+        ...
+
+
+# A plain global, not a context variable: autograd recomputes checkpointed layers on threads of its own, which would not
+# inherit one. A process runs one forward or backward pass at a time.
+_active: AttentionContext | None = None
+
+
+@contextmanager
+def attention_context(context: AttentionContext) -> Iterator[None]:
+    """Use `context` for every attention layer that runs inside. Backward passes with recomputation must run inside too."""
+    global _active
+    previous, _active = _active, context
+    try:
+        yield
+    finally:
+        _active = previous
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    context = _active
+    assert context is not None, "a model with posttrain's attention ran outside attention_context()"
+    batch, heads, length, head_dim = query.shape
+    scale = head_dim**-0.5 if scaling is None else scaling
+    q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[3]) for x in (query, key, value))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = context.attend(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap)
+    return out.view(batch, length, heads, out.shape[-1]), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens [start, end) of a packed row that attend to themselves causally and, before that, to all of the prefix."""
+
+    start: int
+    end: int
+    prefix_start: int = 0
+    prefix_end: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def prefix_length(self) -> int:
+        return self.prefix_end - self.prefix_start
+
+
+class PackedAttention:
+    """Block-diagonal causal attention over one packed row, in which segments may share a prefix.
+
+    A prompt is one segment; each of its responses is a segment whose prefix is the prompt. So the prompt's tokens pass
+    through the model once, and every response sees exactly what it would see on its own.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self.segments = list(segments)
+        self.device = device
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if query.device.type == "cuda" and softcap is None and query.dtype in (torch.bfloat16, torch.float16):
+            return self._varlen(query, key, value, scale, window)
+        return self._per_segment(query, key, value, scale, window, softcap)
+
+    # -- CUDA: one call of torch's variable-length attention ---------------------------------------------------------
+
+    @cached_property
+    def _varlen_layout(self) -> tuple[Tensor | None, Tensor, Tensor, int, int]:
+        """Where each segment's keys lie, with prefixes repeated in front; cumulative lengths of queries and keys."""
+        index: list[Tensor] = []
+        for s in self.segments:
+            index += [torch.arange(s.prefix_start, s.prefix_end), torch.arange(s.start, s.end)]
+        queries = [s.length for s in self.segments]
+        keys = [s.length + s.prefix_length for s in self.segments]
+        shared = any(s.prefix_length for s in self.segments)
+        gather = torch.cat(index).to(self.device) if shared else None
+        return gather, self._cumulative(queries), self._cumulative(keys), max(queries), max(keys)
+
+    def _cumulative(self, lengths: Sequence[int]) -> Tensor:
+        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+        return ends.to(device=self.device, dtype=torch.int32)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        gather, cu_q, cu_k, max_q, max_k = self._varlen_layout
+        if gather is not None:
+            key, value = key.index_select(0, gather), value.index_select(0, gather)
+        left = -1 if window is None else window - 1
+        out = varlen_attn(
+            query.contiguous(), key.contiguous(), value.contiguous(), cu_q, cu_k, max_q, max_k, scale=scale,
+            window_size=(left, 0),
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out
+
+    # -- everywhere else: one small attention per segment --------------------------------------------------------------
+
+    def _per_segment(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        outputs = []
+        for s in self.segments:
+            ks, vs = k[:, :, s.start : s.end], v[:, :, s.start : s.end]
+            if s.prefix_length:
+                ks = torch.cat([k[:, :, s.prefix_start : s.prefix_end], ks], dim=2)
+                vs = torch.cat([v[:, :, s.prefix_start : s.prefix_end], vs], dim=2)
+            outputs.append(causal_attention(q[:, :, s.start : s.end], ks, vs, scale, window, softcap))
+        return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Attention of the last `q.shape[2]` positions over all `k.shape[2]` of them; [batch, heads, length, head_dim]."""
+    num_q, num_k = q.shape[2], k.shape[2]
+    windowed = window is not None and num_k > window
+    if softcap is None and not windowed and num_q == num_k:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    at_q = torch.arange(num_k - num_q, num_k, device=q.device)[:, None]
+    at_k = torch.arange(num_k, device=q.device)[None, :]
+    visible = at_k <= at_q
+    if windowed:
+        assert window is not None
+        visible &= at_k > at_q - window
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = softcap * torch.tanh(q.float() @ k.float().transpose(2, 3) * (scale / softcap))
+    return scores.masked_fill(~visible, float("-inf")).softmax(-1).to(v.dtype) @ v

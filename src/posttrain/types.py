@@ -1,0 +1,224 @@
+"""Values that cross a boundary between two parts of posttrain. Data only: no behaviour that needs a model.
+
+The words: a *Task* is a prompt with what is needed to judge an answer; a *Completion* is one sampled answer; a *Rollout*
+is a completion with its score; a *Group* is the rollouts of one task; a *TokenBatch* is what a policy trains on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Message = Mapping[str, str]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt as the model sees it, and what the environment needs to judge an answer.
+
+    `draw` is the position of this task in the run's stream of tasks. It is unique within a run, so it, and never the text,
+    is what groups are formed by and what sampling noise is keyed by.
+    """
+
+    draw: int
+    id: str  # "<dataset>:<row>", for people
+    prompt: str  # the rendered prompt, special tokens included
+    prompt_ids: tuple[int, ...]
+    reference: Any = None  # the expected answer, as the dataset gives it
+    environment: str = ""  # key under `env:` of the config
+    messages: tuple[Message, ...] = ()  # the conversation before the chat template
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. `top_k` 0 and `top_p` 1 are off; temperature 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False  # sample exactly max_new_tokens; for benchmarks
+
+
+@dataclass(frozen=True)
+class NoiseKey:
+    """Everything outside the request that sampling noise depends on: (seed, step); the rest is (draw, sample, token)."""
+
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer. `logprobs[i]` is the sampler's log-probability of `token_ids[i]` under the temperature used.
+
+    A stop token that ended the answer is part of `token_ids`; `text` is decoded without special tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an environment says of one completion. `reward` None means unscored: `error` then says why."""
+
+    reward: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward
+    error: str | None = None  # one line, e.g. "timeout after 5 s" or "ValueError: bad input"
+    traceback: str | None = None
+
+    @property
+    def scored(self) -> bool:
+        return self.reward is not None
+
+
+@dataclass(frozen=True)
+class Rollout:
+    completion: Completion
+    score: Score
+    advantage: float = 0.0
+
+    @property
+    def truncated(self) -> bool:
+        return self.completion.finish_reason == "length"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one task, in sample order."""
+
+    task: Task
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [rollout.score.reward for rollout in self.rollouts]
+
+    def with_advantages(self, advantages: Sequence[float]) -> Group:
+        pairs = zip(self.rollouts, advantages, strict=True)
+        return replace(self, rollouts=tuple(replace(rollout, advantage=float(a)) for rollout, a in pairs))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A preference: two answers to one prompt. Token ids exclude the prompt and include the end of the turn."""
+
+    draw: int
+    id: str
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A supervised example. `mask[i]` says whether `response_ids[i]` is trained."""
+
+    draw: int
+    id: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    mask: tuple[bool, ...] = ()  # empty: all of them
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Sequences to train on, each a prompt and a response. Responses that name the same prompt share its computation.
+
+    `columns` holds one value per *response token*, all responses one after another in order; prompt tokens are never
+    trained and have no column. `mask` is the column that always exists: 1 where the token counts, 0 where it does not.
+    `num_tokens` and `num_sequences` are the denominators of the *whole* optimizer batch. They travel with every part that
+    is cut from it, so that losses do not depend on micro-batches, packing or the number of ranks.
+    """
+
+    prompts: tuple[Tensor, ...]
+    responses: tuple[Tensor, ...]
+    prompt_of: tuple[int, ...]  # response -> index in `prompts`
+    columns: Mapping[str, Tensor]
+    num_tokens: float
+    num_sequences: float
+
+    @classmethod
+    def build(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        prompt_of: Sequence[int],
+        columns: Mapping[str, Tensor],
+    ) -> TokenBatch:
+        """A whole optimizer batch: the denominators are counted here, from `mask`."""
+        lengths = [len(response) for response in responses]
+        mask = columns["mask"]
+        assert all(len(column) == sum(lengths) for column in columns.values()), "one value per response token"
+        trained = [float(part.sum()) > 0 for part in mask.split(lengths)] if lengths else []
+        return cls(
+            prompts=tuple(torch.as_tensor(prompt, dtype=torch.long) for prompt in prompts),
+            responses=tuple(torch.as_tensor(response, dtype=torch.long) for response in responses),
+            prompt_of=tuple(prompt_of),
+            columns=dict(columns),
+            num_tokens=float(mask.sum()),
+            num_sequences=float(sum(trained)),
+        )
+
+    @property
+    def response_lengths(self) -> list[int]:
+        return [len(response) for response in self.responses]
+
+    def column_parts(self, name: str) -> list[Tensor]:
+        """The column cut into one piece per response."""
+        return list(self.columns[name].split(self.response_lengths))
+
+    def with_columns(self, **columns: Tensor) -> TokenBatch:
+        return replace(self, columns={**self.columns, **columns})
+
+    def select(self, rows: Sequence[int], *, recount: bool = False) -> TokenBatch:
+        """The responses `rows`, with the prompts they need. `recount` makes the selection an optimizer batch of its own."""
+        prompt_rows = sorted({self.prompt_of[row] for row in rows})
+        place = {prompt: index for index, prompt in enumerate(prompt_rows)}
+        parts = {name: self.column_parts(name) for name in self.columns}
+        columns = {
+            name: torch.cat([pieces[row] for row in rows]) if rows else self.columns[name][:0]
+            for name, pieces in parts.items()
+        }
+        chosen = replace(
+            self,
+            prompts=tuple(self.prompts[prompt] for prompt in prompt_rows),
+            responses=tuple(self.responses[row] for row in rows),
+            prompt_of=tuple(place[self.prompt_of[row]] for row in rows),
+            columns=columns,
+        )
+        if not recount:
+            return chosen
+        trained = [float(part.sum()) > 0 for part in chosen.column_parts("mask")] if rows else []
+        return replace(chosen, num_tokens=float(columns["mask"].sum()), num_sequences=float(sum(trained)))
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one optimizer step, or one evaluation without a step, says of itself. Metrics are already normalised."""
+
+    metrics: Mapping[str, float]
+    num_tokens: int = 0  # prompt and response tokens that went through the model
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step of an algorithm hands to the loop: the numbers, and the samples behind them."""
+
+    metrics: Mapping[str, float]  # without prefix: "loss", "reward", …
+    timings_s: Mapping[str, float]  # stage -> seconds
+    groups: tuple[Group, ...] = ()
+    num_tokens: int = 0  # full sequences: prompt and response of every sample
+    num_samples: int = 0
+    warnings: tuple[str, ...] = ()
