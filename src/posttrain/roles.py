@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,14 @@ from torch import Tensor
 from posttrain.types import Completion, Group, NoiseKey, Sampling, Score, StepReport, Task, TokenBatch, UpdateReport
 
 Progress = Callable[[int], None]  # called with the number of units that have just been finished
+ShowProgress = Callable[
+    [str, int], AbstractContextManager[Progress]
+]  # (label, total) -> a bar for the time of the block
+
+
+@contextmanager
+def no_progress(label: str, total: int) -> Iterator[Progress]:
+    yield lambda _: None
 
 
 class Objective(Protocol):
@@ -68,9 +77,11 @@ class Environment(Protocol):
 
 
 class RolloutSource(Protocol):
-    """Hands out scored groups, in the order of their tasks."""
+    """Hands out completions and has them scored; two calls, so that an algorithm can tell their times apart."""
 
-    def take(self, num_groups: int, step: int) -> list[Group]: ...
+    def sample(self, num_groups: int, step: int) -> tuple[list[Task], list[list[Completion]]]: ...
+
+    def score(self, tasks: Sequence[Task], completions: Sequence[Sequence[Completion]]) -> list[Group]: ...
 
 
 class Stateful(Protocol):
@@ -94,6 +105,4 @@ class Recorder(Protocol):
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None: ...
 
-    def progress(self, label: str, total: int) -> Any:
-        """A context manager that yields a `Progress`."""
-        ...
+    def progress(self, label: str, total: int) -> AbstractContextManager[Progress]: ...

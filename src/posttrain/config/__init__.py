@@ -1,1 +1,57 @@
-"""."""
+"""The config of a run: NeMo RL's vocabulary, strict, typed, and readable without torch.
+
+`load_config` reads YAML, applies overrides and returns typed sections. The package knows nothing of models or devices.
+"""
+
+from posttrain.config.algorithms import AdvEstimatorConfig, DpoConfig, GrpoConfig, SftConfig
+from posttrain.config.checkpointing import CheckpointingConfig
+from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig, SftDataConfig
+from posttrain.config.errors import ConfigError
+from posttrain.config.generation import GenerationConfig, NativeConfig
+from posttrain.config.loader import LoadedConfig, guess_kind, load_config
+from posttrain.config.loss import LossFnConfig
+from posttrain.config.policy import (
+    DtensorConfig,
+    GrpoPolicyConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+    TokenizerConfig,
+)
+from posttrain.config.runs import KINDS, DpoRunConfig, GrpoRunConfig, Kind, RunConfig, SftRunConfig
+from posttrain.config.services import ClusterConfig, LoggerConfig
+
+__all__ = [
+    "KINDS",
+    "AdvEstimatorConfig",
+    "CheckpointingConfig",
+    "ClusterConfig",
+    "ConfigError",
+    "DataConfig",
+    "DatasetConfig",
+    "DpoConfig",
+    "DpoRunConfig",
+    "DtensorConfig",
+    "EnvironmentConfig",
+    "GenerationConfig",
+    "GrpoConfig",
+    "GrpoPolicyConfig",
+    "GrpoRunConfig",
+    "Kind",
+    "LoadedConfig",
+    "LoggerConfig",
+    "LoraConfig",
+    "LossFnConfig",
+    "NativeConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "RunConfig",
+    "SequencePackingConfig",
+    "SftConfig",
+    "SftDataConfig",
+    "SftRunConfig",
+    "TokenizerConfig",
+    "guess_kind",
+    "load_config",
+]

@@ -1,1 +1,29 @@
-"""."""
+"""Environments judge completions. Everything that may misbehave runs in worker processes that can be killed.
+
+The names below load on first use: worker processes and `check_environments` must not pay for importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.environments.check import check_environments
+    from posttrain.environments.router import ScoringRouter, build_environments
+    from posttrain.environments.settings import RewardConfigError
+
+__all__ = ["RewardConfigError", "ScoringRouter", "build_environments", "check_environments"]
+
+_HOME = {
+    "RewardConfigError": "settings",
+    "ScoringRouter": "router",
+    "build_environments": "router",
+    "check_environments": "check",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 ATTENTION = "posttrain"
+_DENSE_BLOCK_TOKENS = 192  # up to here a masked product over all pairs is cheaper than one call per segment
 
 
 class AttentionContext(Protocol):
@@ -107,6 +108,7 @@ class PackedAttention:
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.segments = list(segments)
         self.device = device
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(
         self,
@@ -121,7 +123,7 @@ class PackedAttention:
     ) -> Tensor:
         if query.device.type == "cuda" and softcap is None and query.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(query, key, value, scale, window)
-        return self._per_segment(query, key, value, scale, window, softcap)
+        return self._per_block(query, key, value, scale, window, softcap)
 
     # -- CUDA: one call of torch's variable-length attention ---------------------------------------------------------
 
@@ -155,20 +157,82 @@ class PackedAttention:
         assert isinstance(out, Tensor)
         return out
 
-    # -- everywhere else: one small attention per segment --------------------------------------------------------------
+    # -- everywhere else: a few small attentions per tree ---------------------------------------------------------------
 
-    def _per_segment(
+    @cached_property
+    def _trees(self) -> list[list[Segment]]:
+        """The segments, by prompt: each prompt's with those of its responses."""
+        trees: list[list[Segment]] = []
+        for segment in self.segments:
+            if segment.prefix_length:
+                trees[-1].append(segment)
+            else:
+                trees.append([segment])
+        return trees
+
+    @cached_property
+    def _blocks(self) -> list[list[list[Segment]]]:
+        """Trees that are computed together. Many small trees in one masked product cost less than a call for each."""
+        blocks: list[list[list[Segment]]] = []
+        for tree in self._trees:
+            fits = blocks and tree[-1].end - blocks[-1][0][0].start <= _DENSE_BLOCK_TOKENS
+            if fits:
+                blocks[-1].append(tree)
+            else:
+                blocks.append([tree])
+        return blocks
+
+    def _per_block(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        # split(), not slices: the backward pass of a slice writes a tensor as large as the whole row.
+        sizes = [block[-1][-1].end - block[0][0].start for block in self._blocks]
+        pieces = [x.transpose(0, 1).unsqueeze(0).split(sizes, dim=2) for x in (query, key, value)]
         outputs = []
-        for s in self.segments:
-            ks, vs = k[:, :, s.start : s.end], v[:, :, s.start : s.end]
-            if s.prefix_length:
-                ks = torch.cat([k[:, :, s.prefix_start : s.prefix_end], ks], dim=2)
-                vs = torch.cat([v[:, :, s.prefix_start : s.prefix_end], vs], dim=2)
-            outputs.append(causal_attention(q[:, :, s.start : s.end], ks, vs, scale, window, softcap))
+        for index, (block, q, k, v) in enumerate(zip(self._blocks, *pieces, strict=True)):
+            if sizes[index] <= _DENSE_BLOCK_TOKENS:
+                outputs.append(masked_attention(q, k, v, self._mask(index, window, q), scale, softcap))
+            else:
+                outputs += self._per_segment(block[0], q, k, v, scale, window, softcap)
         return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+    def _per_segment(
+        self,
+        tree: list[Segment],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> list[Tensor]:
+        sizes = [segment.length for segment in tree]
+        qs, ks, vs = (x.split(sizes, dim=2) for x in (q, k, v))
+        outputs = [causal_attention(qs[0], ks[0], vs[0], scale, window, softcap)]
+        for q_own, k_own, v_own in zip(qs[1:], ks[1:], vs[1:], strict=True):
+            k_all, v_all = torch.cat([ks[0], k_own], dim=2), torch.cat([vs[0], v_own], dim=2)
+            outputs.append(causal_attention(q_own, k_all, v_all, scale, window, softcap))
+        return outputs
+
+    def _mask(self, index: int, window: int | None, like: Tensor) -> Tensor:
+        """0 where a token of the block sees another, -inf where it does not. Made once, used by every layer."""
+        if (mask := self._masks.get((index, window))) is None:
+            block = self._blocks[index]
+            first = block[0][0].start
+            size = block[-1][-1].end - first
+            visible = torch.zeros(size, size, dtype=torch.bool)
+            at = torch.zeros(size, dtype=torch.long)
+            for s in (segment for tree in block for segment in tree):
+                own, prefix = slice(s.start - first, s.end - first), slice(s.prefix_start - first, s.prefix_end - first)
+                visible[own, own] = torch.ones(s.length, s.length).tril().bool()
+                if s.prefix_length:
+                    visible[own, prefix] = True
+                at[own] = torch.arange(s.prefix_length, s.prefix_length + s.length)
+            if window is not None:
+                visible &= at[:, None] - at[None, :] < window
+            mask = torch.zeros(size, size, dtype=like.dtype).masked_fill(~visible, float("-inf")).to(like.device)
+            self._masks[index, window] = mask
+        return mask
 
 
 def causal_attention(
@@ -185,9 +249,15 @@ def causal_attention(
     if windowed:
         assert window is not None
         visible &= at_k > at_q - window
+    mask = torch.zeros(num_q, num_k, dtype=q.dtype, device=q.device).masked_fill(~visible, float("-inf"))
+    return masked_attention(q, k, v, mask, scale, softcap)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Attention with an additive mask, and with the soft cap on scores that some families have."""
     if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = softcap * torch.tanh(q.float() @ k.float().transpose(2, 3) * (scale / softcap))
-    return scores.masked_fill(~visible, float("-inf")).softmax(-1).to(v.dtype) @ v
+    return (scores + mask).softmax(-1).to(v.dtype) @ v

@@ -1,0 +1,50 @@
+"""Supervised fine-tuning on recorded answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from posttrain.algorithms.clock import StageClock
+from posttrain.algorithms.supervised_batches import example_batch, num_sequence_tokens
+from posttrain.policy.objectives import NegativeLogLikelihood
+from posttrain.roles import Policy
+from posttrain.types import Example, StepReport
+
+
+class ExampleStream(Protocol):
+    def take(self, count: int) -> Sequence[Example]: ...
+
+
+@dataclass(frozen=True)
+class Sft:
+    num_examples_per_step: int
+    policy: Policy
+    examples: ExampleStream
+    validation: Sequence[Example] = ()
+    objective: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)
+
+    def step(self, step: int) -> StepReport:
+        clock = StageClock()
+        with clock("data_processing"):
+            batch = example_batch(self.examples.take(self.num_examples_per_step))
+        with clock("policy_training"):
+            update = self.policy.update(batch, self.objective)
+            self.policy.end_step()
+        return StepReport(
+            metrics={**update.metrics, "num_valid_tokens": batch.num_tokens},
+            timings_s=clock.finish(),
+            num_tokens=num_sequence_tokens(batch),
+            num_samples=len(batch.responses),
+        )
+
+    def validate(self, step: int) -> StepReport | None:
+        if not self.validation:
+            return None
+        clock = StageClock()
+        batch = example_batch(self.validation)
+        metrics = self.policy.evaluate(batch, self.objective).metrics
+        return StepReport(
+            metrics, clock.finish("total_validation_time"), (), num_sequence_tokens(batch), len(self.validation)
+        )

@@ -1,0 +1,334 @@
+"""The composition root: a config becomes roles, and roles become a training loop. The only place that matches on a kind.
+
+Everything that can be wrong with the input is looked at before the model is loaded: the data, the reward functions, the
+model's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from posttrain.algorithms.advantages import GroupAdvantages
+from posttrain.algorithms.dpo import Dpo
+from posttrain.algorithms.grpo import Grpo, GrpoSettings
+from posttrain.algorithms.sft import Sft
+from posttrain.checkpointing import CheckpointStore, SaveDeadline
+from posttrain.config import DpoRunConfig, GrpoRunConfig, LoadedConfig, PolicyConfig, SftRunConfig
+from posttrain.data.chat import ChatFormat
+from posttrain.data.datasets import load_example_dataset, load_pair_dataset, load_task_dataset
+from posttrain.data.errors import DataError
+from posttrain.data.packing import MicroBatching, PackingAlgorithm
+from posttrain.data.sampler import Stream
+from posttrain.environments import build_environments, check_environments
+from posttrain.errors import InputError
+from posttrain.generation.rollouts import FreshRollouts
+from posttrain.hardware import peak_flops
+from posttrain.loop import LoopSettings, TrainingLoop, run_folder
+from posttrain.orchestration.local import LocalWorker, WorkerGroup
+from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
+from posttrain.policy.model import check_model_exists, flops_per_token, load_tokenizer
+from posttrain.policy.objectives import ClippedPolicyGradient, PreferenceLoss
+from posttrain.policy.worker import PolicyWorker, WorkerSetup
+from posttrain.reporting import RunRecorder
+from posttrain.roles import Algorithm
+from posttrain.types import Sampling, Task
+
+RunConfig = GrpoRunConfig | DpoRunConfig | SftRunConfig
+
+
+@dataclass(frozen=True)
+class FixedTasks:
+    """The same tasks, from the first, every time: for validation."""
+
+    tasks: Sequence[Task]
+
+    def take(self, count: int) -> Sequence[Task]:
+        return self.tasks[:count]
+
+
+class Run:
+    """A training run, ready to go. Close it to end worker processes."""
+
+    def __init__(self, loaded: LoadedConfig, *, quiet: bool = False, title: str = "") -> None:
+        self.loaded = loaded
+        self.config: RunConfig = loaded.config
+        self.quiet = quiet
+        self.title = title
+        self._cleanup = ExitStack()
+        self.loop = self._build()
+
+    def execute(self) -> int:
+        try:
+            return self.loop.run()
+        finally:
+            self._cleanup.close()
+
+    # -- what every algorithm needs --------------------------------------------------------------------------------------
+
+    def _build(self) -> TrainingLoop:
+        config = self.config
+        if isinstance(config, GrpoRunConfig):
+            check_environments(config.env, Path.cwd())
+        check_model_exists(config.policy.model_name)
+        tokenizer = load_tokenizer(config.policy.tokenizer.name)
+        self.chat = ChatFormat(
+            tokenizer, config.policy.tokenizer.chat_template, config.policy.tokenizer.chat_template_kwargs or {}
+        )
+        train, validation = self._datasets()
+        section = self._section()
+        per_step = self._samples_per_step()
+        max_steps = min(section.max_num_steps, section.max_num_epochs * len(train) // per_step)
+        if max_steps < 1:
+            raise DataError(
+                f"data.train has {len(train)} usable rows, fewer than the {per_step} of one step; "
+                "give more data, a smaller step, or more epochs (max_num_epochs)"
+            )
+        stream = Stream(train, section.seed, config.data.shuffle)
+        workers = self._workers(section.seed)
+        self._cleanup.callback(workers.close)
+        recorder = self._recorder(workers, max_steps)
+        for name, dataset in (("data.train", train), ("data.validation", validation)):
+            for reason, count in (dataset.dropped if dataset is not None else {}).items():
+                recorder.warn(f"{name}: {count} rows left out: {reason}")
+        policy = ShardedPolicy(
+            workers,
+            train=self._micro_batching("train"),
+            score=self._micro_batching("logprob"),
+            seed=section.seed,
+            show_progress=recorder.progress,
+        )
+        algorithm = self._algorithm(stream, validation, workers, policy, recorder)
+        return TrainingLoop(
+            settings=self._loop_settings(max_steps, per_step, len(train) / per_step),
+            algorithm=algorithm,
+            policy=policy,
+            stream=stream,
+            recorder=recorder,
+            store=self._store(recorder),
+            deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
+            config_yaml=self.loaded.to_yaml(),
+        )
+
+    def _section(self) -> Any:
+        return getattr(self.config, self.loaded.kind)
+
+    def _samples_per_step(self) -> int:
+        if isinstance(self.config, GrpoRunConfig):
+            return self.config.grpo.num_prompts_per_step
+        return self.config.policy.train_global_batch_size
+
+    def _datasets(self) -> tuple[Any, Any]:
+        """Training and validation data; the second may be None."""
+        config, data = self.config, self.config.data
+        length = config.policy.max_total_sequence_length
+        seed = self._section().seed
+
+        def load(entries: Any) -> Any:
+            if isinstance(config, GrpoRunConfig):
+                limit = min(data.max_input_seq_length or length, length - 1)
+                return load_task_dataset(entries, data.default, self.chat, max_prompt_tokens=limit, seed=seed)
+            if isinstance(config, DpoRunConfig):
+                return load_pair_dataset(entries, data.default, self.chat, max_total_tokens=length, seed=seed)
+            return load_example_dataset(
+                entries,
+                data.default,
+                self.chat,
+                max_total_tokens=length,
+                only_unmask_final=config.sft.only_unmask_final,
+                seed=seed,
+            )
+
+        train = load(data.train)
+        if data.validation is not None:
+            return train, load(data.validation)
+        size = _split_size(data.train)
+        return train.split(size, seed) if size else (train, None)
+
+    def _workers(self, seed: int) -> WorkerGroup:
+        config = self.config
+        needs_reference = isinstance(config, DpoRunConfig) or (
+            isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty != 0
+        )
+        setup = WorkerSetup(config.policy, seed, needs_reference)
+        cluster = config.cluster
+        size = cluster.num_nodes * cluster.gpus_per_node
+        if cluster.launcher == "local" or (cluster.launcher == "auto" and size == 1):
+            return LocalWorker(PolicyWorker(setup))
+        try:
+            from posttrain.orchestration.ray_workers import RayWorkers
+        except ImportError as error:
+            raise InputError(
+                f"cluster: {size} ranks need Ray, which is not installed: pip install 'posttrain[ray]'; "
+                "or set cluster.num_nodes=1 cluster.gpus_per_node=1"
+            ) from error
+        return RayWorkers(setup, cluster.num_nodes, cluster.gpus_per_node)
+
+    def _micro_batching(self, which: str) -> MicroBatching:
+        policy = self.config.policy
+        per_sample = 2 if isinstance(self.config, DpoRunConfig) else 1  # batch sizes of DPO count pairs
+        size = policy.train_micro_batch_size if which == "train" else policy.logprob_batch_size
+        budget = None
+        for section in (policy.sequence_packing, policy.dynamic_batching):
+            if section.enabled:
+                budget = section.train_mb_tokens if which == "train" else section.logprob_mb_tokens
+        return MicroBatching(
+            max_tokens=None if budget is None else budget * per_sample,
+            num_responses=size * per_sample,
+            algorithm=cast(PackingAlgorithm, policy.sequence_packing.algorithm),
+        )
+
+    def _recorder(self, workers: WorkerGroup, max_steps: int) -> RunRecorder:
+        config = self.config
+        facts = workers.call("facts", [()] * workers.size)[0]
+        on_gpu = facts["device"] == "cuda"
+        return RunRecorder(
+            run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
+            algorithm=self.loaded.kind,
+            max_steps=max_steps,
+            num_devices=workers.size,
+            peak_flops_per_device=peak_flops(facts["device_name"]) if on_gpu else None,
+            flops_per_token=flops_per_token(facts["model_config"], facts["num_parameters"]),
+            config_yaml=self.loaded.to_yaml(),
+            quiet=self.quiet,
+            title=self.title or f"{self.loaded.kind.upper()} of {config.policy.model_name}",
+            num_val_samples_to_print=config.logger.num_val_samples_to_print,
+            device_word="GPU" if on_gpu else "device",
+        )
+
+    def _store(self, recorder: RunRecorder) -> CheckpointStore:
+        settings = self.config.checkpointing
+        return CheckpointStore(
+            Path(settings.checkpoint_dir),
+            keep_top_k=settings.keep_top_k,
+            metric_name=settings.metric_name,
+            higher_is_better=settings.higher_is_better,
+            save_period=settings.save_period,
+            say=recorder.say,
+        )
+
+    def _loop_settings(self, max_steps: int, per_step: int, steps_per_epoch: float) -> LoopSettings:
+        section, checkpointing = self._section(), self.config.checkpointing
+        return LoopSettings(
+            max_steps=max_steps,
+            samples_per_step=per_step,
+            steps_per_epoch=steps_per_epoch,
+            val_period=section.val_period,
+            val_start_at=getattr(section, "val_start_at", -1),
+            val_at_start=section.val_at_start,
+            val_at_end=section.val_at_end,
+            save=checkpointing.enabled,
+            save_period=checkpointing.save_period,
+            save_optimizer=checkpointing.save_optimizer,
+            metric_name=checkpointing.metric_name,
+            stop_metric=getattr(section, "stop_at_validation_metric", None),
+            stop_threshold=getattr(section, "stop_at_validation_threshold", None),
+        )
+
+    # -- the algorithms ------------------------------------------------------------------------------------------------
+
+    def _algorithm(
+        self, stream: Stream, validation: Any, workers: WorkerGroup, policy: ShardedPolicy, recorder: RunRecorder
+    ) -> Algorithm:
+        config = self.config
+        if isinstance(config, GrpoRunConfig):
+            return self._grpo(config, stream, validation, workers, policy, recorder)
+        section = config.dpo if isinstance(config, DpoRunConfig) else config.sft
+        held_out = _first_rows(validation, section.val_batches * section.val_global_batch_size)
+        if isinstance(config, DpoRunConfig):
+            objective = PreferenceLoss(**_options(config.dpo, PreferenceLoss))
+            return Dpo(config.policy.train_global_batch_size, objective, policy, stream, held_out)
+        return Sft(config.policy.train_global_batch_size, policy, stream, held_out)
+
+    def _grpo(
+        self,
+        config: GrpoRunConfig,
+        stream: Stream,
+        validation: Any,
+        workers: WorkerGroup,
+        policy: ShardedPolicy,
+        recorder: RunRecorder,
+    ) -> Grpo:
+        grpo, estimator = config.grpo, config.grpo.adv_estimator
+        environment = build_environments(config.env, base_folder=Path.cwd())
+        self._cleanup.callback(environment.close)
+        generator = ShardedGenerator(workers)
+        sampling = _sampling(config.policy)
+        rollouts = FreshRollouts(
+            stream,
+            generator,
+            environment,
+            num_samples=grpo.num_generations_per_prompt,
+            sampling=sampling,
+            seed=grpo.seed,
+            show_progress=recorder.progress,
+        )
+        held_out = _first_rows(validation, grpo.max_val_samples if grpo.max_val_samples is not None else 0)
+        validation_rollouts = FreshRollouts(
+            FixedTasks(held_out),
+            generator,
+            environment,
+            num_samples=grpo.val_num_generations_per_prompt,
+            sampling=_sampling(config.policy, validation=True),
+            seed=grpo.seed + 1,  # other noise than training's
+            show_progress=recorder.progress,
+            label="validation",
+        )
+        per_step = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        return Grpo(
+            GrpoSettings(
+                grpo.num_prompts_per_step,
+                grpo.num_generations_per_prompt,
+                num_updates_per_step=per_step // config.policy.train_global_batch_size,
+                overlong_filtering=grpo.overlong_filtering,
+                num_validation_prompts=len(held_out),
+            ),
+            ClippedPolicyGradient(**_options(config.loss_fn, ClippedPolicyGradient)),
+            GroupAdvantages(
+                estimator.normalize_rewards,
+                estimator.use_leave_one_out_baseline,
+                grpo.advantage_clip_low,
+                grpo.advantage_clip_high,
+            ),
+            policy,
+            rollouts,
+            validation_rollouts if held_out else None,
+        )
+
+
+def _options(section: Any, target: type) -> dict[str, Any]:
+    """The fields of a config section that a value object takes, by name."""
+    return {name: getattr(section, name) for name in target.__dataclass_fields__}  # type: ignore[attr-defined]
+
+
+def _sampling(policy: PolicyConfig, *, validation: bool = False) -> Sampling:
+    generation = policy.generation
+    assert generation is not None
+    prefix = "val_" if validation else ""
+    top_k = getattr(generation, f"{prefix}top_k")
+    return Sampling(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=getattr(generation, f"{prefix}temperature"),
+        top_p=getattr(generation, f"{prefix}top_p"),
+        top_k=top_k if top_k and top_k > 0 else 0,
+        stop_token_ids=tuple(generation.stop_token_ids or ()),
+        stop_strings=tuple(generation.stop_strings or ()),
+        ignore_eos=generation.ignore_eos,
+    )
+
+
+def _split_size(entries: Any) -> float:
+    """`split_validation_size` of the training data: a share below 1, or a number of rows."""
+    first = entries[0] if isinstance(entries, list) else entries
+    values = first.model_dump() if hasattr(first, "model_dump") else first
+    return float(values.get("split_validation_size") or 0)
+
+
+def _first_rows(dataset: Any, count: int) -> list[Any]:
+    """The first `count` rows; all of them if it is not positive."""
+    if dataset is None:
+        return []
+    return [dataset[i] for i in range(len(dataset) if count <= 0 else min(count, len(dataset)))]

@@ -1,0 +1,123 @@
+"""Is this checkpoint one of this run's model? The policy saves this description of it as `policy/model.json`.
+
+It holds what decides whether weights fit and token ids mean the same: architecture, sizes, LoRA, vocabulary. What a run
+may choose anew (precision, attention implementation, dropout, where the model was loaded from) is not in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from posttrain.checkpointing.errors import CheckpointError
+
+# The names that `transformers` configs use, old families' included. A config has those of its own family.
+_ARCHITECTURE = ("model_type", "architectures", "tie_word_embeddings")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_inner",
+    "d_model",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "q_lora_rank",
+    "kv_lora_rank",
+)
+_LORA = {  # our name: the names in NeMo RL's `lora_cfg` and in peft's config
+    "rank": ("dim", "r", "rank"),
+    "alpha": ("alpha", "lora_alpha"),
+    "target_modules": ("target_modules",),
+    "exclude_modules": ("exclude_modules",),
+    "match_all_linear": ("match_all_linear",),
+    "use_rslora": ("use_rslora",),
+    "use_dora": ("use_dora",),
+    "parameters": ("parameters",),  # how many weights are adapters
+}
+
+
+def describe_model(
+    model_config: Mapping[str, Any],
+    lora: Mapping[str, Any] | None,
+    vocabulary: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """The description of a model: JSON values only.
+
+    `model_config` is `config.to_dict()` of a `transformers` model, `lora` the adapter's settings (None, or `enabled: false`,
+    for full tuning), `vocabulary` the tokenizer's `get_vocab()`.
+    """
+    # Models of several modalities keep the decoder's sizes in a section of their own.
+    decoder = {**model_config, **(model_config.get("text_config") or {}), "model_type": model_config.get("model_type")}
+    return {
+        "architecture": {name: _plain(decoder[name]) for name in _ARCHITECTURE if decoder.get(name) is not None},
+        "sizes": {name: _plain(decoder[name]) for name in _SIZES if decoder.get(name) is not None},
+        "lora": _describe_lora(lora),
+        "vocabulary_sha256": None if vocabulary is None else hash_vocabulary(vocabulary),
+    }
+
+
+def hash_vocabulary(vocabulary: Mapping[str, int]) -> str:
+    """SHA-256 of the tokens in the order of their ids. The chat template is not part of it: a run may change that."""
+    in_order = sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(in_order).encode()).hexdigest()
+
+
+def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise CheckpointError with every difference if a checkpoint's description is not that of this run's model."""
+    differences = list(_differences(saved, current, ""))
+    if differences:
+        lines = "\n".join(f"  {difference}" for difference in differences)
+        raise CheckpointError(
+            f"the checkpoint is of another model than this run's:\n{lines}\n"
+            "Use the model and the LoRA settings it was saved with, or another checkpointing.checkpoint_dir."
+        )
+
+
+def _describe_lora(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if lora is None or lora.get("enabled") is False:
+        return None
+    described = {}
+    for ours, theirs in _LORA.items():
+        value = next((lora[name] for name in theirs if lora.get(name) is not None), None)
+        # Empty and off are what a missing setting means.
+        if value is not None and value is not False and value != [] and value != "":
+            # The order in which modules are named means nothing.
+            described[ours] = sorted(value) if isinstance(value, list | tuple | set) else _plain(value)
+    return described
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _differences(saved: Any, current: Any, name: str) -> Iterator[str]:
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        for key in [*saved, *(key for key in current if key not in saved)]:
+            yield from _differences(saved.get(key), current.get(key), f"{name}.{key}" if name else str(key))
+    elif saved != current and not _unknown(saved, current, name):
+        yield f"{name}: saved {_shown(saved)} != this run's {_shown(current)}"
+
+
+def _unknown(saved: Any, current: Any, name: str) -> bool:
+    """One side does not say. For LoRA that means none, and is a difference; elsewhere (a field that another version of
+    `transformers` did not write) there is nothing to compare."""
+    return not name.startswith("lora") and (saved is None or current is None)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)

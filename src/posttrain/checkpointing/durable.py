@@ -1,0 +1,61 @@
+"""Getting bytes and names onto the disk, so that they survive the loss of power. Knows nothing of checkpoints.
+
+Renaming makes a change atomic; `fsync` makes it last. A file needs both its own `fsync` and that of the folder that holds
+its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+# What filesystems answer that have no such operation (some network and object-store mounts, for folders mostly). Nothing
+# can be done about those. EIO, ENOSPC and EDQUOT are not among them: they mean that data was lost.
+_NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
+_FOLDER_CANNOT_BE_OPENED = {errno.EACCES, errno.EPERM, errno.EISDIR}
+
+
+def sync_file(path: Path) -> None:
+    """Return once the content of `path` is on the disk."""
+    _sync(os.open(path, os.O_RDONLY))
+
+
+def sync_folder(path: Path) -> None:
+    """Return once the names in `path` are on the disk, where the filesystem can promise that."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        if error.errno in _FOLDER_CANNOT_BE_OPENED | _NOT_SUPPORTED:
+            return
+        raise
+    _sync(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Create `path` and the parents it lacks, each of them to stay."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text`: a reader, or a crash at any moment, finds the old text or the new one, whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        _sync(os.dup(file.fileno()))
+    os.replace(partial, path)
+    sync_folder(path.parent)

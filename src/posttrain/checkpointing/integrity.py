@@ -1,0 +1,154 @@
+"""`checksums.json`: the list of a checkpoint's files with their sizes and SHA-256, and the comparison against it.
+
+Files are hashed in pieces of 64 MiB on all cores, because one optimizer file can have tens of gigabytes: `sha256` is the
+list of the digests of the pieces, in order. A file of up to 64 MiB has one, which is what `sha256sum` prints.
+
+A file that the list does not name is nobody's damage: people put notes and converted models into a checkpoint's folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.checkpointing import durable
+
+CHECKSUMS = "checksums.json"
+_PIECE_BYTES = 64 * 2**20
+_READ_BYTES = 4 * 2**20
+_MAX_THREADS = 16
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What `checksums.json` says of one file."""
+
+    size: int
+    digests: tuple[str, ...]
+
+
+def seal(folder: Path) -> None:
+    """Put every file below `folder` on the disk and write `checksums.json`; afterwards nothing in it may change."""
+    checksums = folder / CHECKSUMS
+    checksums.unlink(missing_ok=True)
+    folders, paths = [], []
+    for root, _, names in os.walk(folder):
+        folders.append(Path(root))
+        paths += [Path(root) / name for name in names]
+    paths.sort()
+
+    with _threads() as pool:
+        # Hashing is the processor's work and syncing the disk's: both run at once.
+        syncing = [pool.submit(durable.sync_file, path) for path in paths]
+        hashing = {path: (size := path.stat().st_size, _submit(pool, path, size, _PIECE_BYTES)) for path in paths}
+        files = {
+            path.relative_to(folder).as_posix(): {"size": size, "sha256": [digest.result() for digest in digests]}
+            for path, (size, digests) in hashing.items()
+        }
+        for done in syncing:
+            done.result()
+
+    content = {"algorithm": "sha256", "piece_bytes": _PIECE_BYTES, "files": files}
+    checksums.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    durable.sync_file(checksums)
+    for path in reversed(folders):
+        durable.sync_folder(path)
+
+
+def find_damage(folder: Path, *, contents: bool = True) -> list[str]:
+    """What is wrong with a sealed folder, one line each; empty if nothing is. `contents` False looks at sizes only."""
+    try:
+        piece_bytes, recorded = _read_checksums(folder / CHECKSUMS)
+    except FileNotFoundError:
+        return [f"{CHECKSUMS} is missing: the checkpoint was never completed"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return [f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})"]
+
+    problems = [
+        problem for name, file in recorded.items() if (problem := _size_problem(folder / name, name, file.size))
+    ]
+    if problems or not contents:
+        return problems
+    with _threads() as pool:
+        hashing = {name: _submit(pool, folder / name, file.size, piece_bytes) for name, file in recorded.items()}
+        for name, digests in hashing.items():
+            try:
+                found = [digest.result() for digest in digests]
+            except OSError as error:
+                problems.append(f"{name} cannot be read ({error})")
+                continue
+            if problem := _content_problem(name, recorded[name], found, piece_bytes):
+                problems.append(problem)
+    return problems
+
+
+def total_bytes(folder: Path) -> int:
+    """The size of the files that `checksums.json` names; 0 if it cannot be read."""
+    try:
+        return sum(file.size for file in _read_checksums(folder / CHECKSUMS)[1].values())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return 0
+
+
+def _read_checksums(path: Path) -> tuple[int, Mapping[str, _Recorded]]:
+    content: Any = json.loads(path.read_text(encoding="utf-8"))
+    piece_bytes = int(content["piece_bytes"])
+    if content["algorithm"] != "sha256" or piece_bytes <= 0:
+        raise ValueError(f"algorithm {content['algorithm']!r} with pieces of {piece_bytes} bytes is not known")
+    files = content["files"].items()
+    return piece_bytes, {name: _Recorded(int(file["size"]), tuple(file["sha256"])) for name, file in files}
+
+
+def _size_problem(path: Path, name: str, size: int) -> str | None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    return None if found == size else f"{name} has {found} bytes instead of {size}"
+
+
+def _content_problem(name: str, recorded: _Recorded, found: list[str], piece_bytes: int) -> str | None:
+    if tuple(found) == recorded.digests:
+        return None
+    differing = [index for index, pair in enumerate(zip(found, recorded.digests, strict=False)) if pair[0] != pair[1]]
+    first = (differing or [0])[0] * piece_bytes
+    last = min(first + piece_bytes, recorded.size)
+    return f"{name} is not what was saved: its SHA-256 differs, first in bytes {first} to {last}"
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """A pool that drops what is still waiting when its user fails: an error must not wait for gigabytes of hashing."""
+    # Cores this process may use, where the system says so: a container has often fewer than the machine.
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, num_cores))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ThreadPoolExecutor, path: Path, size: int, piece_bytes: int) -> list[Any]:
+    starts: Iterable[int] = range(0, max(size, 1), piece_bytes)  # an empty file has one piece, too
+    return [pool.submit(_digest_of_piece, path, start, piece_bytes) for start in starts]
+
+
+def _digest_of_piece(path: Path, start: int, piece_bytes: int) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(_READ_BYTES, piece_bytes)))
+    left = piece_bytes
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while left and (count := file.readinto(buffer[: min(left, len(buffer))])):
+            digest.update(buffer[:count])
+            left -= count
+    return digest.hexdigest()

@@ -1,0 +1,294 @@
+"""A run's checkpoint folder: writing checkpoints, finding the newest good one, removing the surplus.
+
+The names say the state, so that a kill at any instant leaves something that can be told apart:
+
+    step_N            complete; every file listed in its checksums.json
+    tmp_step_N        being written
+    old_step_N        the previous step_N, for the instant in which a new one takes its name
+    removing_step_N   being removed
+
+One process writes to a folder, any number may read. Readers (`latest`, `steps`) change nothing on the disk; what a killed
+writer left behind is put in order when the next one starts to write.
+
+The store does not know what is in a checkpoint, except for the metric in `training_info.json` that retention goes by.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from posttrain.checkpointing import durable
+from posttrain.checkpointing.errors import CheckpointError
+from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
+from posttrain.checkpointing.retention import surplus_steps
+
+INFO = "training_info.json"
+STATUS = "latest_checkpoint_status.json"
+_STEP = re.compile(r"(old_)?step_(0|[1-9]\d*)")
+_LEFTOVER = re.compile(r"(tmp|removing)_(old_)?step_\d+")
+_WORTH_A_LINE_BYTES = 2**30  # verifying more than this takes long enough to say so
+_MAX_LOOKS = 100  # at a checkpoint that is replaced while it is looked at
+
+
+class CheckpointStore:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_top_k: int | None,
+        metric_name: str | None,
+        higher_is_better: bool,
+        save_period: int,
+        say: Callable[[str], None],
+    ) -> None:
+        if keep_top_k is not None and keep_top_k < 0:
+            raise CheckpointError(f"checkpointing.keep_top_k is {keep_top_k}; accepted: null (keep all), 0 or more")
+        if save_period < 1:
+            raise CheckpointError(f"checkpointing.save_period is {save_period}; accepted: 1 or more steps")
+        self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(f"checkpointing.checkpoint_dir is {self.folder}, which is a file; accepted: a folder")
+        self._keep_top_k = keep_top_k
+        self._metric_name = metric_name
+        self._higher_is_better = higher_is_better
+        self._save_period = save_period
+        self._say = say
+        self._damaged: set[int] = set()  # found so by this object: neither counted nor removed by retention
+        self._last_written: int | None = None
+        self._being_written: Path | None = None
+
+    # --- writing ---
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """Write a checkpoint's files into the folder that this yields; on leaving it becomes `step_<step>`.
+
+        An exception inside, or while the files are put on the disk, leaves the earlier checkpoints as they were.
+        """
+        assert step >= 0, step
+        durable.make_folder(self.folder)
+        self._put_in_order()
+        tmp = self.folder / f"tmp_step_{step}"
+        tmp.mkdir()
+        self._being_written = tmp
+        try:
+            yield tmp
+            seal(tmp)
+            self._publish(tmp, self.folder / f"step_{step}")
+        except BaseException as error:
+            shutil.rmtree(tmp, ignore_errors=True)
+            error.add_note(f"while saving checkpoint {self.folder / f'step_{step}'}; earlier checkpoints are untouched")
+            raise
+        finally:
+            self._being_written = None
+        self._last_written = step
+        self._damaged.discard(step)
+        self._tidy_up_after(step)
+
+    def save_info(self, tmp: Path, info: Mapping[str, Any]) -> None:
+        """Write `training_info.json`. Numbers that JSON has no name for (NaN, infinities) become null."""
+        text = json.dumps(_plain(info), indent=2, allow_nan=False)
+        (tmp / INFO).write_text(text + "\n", encoding="utf-8")
+
+    def _publish(self, tmp: Path, final: Path) -> None:
+        if final.exists():
+            old = final.with_name(f"old_{final.name}")
+            os.rename(final, old)
+            try:
+                os.rename(tmp, final)
+            except BaseException:
+                if not final.exists():
+                    os.rename(old, final)
+                raise
+        else:
+            os.rename(tmp, final)
+        durable.sync_folder(self.folder)
+
+    def _tidy_up_after(self, step: int) -> None:
+        """What follows a complete checkpoint. It must not fail a run whose state is safe, so it says what went wrong."""
+        status = {
+            "last_checkpoint_step": step,
+            "last_successful_ckpt_save_completion": time.time(),
+            "checkpoint": f"step_{step}",
+        }
+        try:
+            durable.write_text(self.folder / STATUS, json.dumps(status) + "\n")
+            self.retain()
+        except OSError as error:
+            self._say(f"Checkpoint step_{step} is complete, but tidying up {self.folder} failed: {error}")
+
+    def _put_in_order(self) -> None:
+        """Finish or undo what a killed writer was doing. Killed itself at any point, it can start again."""
+        for entry in sorted(self.folder.iterdir()):
+            match = _STEP.fullmatch(entry.name)
+            if match and match[1]:
+                self._end_swap(entry, entry.with_name(f"step_{match[2]}"))
+            elif _LEFTOVER.fullmatch(entry.name) and entry != self._being_written:
+                if entry.name.startswith("tmp_"):
+                    self._say(f"Removing {entry}: the save did not finish")
+                self._remove_tree(entry)
+
+    def _end_swap(self, old: Path, current: Path) -> None:
+        if current.exists():
+            self._remove(old)
+            return
+        # Killed between the two renames: the earlier checkpoint gets its name back.
+        os.rename(old, current)
+        durable.sync_folder(self.folder)
+        self._say(f"Restored checkpoint {current}: the save that was to replace it did not finish")
+
+    def _remove(self, checkpoint: Path) -> None:
+        """Remove a checkpoint so that half of it can never be taken for a whole one."""
+        doomed = checkpoint.with_name(f"removing_{checkpoint.name}")
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        os.rename(checkpoint, doomed)
+        durable.sync_folder(self.folder)
+        self._remove_tree(doomed)
+
+    def _remove_tree(self, folder: Path) -> None:
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            # Network filesystems keep files that somebody has open. The next save tries again.
+            self._say(f"{folder} could not be removed: {error}")
+
+    # --- reading ---
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there, in order. They are named complete; `latest` checks it."""
+        # A folder renamed while a listing is read may be missing from it, under both names. A second listing has it.
+        names = {*self._names(), *self._names()}
+        return sorted({int(match[2]) for name in names if (match := _STEP.fullmatch(name))})
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose files are all what they were when it was saved; None if there is none.
+
+        Every one that is passed over is reported with what is wrong, and left where it is.
+        """
+        for name in sorted(self._names()):
+            if name.startswith("tmp_") and _LEFTOVER.fullmatch(name):
+                self._say(f"Skipping {self.folder / name}: the save did not finish")
+        for step in reversed(self.steps()):
+            folder, problems = self._examine(step)
+            if folder is not None and not problems:
+                return folder
+            if folder is not None:
+                self._report(step, folder, problems)
+        return None
+
+    def read_info(self, checkpoint: Path) -> dict[str, Any]:
+        """The `training_info.json` of a checkpoint."""
+        path = checkpoint / INFO
+        try:
+            info = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if not isinstance(info, dict):
+            raise CheckpointError(f"{path} holds a {type(info).__name__} instead of an object")
+        return info
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+
+    def _examine(self, step: int, *, contents: bool = True) -> tuple[Path | None, list[str]]:
+        """Where a step's checkpoint is, None if it has gone, and what is wrong with it.
+
+        A writer may replace or remove it meanwhile. Then what was found wrong belongs to a mixture of two folders, or to
+        half of one, and the look is repeated.
+        """
+        problems: list[str] = []
+        for _ in range(_MAX_LOOKS):
+            found = self._find(step)
+            if found is None:
+                return None, []
+            folder, identity = found
+            size = total_bytes(folder) if contents else 0
+            if size >= _WORTH_A_LINE_BYTES:
+                self._say(f"Verifying checkpoint {folder} ({size / 2**30:.1f} GiB)")
+            problems = find_damage(folder, contents=contents)
+            if not problems or self._find(step) == (folder, identity):
+                return folder, problems
+        return folder, problems
+
+    def _find(self, step: int) -> tuple[Path, tuple[int, int]] | None:
+        """The folder of a step, and which folder that is on the disk (device, inode)."""
+        # The last look is for a swap that ended between the first two.
+        for name in (f"step_{step}", f"old_step_{step}", f"step_{step}"):
+            try:
+                status = (self.folder / name).stat()
+            except FileNotFoundError:
+                continue
+            return self.folder / name, (status.st_dev, status.st_ino)
+        return None
+
+    def _report(self, step: int, folder: Path, problems: list[str]) -> None:
+        self._damaged.add(step)
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        self._say(f"Skipping damaged checkpoint {folder}: {'; '.join(problems[:3])}{more}")
+
+    # --- retention ---
+
+    def retain(self) -> None:
+        """Remove the surplus (see `retention`). Damaged checkpoints are neither counted nor touched."""
+        if self.folder.exists():
+            self._put_in_order()
+        if self._keep_top_k is None:
+            return
+        surplus = surplus_steps(
+            self._metrics(),
+            keep_top_k=self._keep_top_k,
+            save_period=self._save_period,
+            use_metric=self._metric_name is not None,
+            higher_is_better=self._higher_is_better,
+            always_keep=() if self._last_written is None else (self._last_written,),
+        )
+        for step in surplus:
+            checkpoint = self.folder / f"step_{step}"
+            self._say(f"Removing checkpoint {checkpoint} due to being outside top-{self._keep_top_k}")
+            self._remove(checkpoint)
+
+    def _metrics(self) -> dict[int, float | None]:
+        """The metric of every checkpoint that is not known to be damaged. Sizes are looked at again: that is cheap."""
+        metrics: dict[int, float | None] = {}
+        for step in self.steps():
+            folder, problems = self._examine(step, contents=False)
+            if folder is None or step in self._damaged:
+                continue
+            if problems:
+                self._report(step, folder, problems)
+            else:
+                metrics[step] = self._metric(folder)
+        return metrics
+
+    def _metric(self, folder: Path) -> float | None:
+        try:
+            value = self.read_info(folder).get(self._metric_name or "")
+        except CheckpointError:
+            return None
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can hold it: one-element tensors and numpy scalars as numbers, what is not finite as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,99 @@
+"""`posttrain config show` and `posttrain config check`: what a run would use, and where each value comes from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import KINDS, ConfigError, LoadedConfig, guess_kind, load_config
+
+SHOW_EPILOG = """\
+examples:
+  posttrain config show grpo                                    the built-in defaults
+  posttrain config show --config my.yaml grpo.seed=1            my.yaml with one value changed
+
+A remark behind a value says where it was set, and from which expression it was computed. Values without a remark are
+defaults. The output is itself a valid config file.
+"""
+
+CHECK_EPILOG = """\
+Reads the file, applies the overrides and checks every key and value, without loading a model or data. Prints "ok" and
+what deserves attention; exits with 64 and says what is wrong if the config cannot be used.
+"""
+
+
+class _OverridesParser(argparse.ArgumentParser):
+    """Takes overrides before, between and after options; argparse alone stops at the first option that follows one."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        parsed, rest = super().parse_known_args(args, namespace)
+        words = [word for word in rest if not word.startswith("-")]
+        parsed.words = [*(getattr(parsed, "words", None) or []), *words]
+        return parsed, [word for word in rest if word.startswith("-")]
+
+
+def add_parser(subparsers: Any) -> None:
+    summary = "show or check the config of a run"
+    parser = subparsers.add_parser("config", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OverridesParser)
+    show = _add_command(commands, "show", "print every value and where it came from", SHOW_EPILOG)
+    show.add_argument("--all-origins", action="store_true", help="remark on defaults too")
+    show.add_argument("--json", action="store_true", help="print {key: {value, origin}} instead of YAML")
+    show.set_defaults(run=run, action=_show)
+    check = _add_command(commands, "check", "say whether a run could start with it", CHECK_EPILOG)
+    check.set_defaults(run=run, action=_check)
+
+
+def _add_command(commands: Any, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"posttrain config {name} [{'|'.join(KINDS)}] [--config FILE] [options] [key=value …]",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="KIND key=value",
+        help=f"{', '.join(KINDS)} (guessed from the file if left out), then settings that override the file's",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    words = list(args.words)
+    kind = words.pop(0) if words and words[0] in KINDS else None
+    if kind is None:
+        if args.config is None:
+            raise ConfigError(f"say which kind of run is meant ({', '.join(KINDS)}), or give --config FILE")
+        kind = guess_kind(args.config)
+    loaded = load_config(kind, args.config, words)
+    return int(args.action(loaded, args))
+
+
+def _show(loaded: LoadedConfig[Any], args: argparse.Namespace) -> int:
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if args.json:
+        entries = {key: {"value": value, "origin": loaded.origins[key]} for key, value in loaded.flat().items()}
+        print(json.dumps(entries, indent=2, ensure_ascii=False))
+    else:
+        print(loaded.annotated_yaml(all_origins=args.all_origins), end="")
+    return 0
+
+
+def _check(loaded: LoadedConfig[Any], args: argparse.Namespace) -> int:
+    for warning in loaded.warnings:
+        print(f"warning: {warning}")
+    source = args.config or "built-in defaults"
+    print(f"ok: {source} is a valid {loaded.kind} config")
+    return 0

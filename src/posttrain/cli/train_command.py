@@ -1,0 +1,75 @@
+"""`posttrain grpo`, `posttrain dpo`, `posttrain sft`: train."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+EPILOG = """\
+settings are given as key=value, with the names that NeMo RL uses:
+
+  posttrain {kind} --config my.yaml policy.model_name=Qwen/Qwen3-0.6B policy.optimizer.kwargs.lr=1e-6
+
+`posttrain config show {kind}` lists all of them. Without --config the built-in defaults apply. The run's folder
+(checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, the samples of every step and report.html; the same
+command goes on from the newest checkpoint in it.
+"""
+SUMMARIES = {
+    "grpo": "reinforcement learning: sample, score, and prefer what scored better in its group",
+    "dpo": "direct preference optimisation on pairs of answers",
+    "sft": "supervised fine-tuning on recorded answers",
+}
+
+
+def add_parser(commands: Any) -> None:
+    for kind, summary in SUMMARIES.items():
+        parser = commands.add_parser(
+            kind,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=EPILOG.format(kind=kind),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_arguments(parser)
+        parser.set_defaults(run=partial(run, kind))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
+    parser.add_argument("--quiet", action="store_true", help="print warnings, errors and the end result only")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
+
+
+def run(kind: str, args: argparse.Namespace) -> int:
+    from posttrain.config import load_config
+
+    loaded = load_config(kind, args.config, args.overrides)
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+    quieten_libraries()
+    from posttrain.build import Run
+
+    return Run(loaded, quiet=args.quiet).execute()
+
+
+def quieten_libraries() -> None:
+    """Their progress bars and advice would break up ours. Set before they are imported."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def run_as_script(kind: str) -> int:
+    """For `examples/run_*.py`: the same arguments without naming the command."""
+    from posttrain.cli.main import main
+
+    return main([kind, *sys.argv[1:]])

@@ -1,0 +1,220 @@
+"""`grpo`, `dpo` and `sft`: how long a run goes on, how much it samples, when it validates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from posttrain.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class RewardShapingConfig(Section):
+    enabled: bool = Field(default=False, description="Changes rewards of answers that are long or cut off.")
+    overlong_buffer_length: PositiveInt | None = Field(
+        default=128, description="Tokens before max_response_length in which the length penalty grows."
+    )
+    overlong_buffer_penalty: NonNegativeFloat | None = Field(
+        default=1.0, description="Reward subtracted at the end of the buffer zone."
+    )
+    max_response_length: PositiveInt | None = Field(
+        default=None, description="Answer length in tokens at which the zone ends."
+    )
+    stop_properly_penalty_coef: Fraction | None = Field(
+        default=None,
+        description="Factor on rewards of answers that were cut off; when set, the length penalty is not used.",
+    )
+
+
+class RewardScalingConfig(Section):
+    enabled: bool = Field(default=False, description="Maps rewards linearly from the source range to the target range.")
+    source_min: float = Field(default=0.0, description="Lower end of the rewards that come in; lower ones are clamped.")
+    source_max: float = Field(
+        default=1.0, description="Upper end of the rewards that come in; higher ones are clamped."
+    )
+    target_min: float = Field(default=0.0, description="Reward that source_min becomes.")
+    target_max: float = Field(default=1.0, description="Reward that source_max becomes.")
+
+
+class AdvEstimatorConfig(Section):
+    name: Literal["grpo", "gdpo", "opd", "reinforce_plus_plus"] = Field(
+        default="grpo", description="How rewards become advantages; posttrain has grpo, the group-relative one."
+    )
+    normalize_rewards: bool = Field(
+        default=True, description="Divides the advantage by the standard deviation of its group."
+    )
+    use_leave_one_out_baseline: bool = Field(
+        default=True,
+        description="Baseline of an answer is the mean of the other answers of its group, not of all of them.",
+    )
+    minus_baseline: bool = Field(default=True, description="reinforce_plus_plus: subtracts the group mean.")
+    reward_weights: list[float] | None = Field(
+        default=None, description="gdpo: weight of each reward part, in alphabetical order."
+    )
+
+
+class AsyncGrpoConfig(Section):
+    enabled: bool = Field(default=False, description="Samples the next steps while the current one trains.")
+    max_trajectory_age_steps: PositiveInt = Field(
+        default=1, description="Steps by which a sample may be older than the weights it trains."
+    )
+    max_generation_failures: NonNegativeInt = Field(
+        default=0, description="Consecutive sampler failures that are tolerated."
+    )
+    in_flight_weight_updates: bool = Field(
+        default=False, description="Hands out new weights while answers are being sampled."
+    )
+    recompute_kv_cache_after_weight_updates: bool = Field(
+        default=False, description="Recomputes the key-value cache after new weights arrive."
+    )
+
+
+class GrpoConfig(Section):
+    num_prompts_per_step: PositiveInt = Field(default=32, description="Prompts sampled and trained in each step.")
+    num_generations_per_prompt: PositiveInt = Field(
+        default=16, description="Answers sampled for each prompt: the group size."
+    )
+    max_rollout_turns: PositiveInt = Field(default=1, description="Turns between model and environment in one rollout.")
+    max_num_epochs: PositiveInt = Field(default=1, description="Passes over the prompts after which the run ends.")
+    max_num_steps: PositiveInt = Field(
+        default=1_000_000, description="Steps after which the run ends, if the epochs have not ended it."
+    )
+    normalize_rewards: bool = Field(
+        default=True,
+        description="Default of adv_estimator.normalize_rewards: divides by the group's standard deviation.",
+    )
+    use_leave_one_out_baseline: bool = Field(
+        default=True,
+        description="Default of adv_estimator.use_leave_one_out_baseline: the baseline leaves the answer itself out.",
+    )
+    val_period: int = Field(
+        default=10, description="Steps between validations; 0 or less turns periodic validation off."
+    )
+    val_start_at: int = Field(
+        default=-1, description="First step at which periodic validation may run; -1 is from the start."
+    )
+    val_at_start: bool = Field(default=False, description="Validates a fresh run before its first step.")
+    val_at_end: bool = Field(default=False, description="Validates after the last step.")
+    overlong_filtering: bool = Field(
+        default=False,
+        description="Leaves answers that hit the length limit out of the loss; they still count in the baseline.",
+    )
+    advantage_clip_low: float | None = Field(
+        default=None, description="Lower bound of the advantages; null is unbounded."
+    )
+    advantage_clip_high: float | None = Field(
+        default=None, description="Upper bound of the advantages; null is unbounded."
+    )
+    max_val_samples: PositiveInt | None = Field(
+        default=256, description="Prompts used by a validation; null uses all of them."
+    )
+    val_batch_size: PositiveInt | None = Field(default=256, description="Prompts sampled at once during validation.")
+    val_num_generations_per_prompt: PositiveInt = Field(
+        default=1, description="Answers per validation prompt; more than one also reports pass@k."
+    )
+    stop_at_validation_metric: str | None = Field(
+        default=None, description="Validation metric that ends the run early, e.g. accuracy; needs the threshold."
+    )
+    stop_at_validation_threshold: float | None = Field(
+        default=None, description="Value of stop_at_validation_metric at or above which the run saves and ends."
+    )
+    seed: NonNegativeInt = Field(default=42, description="Seed of data order, sampling noise and initialisation.")
+    use_dynamic_sampling: bool = Field(
+        default=False, description="Samples until enough groups have rewards that differ (DAPO)."
+    )
+    dynamic_sampling_max_gen_batches: PositiveInt = Field(
+        default=10, description="Batches that dynamic sampling may generate for one step."
+    )
+    batch_multiplier: PositiveFloat = Field(
+        default=1.0,
+        description="Prompts drawn for one step as a multiple of num_prompts_per_step; above 1 with dynamic sampling.",
+    )
+    seq_logprob_error_threshold: PositiveFloat | None = Field(
+        default=None,
+        description="Drops answers whose mean exp(|sampler - trainer logprob|) is above this; null keeps all.",
+    )
+    invalid_tool_call_advantage: float | None = Field(
+        default=None, description="Advantage given to messages with an invalid tool call; null leaves it."
+    )
+    malformed_thinking_advantage: float | None = Field(
+        default=None, description="Advantage given to messages with malformed thinking tags; null leaves it."
+    )
+    skip_reference_policy_logprobs_calculation: bool = Field(
+        default=False,
+        description="Does without the reference; needs loss_fn.reference_policy_kl_penalty 0, which implies it.",
+    )
+    calculate_advantages_on_gpu: bool = Field(
+        default=False, description="Where the advantages are computed; no effect here."
+    )
+    deduplicate_multimodal_data: bool = Field(default=False, description="Stores equal images once; no effect on text.")
+    debug_payload_metrics: bool = Field(
+        default=False, description="Logs sizes of messages between workers; no effect here."
+    )
+    reward_shaping: RewardShapingConfig = Field(
+        default_factory=RewardShapingConfig, description="Penalties for long or cut-off answers."
+    )
+    reward_scaling: RewardScalingConfig = Field(
+        default_factory=RewardScalingConfig, description="Linear map from one reward range to another."
+    )
+    adv_estimator: AdvEstimatorConfig = Field(
+        default_factory=AdvEstimatorConfig, description="How rewards become advantages."
+    )
+    async_grpo: AsyncGrpoConfig = Field(
+        default_factory=AsyncGrpoConfig, description="Sampling ahead of training, with bounded staleness."
+    )
+
+    @property
+    def num_samples_per_step(self) -> int:
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+
+class DpoConfig(Section):
+    max_num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs after which the run ends.")
+    max_num_steps: PositiveInt = Field(default=150, description="Optimizer steps after which the run ends.")
+    val_period: int = Field(
+        default=25, description="Steps between validations; 0 or less turns periodic validation off."
+    )
+    val_batches: int = Field(default=8, description="Batches used by a validation; 0 or less uses the whole set.")
+    val_global_batch_size: PositiveInt = Field(default=8, description="Pairs in one validation batch.")
+    val_micro_batch_size: PositiveInt = Field(default=1, description="Pairs in one validation forward pass.")
+    val_at_start: bool = Field(default=True, description="Validates a fresh run before its first step.")
+    val_at_end: bool = Field(default=False, description="Validates after the last step.")
+    seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")
+    reference_policy_kl_penalty: Annotated[float, Field(gt=0)] = Field(
+        default=0.05,
+        description="Scale of the implicit reward (beta): larger keeps the policy closer to the reference.",
+    )
+    preference_average_log_probs: bool = Field(
+        default=False, description="Implicit reward is the mean over tokens instead of the sum."
+    )
+    sft_average_log_probs: bool = Field(
+        default=False, description="SFT term averages over the tokens of each chosen answer."
+    )
+    preference_loss_weight: NonNegativeFloat = Field(default=1.0, description="Weight of the preference loss.")
+    sft_loss_weight: NonNegativeFloat = Field(
+        default=0.0, description="Weight of the negative log-likelihood of the chosen answers; 0 does not compute it."
+    )
+
+
+class SftConfig(Section):
+    max_num_epochs: PositiveInt = Field(default=1, description="Passes over the examples after which the run ends.")
+    max_num_steps: PositiveInt = Field(default=60, description="Optimizer steps after which the run ends.")
+    val_period: int = Field(
+        default=10, description="Steps between validations; 0 or less turns periodic validation off."
+    )
+    val_batches: int = Field(default=8, description="Batches used by a validation; 0 or less uses the whole set.")
+    val_global_batch_size: PositiveInt = Field(default=32, description="Examples in one validation batch.")
+    val_micro_batch_size: PositiveInt = Field(default=1, description="Examples in one validation forward pass.")
+    val_at_start: bool = Field(default=True, description="Validates a fresh run before its first step.")
+    val_at_end: bool = Field(default=False, description="Validates after the last step.")
+    seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")
+    only_unmask_final: bool = Field(
+        default=False, description="Trains only the last answer of a conversation, not all answers."
+    )

@@ -1,0 +1,77 @@
+"""`checkpointing`: what is saved, when, and how much of it is kept."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from posttrain.config.base import FreeMap, PositiveInt, Section
+
+_DURATION = re.compile(r"\d+:[0-2]?\d:[0-5]?\d:[0-5]?\d")
+
+
+class PretrainedCheckpointConfig(Section):
+    path: str = Field(description="Folder of the checkpoint.")
+    format: str = Field(default="megatron_bridge", description="Its format.")
+
+
+class CheckpointingConfig(Section):
+    enabled: bool = Field(
+        default=True, description="Saves checkpoints; resuming from ones that exist does not depend on it."
+    )
+    checkpoint_dir: str = Field(
+        description="Folder of the checkpoints; also the run folder unless logger.log_dir is set."
+    )
+    metric_name: str | None = Field(
+        default=None, description="Metric that ranks checkpoints, `val:` or `train:` and a name; null ranks by age."
+    )
+    higher_is_better: bool = Field(default=True, description="Whether larger values of the metric are better.")
+    keep_top_k: PositiveInt | None = Field(
+        default=3, description="Checkpoints to keep, best first; the latest is always kept; null keeps all."
+    )
+    save_period: PositiveInt = Field(default=10, description="Steps between checkpoints.")
+    checkpoint_must_save_by: str | None = Field(
+        default=None,
+        description="Time after which the run saves and ends, as days:hours:minutes:seconds; null is never.",
+    )
+    model_save_format: Literal["safetensors", "torch_save"] | None = Field(
+        default="safetensors", description="Format of the weights; posttrain writes safetensors."
+    )
+    save_consolidated: bool = Field(default=False, description="Writes a second, unsharded copy of the weights.")
+    save_optimizer: bool = Field(
+        default=True, description="Saves the optimizer too; without it a run cannot be continued exactly."
+    )
+    ft_save_period: PositiveInt | None = Field(default=None, description="Steps between extra saves against crashes.")
+    ft_keep_latest_k: PositiveInt | None = Field(default=None, description="How many of those are kept.")
+    pretrained_checkpoint: PretrainedCheckpointConfig | None = Field(
+        default=None, description="Megatron checkpoint to start from instead of the model folder."
+    )
+    model_cache_dir: str | None = Field(default=None, description="Passed to NeMo's model loader.")
+    model_repo_id: str | None = Field(default=None, description="Passed to NeMo's model loader.")
+    is_peft: bool | None = Field(default=None, description="Passed to NeMo's model loader.")
+    peft_config: FreeMap | None = Field(default=None, description="Passed to NeMo's model loader.")
+    is_async: bool | None = Field(default=None, description="Writes checkpoints in the background.")
+
+    @field_validator("metric_name")
+    @classmethod
+    def _metric_says_where_it_comes_from(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"(val|train):\S+", name):
+            raise ValueError("must be `val:` or `train:` followed by a metric, e.g. val:accuracy, or null")
+        return name
+
+    @field_validator("checkpoint_must_save_by")
+    @classmethod
+    def _deadline_is_a_duration(cls, text: str | None) -> str | None:
+        if text is not None and not _DURATION.fullmatch(text):
+            raise ValueError("must be days:hours:minutes:seconds, e.g. 00:03:45:00")
+        return text
+
+    @property
+    def must_save_by_s(self) -> float | None:
+        """The deadline in seconds from the start of training."""
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = (int(part) for part in self.checkpoint_must_save_by.split(":"))
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

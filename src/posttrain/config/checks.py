@@ -1,0 +1,188 @@
+"""What the fields of a config must agree on. Asked when it is loaded, long before a model is.
+
+Each finding names the fields, their values and the remedy. A check knows nothing of data or models, only of the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from posttrain.config.loss import LossFnConfig
+from posttrain.config.runs import DpoRunConfig, GrpoRunConfig, RunConfig, SftRunConfig
+
+IsSetByUser = Callable[[str], bool]
+
+
+def check_run(config: RunConfig, is_set: IsSetByUser) -> list[str]:
+    """Everything in `config` that contradicts itself."""
+    found = [*_data(config), *_optimizer(config)]
+    if isinstance(config, GrpoRunConfig):
+        found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
+    elif isinstance(config, DpoRunConfig | SftRunConfig):
+        found += _micro_batches(config, is_set)
+    return found
+
+
+def cautions(config: RunConfig) -> list[str]:
+    """What is allowed and probably not meant."""
+    found = []
+    if isinstance(config, GrpoRunConfig) and config.grpo.num_generations_per_prompt == 1 and not list(_groups(config)):
+        found.append("grpo.num_generations_per_prompt: a group of 1 has advantage 0, so nothing is learnt from rewards")
+    metric = config.checkpointing.metric_name
+    if metric and metric.startswith("val:") and not _validates(config):
+        found.append(
+            f"checkpointing.metric_name: {metric} is not measured without data.validation or split_validation_size; "
+            "the newest checkpoints are kept"
+        )
+    return found
+
+
+def _validates(config: RunConfig) -> bool:
+    return bool(config.data.validation_sets()) or any(entry.split_validation_size for entry in config.data.train_sets())
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    if not config.data.train_sets():
+        yield "data.train is empty: set data.train.dataset_name (and data.train.data_path for rows of your own)"
+    sets = {"data.train": config.data.train_sets(), "data.validation": config.data.validation_sets()}
+    for where, entries in sets.items():
+        for entry in entries:
+            if not entry.dataset_name and not entry.data_path:
+                yield f"{where}: a dataset needs `dataset_name` or `data_path`"
+            if isinstance(config, GrpoRunConfig) and entry.env_name not in config.env:
+                known = ", ".join(sorted(config.env)) or "none"
+                yield (
+                    f"{where}: env_name {entry.env_name!r} is not under `env` (there: {known}); "
+                    f"add env.{entry.env_name or 'my_reward'}.function, or set data.default.env_name to one of those"
+                )
+
+
+def _optimizer(config: RunConfig) -> Iterator[str]:
+    if "lr" not in config.policy.optimizer.kwargs:
+        yield (
+            f"policy.optimizer.kwargs.lr is not set, and {config.policy.optimizer.name} would choose one of its own: "
+            "set policy.optimizer.kwargs.lr"
+        )
+
+
+def _batches(config: GrpoRunConfig) -> Iterator[str]:
+    grpo, size = config.grpo, config.policy.train_global_batch_size
+    samples = grpo.num_samples_per_step
+    product = (
+        f"grpo.num_prompts_per_step * grpo.num_generations_per_prompt = {grpo.num_prompts_per_step} * "
+        f"{grpo.num_generations_per_prompt} = {samples}"
+    )
+    if size > samples:
+        yield f"policy.train_global_batch_size = {size} is larger than {product}: set it to {samples} or a divisor of it"
+    elif samples % size:
+        yield f"{product} is not a multiple of policy.train_global_batch_size = {size}: set that to a divisor of {samples}"
+    elif config.loss_fn.force_on_policy_ratio and size != samples:
+        yield (
+            f"loss_fn.force_on_policy_ratio needs one optimizer step per RL step, but {product} and "
+            f"policy.train_global_batch_size = {size} make {samples // size}: set policy.train_global_batch_size={samples}"
+        )
+
+
+def _groups(config: GrpoRunConfig) -> Iterator[str]:
+    if config.grpo.num_generations_per_prompt > 1:
+        return
+    estimator = config.grpo.adv_estimator
+    for name in ("normalize_rewards", "use_leave_one_out_baseline"):
+        if getattr(estimator, name):
+            yield (
+                f"grpo.num_generations_per_prompt = 1 and grpo.adv_estimator.{name} = true: one answer has no spread and no "
+                f"others to compare with; sample at least 2 per prompt, or set grpo.{name}=false"
+            )
+
+
+def _loss(config: GrpoRunConfig) -> Iterator[str]:
+    loss = config.loss_fn
+    yield from _ratio_variants(loss)
+    yield from _importance_correction(loss)
+    if config.grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty != 0:
+        yield (
+            "grpo.skip_reference_policy_logprobs_calculation needs loss_fn.reference_policy_kl_penalty = 0, which is "
+            f"{loss.reference_policy_kl_penalty:g}: set one of them"
+        )
+    low, high = config.grpo.advantage_clip_low, config.grpo.advantage_clip_high
+    if low is not None and high is not None and low >= high:
+        yield f"grpo.advantage_clip_low = {low:g} must be below grpo.advantage_clip_high = {high:g}"
+
+
+def _ratio_variants(loss: LossFnConfig) -> Iterator[str]:
+    if loss.sequence_level_importance_ratios and loss.token_level_loss:
+        yield (
+            "loss_fn.sequence_level_importance_ratios (GSPO) needs loss_fn.token_level_loss = false, because its ratio "
+            "belongs to an answer: set loss_fn.token_level_loss=false"
+        )
+    if not loss.use_cispo:
+        return
+    excluded = {
+        "sequence_level_importance_ratios": loss.sequence_level_importance_ratios,
+        "disable_ppo_ratio": loss.disable_ppo_ratio,
+        "force_on_policy_ratio": loss.force_on_policy_ratio,
+        "ratio_clip_c": loss.ratio_clip_c is not None,
+    }
+    for name in [name for name, is_on in excluded.items() if is_on]:
+        yield f"loss_fn.use_cispo and loss_fn.{name} exclude each other: CISPO has its own use of the ratio; unset one"
+    if not loss.token_level_loss:
+        yield "loss_fn.use_cispo needs loss_fn.token_level_loss = true: CISPO averages over tokens"
+
+
+def _importance_correction(loss: LossFnConfig) -> Iterator[str]:
+    kind = loss.truncated_importance_sampling_type
+    if kind is None:
+        return
+    field = f"loss_fn.truncated_importance_sampling_type = {kind}"
+    if not loss.use_importance_sampling_correction:
+        yield f"{field} needs loss_fn.use_importance_sampling_correction = true: there is nothing to truncate otherwise"
+    upper, lower = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
+    if upper is None:
+        yield f"{field} needs loss_fn.truncated_importance_sampling_ratio, the upper bound, e.g. 2.0"
+    if kind in ("icepop", "seq-mask-tis") and lower is None:
+        yield f"{field} needs loss_fn.truncated_importance_sampling_ratio_min, the lower bound, e.g. 0.5"
+    if upper is not None and lower is not None and lower >= upper:
+        yield (
+            f"loss_fn.truncated_importance_sampling_ratio_min = {lower:g} must be below "
+            f"loss_fn.truncated_importance_sampling_ratio = {upper:g}"
+        )
+
+
+def _lengths(config: GrpoRunConfig) -> Iterator[str]:
+    new, total = config.policy.generation.max_new_tokens, config.policy.max_total_sequence_length
+    if new > total:
+        yield (
+            f"policy.generation.max_new_tokens = {new} does not fit into policy.max_total_sequence_length = {total}, which "
+            "holds prompt and answer: lower the first or raise the second"
+        )
+    if config.policy.generation.temperature == 0:
+        yield (
+            "policy.generation.temperature = 0 samples the same answer again and again, and training divides by it: "
+            "set it above 0 (policy.generation.val_temperature may be 0)"
+        )
+
+
+def _stopping(config: GrpoRunConfig) -> Iterator[str]:
+    grpo = config.grpo
+    if (grpo.stop_at_validation_metric is None) != (grpo.stop_at_validation_threshold is None):
+        yield (
+            f"grpo.stop_at_validation_metric = {grpo.stop_at_validation_metric} and grpo.stop_at_validation_threshold = "
+            f"{grpo.stop_at_validation_threshold} go together: set both or neither"
+        )
+
+
+def _micro_batches(config: DpoRunConfig | SftRunConfig, is_set: IsSetByUser) -> Iterator[str]:
+    """A micro-batch size that was typed must divide its batch. One that was not is only an upper bound."""
+    if isinstance(config, DpoRunConfig):
+        unit, section = "pairs", "dpo"
+        val = (config.dpo.val_global_batch_size, config.dpo.val_micro_batch_size)
+    else:
+        unit, section = "examples", "sft"
+        val = (config.sft.val_global_batch_size, config.sft.val_micro_batch_size)
+    train = (config.policy.train_global_batch_size, config.policy.train_micro_batch_size)
+    for prefix, (whole, part) in {"policy.train": train, f"{section}.val": val}.items():
+        if whole % part and is_set(f"{prefix}_micro_batch_size"):
+            yield (
+                f"{prefix}_global_batch_size = {whole} {unit} is not a multiple of {prefix}_micro_batch_size = {part}: "
+                "set a micro-batch that divides the batch"
+            )

@@ -1,0 +1,237 @@
+"""From files and overrides to a typed config: read, rename, lay over the defaults, resolve, validate, check.
+
+Every value keeps the place it was set, so that whatever is wrong with it can be said with a file and a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path as FilePath
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from pydantic import ValidationError
+
+from posttrain.config.checks import cautions, check_run
+from posttrain.config.compat import apply_renames
+from posttrain.config.errors import ConfigError
+from posttrain.config.interpolation import resolve
+from posttrain.config.overrides import apply_overrides
+from posttrain.config.render import plain_values, to_yaml_text, with_override_marks
+from posttrain.config.runs import KINDS, RUN_CONFIGS, DpoRunConfig, GrpoRunConfig, Kind, RunConfig, SftRunConfig
+from posttrain.config.schema import describe_unknown, find, is_field, schema_defaults, schema_of, unknown_keys
+from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, overlay
+from posttrain.config.unimplemented import foreign_environments, review
+from posttrain.config.yaml_files import read_built_in, read_with_defaults
+
+C = TypeVar("C", bound=RunConfig)
+BATCH_SIZE = ("policy", "train_global_batch_size")
+
+
+@dataclass(frozen=True)
+class LoadedConfig(Generic[C]):
+    kind: Kind
+    config: C
+    origins: dict[str, str]  # dotted key -> "default", "configs/x.yaml:12" or "command line"
+    warnings: list[str]  # one line each
+    expressions: dict[str, str] = field(default_factory=dict)  # dotted key -> the ${...} that it was written as
+
+    def to_yaml(self) -> str:
+        """Every value, as YAML that `load_config` reads back to the same config."""
+        return to_yaml_text(with_override_marks(self._values(), built_in_defaults(self.kind).values))
+
+    def flat(self) -> dict[str, Any]:
+        """Every value by its dotted key."""
+        return {dotted(path): value for path, value in leaves(self._values())}
+
+    def annotated_yaml(self, *, all_origins: bool = False) -> str:
+        """The same with a remark at each value that is not a default (or at all of them)."""
+
+        def remark(path: Path) -> str:
+            origin = self.origins.get(dotted(path), DEFAULT)
+            parts = [f"from {origin}"] if all_origins or origin != DEFAULT else []
+            expression = self.expressions.get(dotted(path))
+            return ", ".join([*parts, expression] if expression else parts)
+
+        return to_yaml_text(self._values(), remark)
+
+    def _values(self) -> dict[str, Any]:
+        """The algorithm's own sections first."""
+        values = plain_values(self.config)
+        first = [key for key in (self.kind, "loss_fn") if key in values]
+        return {key: values[key] for key in [*first, *(key for key in values if key not in first)]}
+
+
+def built_in_defaults(kind: Kind) -> Tree:
+    """The defaults of the schema with the packaged YAML file over them, nothing resolved."""
+    schema = Tree.from_one_origin(schema_defaults(RUN_CONFIGS[kind]), DEFAULT)
+    file = read_built_in(kind)
+    merged = overlay(schema, file, lambda path: _keeps_null(kind, path), over_built_in=True)
+    return Tree.from_one_origin(merged.values, DEFAULT)
+
+
+@overload
+def load_config(
+    kind: Literal["grpo"], path: FilePath | None = None, overrides: Sequence[str] = ()
+) -> LoadedConfig[GrpoRunConfig]: ...
+@overload
+def load_config(
+    kind: Literal["dpo"], path: FilePath | None = None, overrides: Sequence[str] = ()
+) -> LoadedConfig[DpoRunConfig]: ...
+@overload
+def load_config(
+    kind: Literal["sft"], path: FilePath | None = None, overrides: Sequence[str] = ()
+) -> LoadedConfig[SftRunConfig]: ...
+@overload
+def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str] = ()) -> LoadedConfig[Any]: ...
+
+
+def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str] = ()) -> LoadedConfig[Any]:
+    """The config of a run: built-in defaults, then the file at `path`, then `overrides`. Raises ConfigError."""
+    known = _known_kind(kind)
+    warnings: list[str] = []
+    defaults = built_in_defaults(known)
+    tree = _with_file(known, defaults, FilePath(path), warnings) if path is not None else defaults
+    tree = apply_overrides(
+        tree,
+        overrides,
+        rename=lambda written: apply_renames(written, known, warnings),
+        has_default=lambda key: is_field(schema_of(known), key),
+    )
+    _refuse_unknown(known, tree)
+    _adjust_defaults(known, tree)
+    config = _validated(known, resolve(tree), tree)
+    errors, notices = review(config.model_dump(by_alias=True), tree, _default_test(tree, defaults))
+    errors += check_run(config, lambda key: tree.origin(tuple(key.split("."))) != DEFAULT)
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return LoadedConfig(
+        kind=known,
+        config=config,
+        origins={dotted(key): tree.origins.get(key, DEFAULT) for key, _ in leaves(plain_values(config))},
+        warnings=[*warnings, *notices, *cautions(config)],
+        expressions={dotted(key): value for key, value in leaves(tree.values) if _is_expression(value)},
+    )
+
+
+def guess_kind(path: FilePath) -> Kind:
+    """The kind of run that a file is for, from its top-level sections."""
+    sections = read_with_defaults(path, lambda tree: None, lambda key: True, []).values
+    kinds = [kind for kind in KINDS if kind in sections]
+    if not kinds and "loss_fn" in sections:
+        return "grpo"
+    if len(kinds) != 1:
+        found = "none of them" if not kinds else " and ".join(f"`{kind}:`" for kind in kinds)
+        raise ConfigError(f"{path}: cannot tell the kind of run: it has {found}; say which: {', '.join(KINDS)}")
+    return kinds[0]
+
+
+def _known_kind(kind: str) -> Kind:
+    for known in KINDS:
+        if kind == known:
+            return known
+    raise ConfigError(f"unknown kind of run {kind!r}: one of {', '.join(KINDS)} is needed")
+
+
+def _keeps_null(kind: Kind, path: Path) -> bool:
+    node = find(schema_of(kind), path)
+    return node is None or node.nullable
+
+
+def _with_file(kind: Kind, defaults: Tree, path: FilePath, warnings: list[str]) -> Tree:
+    def rename(tree: Tree) -> None:
+        apply_renames(tree, kind, warnings)
+
+    def keeps_null(key: Path) -> bool:
+        return _keeps_null(kind, key)
+
+    own = read_with_defaults(path, rename, keeps_null, warnings)
+    return overlay(defaults, own, keeps_null, over_built_in=True)
+
+
+def _refuse_unknown(kind: Kind, tree: Tree) -> None:
+    foreign = foreign_environments(tree)
+    unknown = [path for path in unknown_keys(schema_of(kind), tree.values) if not (foreign and path[0] == "env")]
+    lines = [f"{tree.origin(path)}: {describe_unknown(kind, path)}" for path in unknown]
+    if lines or foreign:
+        raise ConfigError("\n".join([*lines, *foreign]))
+
+
+def _adjust_defaults(kind: Kind, tree: Tree) -> None:
+    """Defaults that only fit other defaults: the validation set of another dataset, the batch size of other groups."""
+    validation = ("data", "validation")
+    if tree.get(validation) is not None and tree.origin(validation) == DEFAULT:
+        train = tree.get(("data", "train"))
+        chosen = [("data", "train", key) for key in ("dataset_name", "data_path")]
+        if isinstance(train, list) or any(tree.origin(key) != DEFAULT for key in chosen if tree.get(key) is not None):
+            tree.put(validation, None, DEFAULT)
+    if kind == "grpo" and tree.origin(BATCH_SIZE) == DEFAULT:
+        resolved = resolve(tree)
+        counts = [resolved["grpo"].get(key) for key in ("num_prompts_per_step", "num_generations_per_prompt")]
+        if all(isinstance(count, int) and count > 0 for count in counts):
+            samples = counts[0] * counts[1]
+            if samples % resolved["policy"]["train_global_batch_size"]:
+                tree.put(BATCH_SIZE, samples, "grpo.num_prompts_per_step * grpo.num_generations_per_prompt")
+
+
+def _validated(kind: Kind, values: dict[str, Any], tree: Tree) -> RunConfig:
+    try:
+        return RUN_CONFIGS[kind].model_validate(values)
+    except ValidationError as error:
+        lines: dict[Path, str] = {}
+        for problem in error.errors():
+            path = _key_of(kind, problem["loc"], problem["type"] == "missing", tree)
+            lines.setdefault(path, _explain(path, problem, tree))
+        raise ConfigError("\n".join(lines.values())) from error
+
+
+def _key_of(kind: Kind, location: tuple[int | str, ...], is_missing: bool, tree: Tree) -> Path:
+    """The key that pydantic's location points at. It also names members of unions, which are no keys of anybody's."""
+    absent = object()
+    path: Path = ()
+    for index, part in enumerate(location):
+        here = (*path, str(part))
+        is_last = index == len(location) - 1
+        if tree.get(here, absent) is not absent or (is_missing and is_last and find(schema_of(kind), here)):
+            path = here
+    return path
+
+
+def _explain(path: Path, problem: Any, tree: Tree) -> str:
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if problem["type"] == "missing":
+        return f"`{dotted(path)}` is missing: set it in the file or with {dotted(path)}=… on the command line"
+    value = problem["input"]
+    shown = (
+        repr(value) if not isinstance(value, dict) else f"a map with {', '.join(map(str, value)) or 'nothing in it'}"
+    )
+    return f"{tree.origin(path)}: `{dotted(path)}` = {shown}: {message}"
+
+
+def _is_expression(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value and "\\${" not in value
+
+
+def _default_test(tree: Tree, defaults: Tree) -> Callable[[Path, Any], bool]:
+    """Says whether a value is what it would have been had the user not set it, everything else being equal."""
+    absent = object()
+
+    @cache
+    def plain() -> Tree:
+        return Tree(resolve(defaults))
+
+    @cache
+    def in_context() -> Tree:
+        usual = tree.copy()
+        for path, value in leaves(defaults.values):
+            if _is_expression(value) and tree.origin(path) != DEFAULT:
+                usual.put(path, value, DEFAULT)
+        return Tree(resolve(usual))
+
+    def is_default(path: Path, value: Any) -> bool:
+        if tree.origin(path) == DEFAULT or value == plain().get(path, absent):
+            return True
+        return _is_expression(defaults.get(path)) and value == in_context().get(path, absent)
+
+    return is_default

@@ -1,0 +1,218 @@
+"""`policy`: the model that is trained, its optimizer, and how the work is cut into pieces."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from posttrain.config.base import FreeMap, OpenSection, PositiveFloat, PositiveInt, Section
+from posttrain.config.generation import GenerationConfig
+from posttrain.config.megatron import MegatronConfig
+
+PACKING_ALGORITHMS = (
+    "modified_first_fit_decreasing",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "concatenative",
+)
+
+
+class TokenizerConfig(Section):
+    name: str = Field(description="Folder or hub name of the tokenizer; normally that of the model.")
+    chat_template: str | None = Field(
+        default="default",
+        description="Chat template: default is the model's own, null passes text through, else a .jinja file or the text.",
+    )
+    chat_template_kwargs: FreeMap | None = Field(default=None, description="Extra variables for the chat template.")
+    use_fastokens: bool = Field(default=False, description="Uses another tokenizer implementation; no effect here.")
+
+
+class LoraConfig(Section):
+    enabled: bool = Field(default=False, description="Trains low-rank adapters instead of all weights.")
+    target_modules: list[str] = Field(default_factory=list, description="Names of the modules that get an adapter.")
+    exclude_modules: list[str] = Field(default_factory=list, description="Names of modules that get none.")
+    match_all_linear: bool = Field(
+        default=True, description="Adapts every linear layer; target_modules is then not read."
+    )
+    dim: PositiveInt = Field(default=8, description="Rank of the adapters.")
+    alpha: PositiveInt = Field(default=32, description="Adapters are scaled by alpha / dim.")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Probability of dropping an adapter input."
+    )
+    dropout_position: Literal["pre", "post"] = Field(default="post", description="Dropout before or after the adapter.")
+    lora_A_init: str = Field(default="xavier", description="How the first adapter matrix starts: xavier or uniform.")
+    use_triton: bool = Field(default=True, description="Uses Triton kernels for adapters; no effect here.")
+
+
+class DtensorConfig(Section):
+    v2: bool = Field(default=True, alias="_v2", description="Which worker NeMo RL uses; posttrain has one.")
+    enabled: bool = Field(default=True, description="Trains with PyTorch; posttrain always does.")
+    cpu_offload: bool = Field(default=False, description="Keeps weights in CPU memory.")
+    sequence_parallel: bool = Field(default=False, description="Splits activations along the sequence.")
+    activation_checkpointing: bool = Field(
+        default=False, description="Recomputes activations in the backward pass: less memory, about a third more time."
+    )
+    tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs that share one layer.")
+    context_parallel_size: PositiveInt = Field(default=1, description="GPUs that share one sequence.")
+    custom_parallel_plan: str | None = Field(
+        default=None, description="Dotted path of a plan that splits the model's layers."
+    )
+    automodel_kwargs: FreeMap = Field(default_factory=dict, description="Passed to NeMo's model loader.")
+    lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
+    env_vars: FreeMap | None = Field(default=None, description="Environment variables of the training workers.")
+    expert_parallel_size: PositiveInt | None = Field(default=None, description="GPUs that share the experts.")
+    dp_replicate_size: PositiveInt | None = Field(default=None, description="Copies of the sharded model (HSDP).")
+    defer_fsdp_grad_sync: bool | None = Field(default=None, description="Reduces gradients once per optimizer step.")
+    moe_parallelizer: FreeMap | None = Field(default=None, description="How experts are split.")
+    clear_cache_every_n_steps: PositiveInt | None = Field(
+        default=None, description="Steps between clearings of the CUDA cache."
+    )
+
+
+class OptimizerConfig(Section):
+    name: str = Field(default="torch.optim.AdamW", description="Dotted path of the optimizer class.")
+    kwargs: FreeMap = Field(default_factory=dict, description="Its arguments: lr, weight_decay, betas and so on.")
+
+
+class DynamicBatchingConfig(Section):
+    enabled: bool = Field(default=False, description="Cuts micro-batches by tokens instead of by samples.")
+    train_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one training micro-batch.")
+    logprob_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one logprob micro-batch.")
+    sequence_length_round: PositiveInt = Field(
+        default=64, description="Lengths are padded to a multiple of this; no effect here."
+    )
+
+
+class SequencePackingConfig(Section):
+    enabled: bool = Field(default=False, description="Puts several sequences into one row, without padding.")
+    train_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one training micro-batch.")
+    logprob_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one logprob micro-batch.")
+    algorithm: str = Field(
+        default="modified_first_fit_decreasing", description="How sequences are placed into micro-batches."
+    )
+    microbatch_order: Literal["packer", "largest_first"] = Field(
+        default="packer", description="Order of the micro-batches."
+    )
+    sequence_length_round: PositiveInt = Field(default=64, description="Read by nothing; kept for old files.")
+
+    @field_validator("algorithm")
+    @classmethod
+    def _known_algorithm(cls, name: str) -> str:
+        if name.lower() not in PACKING_ALGORITHMS:
+            raise ValueError(f"must be one of {', '.join(PACKING_ALGORITHMS)}")
+        return name.lower()
+
+
+class DraftConfig(OpenSection):
+    enabled: bool = Field(
+        default=False, description="Trains a draft model for speculative decoding along with the policy."
+    )
+    model_name: str | None = Field(default=None, description="Folder or hub name of the draft model.")
+    loss_weight: float = Field(default=0.1, description="Weight of the draft model's loss.")
+    num_layers: PositiveInt | None = Field(default=None, description="Layers of the draft model.")
+    aux_layer_indices: list[int] | None = Field(
+        default=None, description="Layers of the policy that the draft model reads."
+    )
+
+
+class RouterReplayConfig(OpenSection):
+    enabled: bool = Field(default=False, description="Trains with the expert choices made while sampling.")
+
+
+class RewardModelConfig(OpenSection):
+    enabled: bool = Field(default=False, description="Gives the model a reward head.")
+    reward_model_type: str | None = Field(default=None, description="Kind of reward model.")
+
+
+class PolicyConfig(Section):
+    """The model of any algorithm. `generation` is null where nothing is sampled."""
+
+    model_name: str = Field(description="Folder or hub name of the model to train.")
+    tokenizer: TokenizerConfig = Field(description="The tokenizer and its chat template.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the model lives; auto prefers cuda."
+    )
+    num_threads: PositiveInt | None = Field(
+        default=None, description="CPU threads of each worker; null lets PyTorch decide."
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16", description="Number format of weights and activations; optimizer state is always float32."
+    )
+    train_global_batch_size: PositiveInt = Field(
+        description="Samples (GRPO, SFT) or pairs (DPO) that make one optimizer step."
+    )
+    train_micro_batch_size: PositiveInt = Field(
+        description="Samples or pairs in one forward and backward pass, where neither packing nor dynamic batching decides."
+    )
+    logprob_batch_size: PositiveInt = Field(description="Samples in one forward pass for log-probabilities.")
+    generation_batch_size: PositiveInt = Field(default=32, description="Read by nothing; kept for old files.")
+    max_total_sequence_length: PositiveInt = Field(description="Longest sequence in tokens, prompt and answer.")
+    logprob_chunk_size: PositiveInt | None = Field(
+        default=None, description="Tokens whose logits exist at the same time; null picks a size."
+    )
+    max_grad_norm: PositiveFloat | None = Field(
+        default=1.0, description="Gradients are scaled down to this norm; null does not."
+    )
+    make_sequence_length_divisible_by: PositiveInt = Field(
+        default=1, description="Pads lengths to a multiple; no effect here."
+    )
+    offload_optimizer_for_logprob: bool = Field(
+        default=False, description="Moves the optimizer to the CPU while scoring."
+    )
+    hf_config_overrides: FreeMap = Field(
+        default_factory=dict, description="Entries of the model's config.json to replace."
+    )
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
+    scheduler: list[FreeMap] | FreeMap | None = Field(
+        default=None,
+        description="Learning-rate schedule in steps: {name, kwargs}, or a list ending in {milestones}; null is constant.",
+    )
+    dtensor_cfg: DtensorConfig = Field(default_factory=DtensorConfig, description="Training with PyTorch, and LoRA.")
+    megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig, description="Training with Megatron.")
+    dynamic_batching: DynamicBatchingConfig = Field(
+        default_factory=DynamicBatchingConfig, description="Micro-batches by tokens."
+    )
+    sequence_packing: SequencePackingConfig = Field(
+        default_factory=SequencePackingConfig, description="Several sequences in one row."
+    )
+    draft: DraftConfig = Field(default_factory=DraftConfig, description="Co-training of a draft model.")
+    router_replay: RouterReplayConfig = Field(
+        default_factory=RouterReplayConfig, description="Replay of expert choices."
+    )
+    reward_model_cfg: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="The model as reward model."
+    )
+    quant_cfg: str | FreeMap | None = Field(default=None, description="Quantisation-aware training.")
+    generation: GenerationConfig | None = Field(default=None, description="Sampling; null where nothing is sampled.")
+
+    @field_validator("scheduler")
+    @classmethod
+    def _schedule_is_well_formed(cls, scheduler: Any) -> Any:
+        if scheduler is None:
+            return None
+        if isinstance(scheduler, dict):
+            _check_schedule_part(scheduler, "it")
+            return scheduler
+        parts = [entry for entry in scheduler if "milestones" not in entry]
+        milestones = [entry for entry in scheduler if "milestones" in entry]
+        for index, part in enumerate(parts):
+            _check_schedule_part(part, f"entry {index + 1}")
+        steps = [step for entry in milestones for step in entry["milestones"]]
+        if len(parts) > 1 and len(steps) != len(parts) - 1:
+            raise ValueError(f"has {len(parts)} schedules, which need {len(parts) - 1} milestones; got {steps}")
+        return scheduler
+
+
+def _check_schedule_part(part: FreeMap, what: str) -> None:
+    unknown = sorted(set(part) - {"name", "kwargs"})
+    if unknown or not isinstance(part.get("name"), str) or not isinstance(part.get("kwargs", {}), dict):
+        raise ValueError(
+            f"must be made of {{name: dotted.path, kwargs: {{…}}}} and {{milestones: […]}}; {what} is {part}"
+        )
+
+
+class GrpoPolicyConfig(PolicyConfig):
+    """The model of an algorithm that samples."""
+
+    generation: GenerationConfig = Field(description="Sampling.")

@@ -1,0 +1,92 @@
+"""A config as YAML text: plain, or with a remark at each value about where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from posttrain.config.base import Section
+from posttrain.config.data import DatasetConfig
+from posttrain.config.tree import OVERRIDE_MARK, Path
+
+REMARK_COLUMN = 60
+
+
+def plain_values(value: Any) -> Any:
+    """A config as maps, lists and scalars with the keys of YAML files.
+
+    A dataset has only the keys that were written: a key that is left out is filled from `data.default`, a null is not.
+    """
+    if isinstance(value, Section):
+        written = value.model_fields_set if isinstance(value, DatasetConfig) else None
+        named = {
+            info.alias or name: plain_values(getattr(value, name))
+            for name, info in type(value).model_fields.items()
+            if written is None or name in written
+        }
+        return {**named, **{key: plain_values(extra) for key, extra in (value.model_extra or {}).items()}}
+    if isinstance(value, dict):
+        return {key: plain_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_values(inner) for inner in value]
+    return value
+
+
+def with_override_marks(values: Any, defaults: Any) -> Any:
+    """`values` with `_override_: true` in maps that lack a key of the default, which loading would bring back otherwise."""
+    if not isinstance(values, dict) or not isinstance(defaults, dict):
+        return values
+    marked = {key: with_override_marks(inner, defaults.get(key)) for key, inner in values.items()}
+    return {OVERRIDE_MARK: True, **marked} if set(defaults) - set(values) and values else marked
+
+
+def to_yaml_text(values: dict[str, Any], remark: Callable[[Path], str] | None = None) -> str:
+    """YAML that loads to `values` again. `remark` gives the comment behind a value, or nothing."""
+    lines: list[str] = []
+    _write_map(values, (), remark or (lambda path: ""), lines)
+    return "\n".join(lines) + "\n"
+
+
+def _write_map(values: dict[str, Any], path: Path, remark: Callable[[Path], str], lines: list[str]) -> None:
+    indent = "  " * len(path)
+    for key, value in values.items():
+        here = (*path, str(key))
+        name = f"{indent}{_scalar(str(key))}:"
+        if isinstance(value, dict) and value:
+            if not path and lines:
+                lines.append("")
+            lines.append(name)
+            _write_map(value, here, remark, lines)
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            lines.append(_with_remark(name, remark(here)))
+            lines += [f"{indent}  - {_flow(item)}" for item in value]
+        else:
+            lines.append(_with_remark(f"{name} {_flow(value)}", remark(here)))
+
+
+def _with_remark(line: str, remark: str) -> str:
+    return f"{line:<{REMARK_COLUMN}}  # {remark}" if remark else line
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that might be read as something else, and keeps `${` of a resolved value as it is."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    escaped = text.replace("${", "\\${")  # it has been resolved already
+    looks_special = any(character in text for character in ":\\${}[],&*#?|<>=!%@\n'\"") or text != text.strip()
+    return dumper.represent_scalar("tag:yaml.org,2002:str", escaped, style='"' if looks_special else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _flow(value: Any) -> str:
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, sort_keys=False, allow_unicode=True)
+    return str(text).removesuffix("\n").removesuffix("\n...").strip()
+
+
+def _scalar(text: str) -> str:
+    return _flow(text)

@@ -1,0 +1,171 @@
+"""The schema as a tree of keys, read off the pydantic models: which keys exist, which was meant, what the defaults are."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic_core import PydanticUndefined
+
+from posttrain.config.base import OpenSection, Section
+from posttrain.config.runs import KINDS, RUN_CONFIGS, Kind
+from posttrain.config.tree import Path, dotted
+
+ANY_NAME = "<name>"
+Shape = Literal["section", "named", "free", "value"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One key. A `section` has known keys below it, a `named` map any names with one shape, a `free` map anything."""
+
+    shape: Shape
+    nullable: bool
+    children: Mapping[str, Node] = field(default_factory=dict)
+    open: bool = False  # a section that carries unknown keys along
+    listed: bool = False  # a section that may also be a list of such sections
+
+    def child(self, key: str) -> Node | None:
+        if self.shape == "free":
+            return _FREE
+        if self.shape == "named":
+            return self.children[ANY_NAME]
+        if self.listed and key.isdigit():
+            return self
+        return self.children.get(key) or (_FREE if self.open else None)
+
+
+_FREE = Node(shape="free", nullable=True)
+
+
+@cache
+def schema_of(kind: Kind) -> Node:
+    return _section(RUN_CONFIGS[kind], nullable=False, listed=False)
+
+
+def _section(model: type[Section], *, nullable: bool, listed: bool) -> Node:
+    fields = {info.alias or name: _node(info.annotation) for name, info in model.model_fields.items()}
+    return Node("section", nullable, fields, open=issubclass(model, OpenSection), listed=listed)
+
+
+def _node(annotation: Any) -> Node:
+    options = list(_options(annotation))
+    nullable = types.NoneType in options
+    lists = [get_args(option)[0] for option in options if get_origin(option) is list]
+    models = [option for option in [*options, *lists] if isinstance(option, type) and issubclass(option, Section)]
+    if models:
+        return _section(models[0], nullable=nullable, listed=models[0] in lists)
+    for option in options:
+        if get_origin(option) is dict:
+            inner = get_args(option)[1]
+            if isinstance(inner, type) and issubclass(inner, Section):
+                return Node("named", nullable, {ANY_NAME: _section(inner, nullable=False, listed=False)})
+            return Node("free", nullable)
+    return Node("value", nullable)
+
+
+def _options(annotation: Any) -> Iterator[Any]:
+    """The members of a union, with `Annotated` taken off."""
+    if get_origin(annotation) is Annotated:
+        yield from _options(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for option in get_args(annotation):
+            yield from _options(option)
+    else:
+        yield annotation
+
+
+def find(root: Node, path: Path) -> Node | None:
+    node: Node | None = root
+    for key in path:
+        node = node.child(key) if node else None
+    return node
+
+
+def is_field(root: Node, path: Path) -> bool:
+    """Whether `path` is a field of a section, not just a possible entry of a map."""
+    parent = find(root, path[:-1])
+    return parent is not None and path[-1] in parent.children
+
+
+def known_keys(root: Node, path: Path = ()) -> Iterator[Path]:
+    """Every key of the schema, sections before what is in them."""
+    for key, node in root.children.items():
+        here = (*path, key)
+        yield here
+        yield from known_keys(node, here)
+
+
+def unknown_keys(root: Node, values: Any, path: Path = ()) -> Iterator[Path]:
+    """The topmost keys in `values` that the schema does not have."""
+    if isinstance(values, list) and root.listed:
+        values = {str(index): value for index, value in enumerate(values)}
+    if not isinstance(values, dict):
+        return
+    for key, value in values.items():
+        here = (*path, str(key))
+        node = root.child(str(key))
+        if node is None:
+            yield here
+        elif node.shape != "free":
+            yield from unknown_keys(node, value, here)
+
+
+def nearest_key(root: Node, path: Path) -> str | None:
+    """The known key that was most likely meant: a similar name in the same section, or the same name elsewhere."""
+    known = (_with_names_of(path, key) for key in known_keys(root))
+    scored = [(_likeness(path, key), dotted(key)) for key in known]
+    score, best = max(scored, default=(0.0, ""), key=lambda pair: pair[0])
+    return best if score >= 0.6 else None
+
+
+def _with_names_of(written: Path, known: Path) -> Path:
+    """`env.<name>.timeout_s` with the name that the user gave."""
+    return tuple(written[i] if part == ANY_NAME and i < len(written) else part for i, part in enumerate(known))
+
+
+def _likeness(written: Path, known: Path) -> float:
+    here = sum(1 for _ in _common_prefix(written, known))
+    if here == len(known) - 1 and here == len(written) - 1:
+        return SequenceMatcher(None, written[-1], known[-1]).ratio()
+    if written[-1] == known[-1]:  # the right name in the wrong place: the more of the path fits, the likelier
+        return 0.8 + 0.01 * here + 0.03 * sum(1 for _ in _common_prefix(written[::-1], known[::-1]))
+    return 0.75 * SequenceMatcher(None, dotted(written), dotted(known)).ratio()
+
+
+def _common_prefix(left: Path, right: Path) -> Iterator[str]:
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            return
+        yield a
+
+
+def describe_unknown(kind: Kind, path: Path) -> str:
+    """What to say about a key that the schema does not have."""
+    if len(path) == 1 and path[0] in KINDS:
+        return f"unknown key `{path[0]}` in a {kind} config; this section belongs to `posttrain {path[0]}`"
+    nearest = nearest_key(schema_of(kind), path)
+    hint = f"; did you mean `{nearest}`?" if nearest else ""
+    return f"unknown key `{dotted(path)}`{hint}"
+
+
+def schema_defaults(model: type[Section]) -> dict[str, Any]:
+    """The defaults that the models themselves have, as plain values. Fields without one are left out."""
+    values: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        default = info.get_default(call_default_factory=True, validated_data={})
+        nested = [
+            option for option in _options(info.annotation) if isinstance(option, type) and issubclass(option, Section)
+        ]
+        if isinstance(default, Section):
+            default = default.model_dump(by_alias=True)
+        elif default is PydanticUndefined:
+            if not nested:
+                continue
+            default = schema_defaults(nested[0])
+        values[info.alias or name] = default
+    return values

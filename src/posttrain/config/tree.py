@@ -1,0 +1,140 @@
+"""Nested plain values that remember where each of them was set, and how one tree is laid over another.
+
+A tree knows nothing of the schema but what it is told: `keeps_null` says for which sections null is a value of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+Path = tuple[str, ...]
+
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+OVERRIDE_MARK = "_override_"
+
+# A dataset is one choice: the keys of the built-in one make no sense beside the keys of yours.
+REPLACES_BUILT_IN: frozenset[Path] = frozenset({("data", "train"), ("data", "validation")})
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path)
+
+
+def leaves(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value that is not a map, and every empty map, with its path. A list is one value."""
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from leaves(value, (*path, str(key)))
+    elif path:
+        yield path, values
+
+
+@dataclass
+class Tree:
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Path, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_one_origin(cls, values: dict[str, Any], origin: str) -> Tree:
+        return cls(values, {path: origin for path, _ in leaves(values)})
+
+    def copy(self) -> Tree:
+        return Tree(deepcopy(self.values), dict(self.origins))
+
+    def get(self, path: Path, missing: Any = None) -> Any:
+        node: Any = self.values
+        for key in path:
+            if isinstance(node, list) and key.isdigit() and int(key) < len(node):
+                node = node[int(key)]
+            elif isinstance(node, dict) and key in node:
+                node = node[key]
+            else:
+                return missing
+        return node
+
+    def origin(self, path: Path) -> str:
+        """Where the value at `path` was set; for a part of a value, where the value was set."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        inside = (origin for known, origin in self.origins.items() if known[: len(path)] == path)
+        return next(inside, DEFAULT)
+
+    def remove(self, path: Path) -> Any:
+        """Take the value at `path` out, with its origins, and return it."""
+        parent = self.get(path[:-1]) if len(path) > 1 else self.values
+        value = parent.pop(int(path[-1])) if isinstance(parent, list) else parent.pop(path[-1])
+        self._forget(path)
+        return value
+
+    def put(self, path: Path, value: Any, origin: str) -> None:
+        """Set the value at `path`, making the maps on the way; what was there is replaced."""
+        node: Any = self.values
+        for index, key in enumerate(path[:-1]):
+            if isinstance(node, list):
+                node = node[int(key)]
+                continue
+            if not isinstance(node.get(key), dict | list):
+                self._forget(path[: index + 1])
+                node[key] = {}
+            node = node[key]
+        if isinstance(node, list):
+            node[int(path[-1])] = value
+        else:
+            node[path[-1]] = value
+        self._forget(path)
+        self.origins.update({(*path, *rest): origin for rest, _ in leaves(value)} or {path: origin})
+
+    def _forget(self, path: Path) -> None:
+        for known in [known for known in self.origins if known[: len(path)] == path]:
+            del self.origins[known]
+
+
+def overlay(base: Tree, top: Tree, keeps_null: Callable[[Path], bool], *, over_built_in: bool = False) -> Tree:
+    """`top` laid over `base`: maps merge, everything else replaces. Neither argument is changed."""
+    result = base.copy()
+    _overlay_map(result, top, (), keeps_null, over_built_in)
+    return result
+
+
+def _overlay_map(result: Tree, top: Tree, path: Path, keeps_null: Callable[[Path], bool], over_built_in: bool) -> None:
+    for key, value in (top.get(path) if path else top.values).items():
+        here = (*path, str(key))
+        if key == OVERRIDE_MARK:
+            continue
+        below = result.get(here)
+        if value is None and isinstance(below, dict) and not keeps_null(here):
+            continue  # `section:` with nothing under it
+        replaces = isinstance(value, dict) and value.get(OVERRIDE_MARK) is True
+        replaces = replaces or (over_built_in and here in REPLACES_BUILT_IN)
+        if isinstance(value, dict) and isinstance(below, dict) and not replaces:
+            forget_arguments_of_another_class(result, here, value)
+            if value:
+                _overlay_map(result, top, here, keeps_null, over_built_in)
+            continue
+        # Between files the mark stays, so that it also holds against the built-in defaults further down.
+        result.put(here, without_marks(value) if over_built_in else deepcopy(value), DEFAULT)
+        result._forget(here)
+        result.origins.update({known: origin for known, origin in top.origins.items() if known[: len(here)] == here})
+
+
+def forget_arguments_of_another_class(tree: Tree, path: Path, incoming: dict[str, Any]) -> None:
+    """`{name, kwargs}` with another name: the arguments of the old class do not fit. Those typed by the user stay."""
+    present = tree.get(path)
+    if "name" not in incoming or not isinstance(present.get("kwargs"), dict) or present.get("name") == incoming["name"]:
+        return
+    for key in list(present["kwargs"]):
+        if tree.origin((*path, "kwargs", key)) != COMMAND_LINE:
+            tree.remove((*path, "kwargs", key))
+
+
+def without_marks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_marks(inner) for key, inner in value.items() if key != OVERRIDE_MARK}
+    if isinstance(value, list):
+        return [without_marks(inner) for inner in value]
+    return deepcopy(value)

@@ -1,0 +1,254 @@
+"""Conversations become tokens here, and nowhere else.
+
+The text a model trains on must be the text it is sampled from: a prompt always ends with what the template prints before
+an assistant's turn, and a response always ends with what ends that turn. Knows nothing of datasets.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.errors import DataError
+from posttrain.types import Message
+
+Ids = list[int]
+
+DEFAULT_TEMPLATE = "default"
+
+# Stands in for a turn's content to see where a template prints it. Letters and digits only: no template trims or escapes it.
+_PLACEHOLDER = "posttrain7f3a91c4e2turn"
+
+
+@dataclass(frozen=True)
+class TrainedSpan:
+    """Characters [start, stop) of a rendered conversation that belong to an assistant's turn, its end included."""
+
+    start: int
+    stop: int
+
+
+class ChatFormat:
+    """A tokenizer with one way of writing conversations.
+
+    `chat_template`: "default" is the model's own template (contents one after another when it has none), None writes
+    the contents one after another, a name that ends in `.jinja` is a file, anything with `{{` or `{%` is a template.
+    `kwargs` are handed to the template, for instance `{"enable_thinking": False}`.
+    """
+
+    def __init__(
+        self, tokenizer: Any, chat_template: str | None = DEFAULT_TEMPLATE, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.kwargs = dict(kwargs or {})
+        for reserved in ("add_generation_prompt", "tokenize", "chat_template"):
+            if reserved in self.kwargs:
+                raise DataError(f"tokenizer.chat_template_kwargs: {reserved!r} is set by posttrain; remove it")
+        self.template = _resolve_template(chat_template, tokenizer)
+        self._opening = _opening_token(tokenizer) if self.template is None else ""
+        self._after_answer = self._find_after_answer()
+        self._end_of_turn = self._find_end_of_turn()
+
+    @property
+    def end_of_turn(self) -> str:
+        """The text that closes an assistant's turn, such as "<|im_end|>"; empty when there is nothing to close it with."""
+        return self._end_of_turn or self.tokenizer.eos_token or ""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens after which the assistant has finished: EOS, and the end of a turn when that is another token."""
+        end = self._encode([self.end_of_turn])[0] if self.end_of_turn else []
+        eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        return tuple(dict.fromkeys([*eos, *(end if len(end) == 1 else [])]))
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[str, Ids]:
+        """The conversation as the model sees it before it answers, as text and as tokens."""
+        text = self.render(messages)
+        return text, self._encode([text])[0]
+
+    def turn(self, prompt_messages: Sequence[Message], response: str) -> tuple[Ids, Ids]:
+        """Tokens of the prompt and of the answer with its end of turn."""
+        return self.turns([(prompt_messages, response)])[0]
+
+    def turns(self, conversations: Sequence[tuple[Sequence[Message], str]]) -> list[tuple[Ids, Ids]]:
+        """`turn` for many at once, which is much faster."""
+        return self.encode_turns([self.render_turn(messages, response) for messages, response in conversations])
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text of `prompt`."""
+        return self._write(messages, opens_answer=True)
+
+    def render_turn(self, prompt_messages: Sequence[Message], response: str) -> tuple[str, str]:
+        """The two texts of `turn`."""
+        before = self._write(prompt_messages, opens_answer=True)
+        whole = self._write([*prompt_messages, {"role": "assistant", "content": response}], opens_answer=False)
+        if whole.startswith(before):
+            return before, self._close(whole[len(before) :])
+        # Some templates write a finished turn in another way than an open one. What counts is what sampling will see.
+        return before, response + self.end_of_turn
+
+    def render_conversation(self, messages: Sequence[Message]) -> tuple[str, list[TrainedSpan]]:
+        """The text of a conversation that ends with an assistant's turn, and where each assistant's turn stands in it."""
+        assert is_answer(messages[-1]), "the caller cuts the conversation after its last answer"
+        text = self._write(messages, opens_answer=False)
+        spans: list[TrainedSpan] = []
+        for index, message in enumerate(messages):
+            if not is_answer(message):
+                continue
+            marked = [*messages[:index], {**message, "content": _PLACEHOLDER}, *messages[index + 1 :]]
+            before, found, after = self._write(marked, opens_answer=False).partition(_PLACEHOLDER)
+            if not found or not text.startswith(before) or not text.endswith(after):
+                raise DataError(
+                    f"the chat template does not write turn {index + 1} (assistant) as it is, so its tokens cannot be told "
+                    "from the prompt's; train on the last turn only, or use another template"
+                )
+            spans.append(self._span(text, len(before), len(text) - len(after), spans[-1].stop if spans else 0))
+        closed = self._close(text[: spans[-1].stop])
+        spans[-1] = TrainedSpan(spans[-1].start, len(closed))
+        return closed, spans
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[Ids]:
+        return self._encode(texts)
+
+    def encode_turns(self, turns: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
+        """Tokens of (prompt text, response text). A prompt has the same tokens here as on its own."""
+        distinct = list(dict.fromkeys(before for before, _ in turns))  # the two answers of a pair share one
+        prompts = dict(zip(distinct, self._encode(distinct), strict=True))
+        wholes = self._encode([before + answer for before, answer in turns])
+        split: list[tuple[Ids, Ids]] = []
+        for (before, answer), whole in zip(turns, wholes, strict=True):
+            prompt = prompts[before]
+            # A tokenizer may merge the end of the prompt with the start of the answer. Sampling never does.
+            joined = whole[: len(prompt)] == prompt
+            split.append((prompt, whole[len(prompt) :] if joined else self._encode([answer])[0]))
+        return split
+
+    def encode_conversation(self, text: str, spans: Sequence[TrainedSpan]) -> tuple[Ids, Ids, list[bool]]:
+        """Tokens before the first trained one, tokens from there on, and which of the latter are trained."""
+        edges = [0, *(edge for span in spans for edge in (span.start, span.stop))]  # prompt, answer, prompt, answer, …
+        pieces = self._cut_whole(text, edges) or self._grow(text, edges)
+        mask = [bool(index % 2) for index, piece in enumerate(pieces) for _ in piece]
+        ids = [token for piece in pieces for token in piece]
+        return pieces[0], ids[len(pieces[0]) :], mask[len(pieces[0]) :]
+
+    def _cut_whole(self, text: str, edges: Sequence[int]) -> list[Ids] | None:
+        """Tokenises once and cuts at the edges; None where a token lies across one."""
+        if not self.tokenizer.is_fast:
+            return None
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        cuts = [*(bisect_left(starts, edge) for edge in edges[:-1]), len(starts)]
+        pieces: list[Ids] = [encoded["input_ids"][cut:end] for cut, end in pairwise(cuts)]
+        # Offsets leave out a token's leading spaces, so they are a guess. Reading the pieces back is the proof.
+        written = self.tokenizer.batch_decode(pieces, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return pieces if written == [text[edge:end] for edge, end in pairwise(edges)] else None
+
+    def _grow(self, text: str, edges: Sequence[int]) -> list[Ids]:
+        """Tokenises piece after piece, as a sampler would meet them."""
+        pieces: list[Ids] = []
+        for edge, end in pairwise(edges):
+            before = [token for piece in pieces for token in piece]
+            whole, alone = self._encode([text[:end], text[edge:end]])
+            pieces.append(whole[len(before) :] if whole[: len(before)] == before else alone)
+        return pieces
+
+    def _span(self, text: str, start: int, stop: int, earliest: int) -> TrainedSpan:
+        # What the template puts between its usual opening and the content (an empty chain of thought, say) is the
+        # assistant's as well: when sampling, the assistant writes it.
+        opened = text.rfind(self._answer_header, earliest, start) if self._answer_header else -1
+        if opened >= 0:
+            start = opened + len(self._answer_header)
+        if self._end_of_turn and text.startswith(self._end_of_turn, stop):
+            stop += len(self._end_of_turn)
+        return TrainedSpan(start, stop)
+
+    @cached_property
+    def _answer_header(self) -> str:
+        """What the template prints to open an assistant's turn."""
+        question: list[Message] = [{"role": "user", "content": _PLACEHOLDER}]
+        closed = self._write(question, opens_answer=False)
+        opened = self._write(question, opens_answer=True)
+        return opened[len(closed) :] if opened.startswith(closed) else ""
+
+    def _write(self, messages: Sequence[Message], *, opens_answer: bool) -> str:
+        if self.template is None:
+            return self._opening + "".join(message["content"] for message in messages)
+        import jinja2
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=self.template,
+                add_generation_prompt=opens_answer,
+                tokenize=False,
+                **self.kwargs,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise DataError(f"the chat template refuses a conversation with the roles [{roles}]: {error}") from error
+        return str(text)
+
+    def _close(self, answer: str) -> str:
+        """`answer` up to and including its end of turn. What a template prints after that is never the sampler's."""
+        if self._after_answer and answer.endswith(self._after_answer):
+            answer = answer[: -len(self._after_answer)]
+        return answer if answer.endswith(self.end_of_turn) else answer + self.end_of_turn
+
+    def _find_after_answer(self) -> str:
+        """What the template prints after an assistant's content, to the end of the text."""
+        if self.template is None:
+            return ""
+        example: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
+        return self._write(example, opens_answer=False).partition(_PLACEHOLDER)[2]
+
+    def _find_end_of_turn(self) -> str:
+        """The part of it that closes the turn: up to the first special token, or all of it that is not white space."""
+        after = self._after_answer
+        special = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}
+        ends = [after.index(token) + len(token) for token in special if token in after]
+        return after[: min(ends)] if ends else after.rstrip()
+
+    def _encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Special tokens stand in the text already, so none are added."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return list(encoded["input_ids"])
+
+
+def is_answer(message: Message) -> bool:
+    """Whether a turn is to be learnt. An assistant's turn without text (a bare tool call) would teach to say nothing."""
+    return message["role"] == "assistant" and bool(message["content"].strip())
+
+
+def _resolve_template(chat_template: str | None, tokenizer: Any) -> Any:
+    """The template to write with; None writes contents one after another."""
+    if chat_template is None:
+        return None
+    if chat_template == DEFAULT_TEMPLATE:
+        return tokenizer.get_chat_template() if tokenizer.chat_template else None
+    if chat_template.endswith(".jinja"):
+        file = Path(chat_template).expanduser()
+        if not file.is_file():
+            raise DataError(f"tokenizer.chat_template: file not found: {chat_template} (looked in {Path.cwd()})")
+        chat_template = file.read_text(encoding="utf-8")
+    elif "{{" not in chat_template and "{%" not in chat_template:
+        raise DataError(
+            f"tokenizer.chat_template: {chat_template!r} is neither 'default', null, a *.jinja file nor a Jinja template"
+        )
+    return chat_template
+
+
+def _opening_token(tokenizer: Any) -> str:
+    """The BOS token where the tokenizer puts one before plain text by itself."""
+    if tokenizer.bos_token_id is None:
+        return ""
+    alone = tokenizer("", add_special_tokens=True)["input_ids"]
+    return str(tokenizer.bos_token) if alone[:1] == [tokenizer.bos_token_id] else ""

@@ -1,0 +1,158 @@
+"""The datasets that posttrain knows by name: where they live and which field means what. Tables, no code that reads.
+
+Names are NeMo RL's; case, dashes and underscores do not matter, and the hub's own name works as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from posttrain.data.errors import DataError, nearest
+from posttrain.data.sources import Row
+
+
+def first_listed_answer(row: Row) -> str:
+    """SQuAD lists what several people answered; the first of them."""
+    texts = row.field("answers.text")
+    if not texts:
+        raise DataError(f"{row.where}: 'answers.text' is empty")
+    return str(texts[0])
+
+
+def after_hashes(row: Row) -> str:
+    """GSM8K's final answer: what stands after `####`, without the commas of large numbers."""
+    final = row.get("final_answer")
+    if final is not None:
+        return str(final)
+    worked, found, answer = str(row.field("answer")).rpartition("####")
+    if not found:
+        raise DataError(f"{row.where}: 'answer' has no '####' before its final number: {worked[-60:]!r}")
+    return answer.strip().replace(",", "")
+
+
+@dataclass(frozen=True)
+class ResponseSpec:
+    """Questions with a checkable answer. Of several field names the first that a row has is used."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    hub: str | None = None
+    subsets: tuple[str | None, ...] = (None,)
+    split: str = "train"
+    question: tuple[str, ...] = ("problem", "question")
+    answer: tuple[str, ...] | Callable[[Row], str] = ("answer",)
+    solution: tuple[str, ...] = ()  # the worked solution, which supervised tuning learns; else the answer
+    system: str | None = None  # goes before the question as the system's turn
+    conversation: tuple[str, ...] = ()  # whole conversations, for supervised tuning
+
+
+RESPONSE_DATASETS = (
+    ResponseSpec(
+        "ResponseDataset",
+        aliases=("openai_format", "general-conversation-jsonl"),
+        question=("input",),
+        answer=("output",),
+        conversation=("messages", "conversations"),
+    ),
+    ResponseSpec(
+        "gsm8k",
+        hub="openai/gsm8k",
+        subsets=("main",),
+        question=("question",),
+        answer=after_hashes,
+        solution=("answer",),
+    ),
+    ResponseSpec("MATH-500", hub="HuggingFaceH4/MATH-500", split="test", solution=("solution",)),
+    ResponseSpec("AIME2024", aliases=("aime24",), hub="HuggingFaceH4/aime_2024", solution=("solution",)),
+    ResponseSpec(
+        "AIME2025",
+        aliases=("aime25",),
+        hub="opencompass/AIME2025",
+        subsets=("AIME2025-I", "AIME2025-II"),
+        split="test",
+    ),
+    ResponseSpec("AMC2023", aliases=("amc23",), hub="math-ai/amc23", split="test"),
+    ResponseSpec(
+        "DeepScaler",
+        aliases=("DeepScaleR-Preview",),
+        hub="agentica-org/DeepScaleR-Preview-Dataset",
+        solution=("solution",),
+    ),
+    ResponseSpec(
+        "OpenMathInstruct-2",
+        hub="nvidia/OpenMathInstruct-2",
+        split="train_1M",
+        answer=("expected_answer",),
+        solution=("generated_solution",),
+    ),
+    ResponseSpec(
+        "DAPOMath17K",
+        hub="BytedTsinghua-SIA/DAPO-Math-17k",
+        question=("prompt", "problem"),
+        answer=("reward_model.ground_truth", "answer"),
+    ),
+    ResponseSpec(
+        "DAPOMathAIME2024",
+        hub="BytedTsinghua-SIA/AIME-2024",
+        question=("prompt", "problem"),
+        answer=("reward_model.ground_truth", "answer"),
+    ),
+    ResponseSpec("squad", hub="rajpurkar/squad", system="context", question=("question",), answer=first_listed_answer),
+    ResponseSpec("tulu3_sft_mixture", hub="allenai/tulu-3-sft-mixture", conversation=("messages",)),
+)
+
+
+@dataclass(frozen=True)
+class PreferenceSpec:
+    """Two answers to one prompt. The shape of a row is recognised, so a name mostly says where the rows live."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    hub: str | None = None
+    subsets: tuple[str | None, ...] = (None,)
+    split: str = "train"
+    prompt: str = "prompt"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+
+PREFERENCE_DATASETS = (
+    PreferenceSpec("PreferenceDataset"),
+    PreferenceSpec("BinaryPreferenceDataset"),
+    PreferenceSpec("NeMo-Aligner", chosen="chosen_response", rejected="rejected_response"),
+    PreferenceSpec("HelpSteer3", hub="nvidia/HelpSteer3", subsets=("preference",)),
+    PreferenceSpec("Tulu3Preference", hub="allenai/llama-3.1-tulu-3-8b-preference-mixture"),
+    PreferenceSpec(
+        "UltraFeedback",
+        aliases=("ultrafeedback_binarized",),
+        hub="HuggingFaceH4/ultrafeedback_binarized",
+        split="train_prefs",
+    ),
+)
+
+Spec = TypeVar("Spec", bound=ResponseSpec | PreferenceSpec)
+
+
+def find_spec(name: str, specs: Sequence[Spec]) -> Spec | None:
+    """The dataset of that name, alias or hub name."""
+    wanted = _folded(name)
+    for spec in specs:
+        if wanted in {_folded(known) for known in (spec.name, *spec.aliases, spec.hub or spec.name)}:
+            return spec
+    return None
+
+
+def unknown_dataset(name: str, specs: Sequence[ResponseSpec | PreferenceSpec]) -> DataError:
+    names = [spec.name for spec in specs]
+    hint = nearest(name, [*names, *(alias for spec in specs for alias in spec.aliases)])
+    return DataError(
+        f"unknown dataset {name!r}{hint}. Known: {', '.join(names)}; "
+        "or give a hub name such as 'org/name', or a path to .jsonl, .json, .csv or .parquet files"
+    )
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[^a-z0-9/]", "", name.lower())

@@ -1,0 +1,206 @@
+"""Rows to items in tokens: tasks, preference pairs, supervised examples. One reader per kind, each over a chunk of rows.
+
+A row that cannot be used is either dropped, with a reason that is counted (too long, a tie), or an error (a key is
+missing). Nothing is ever cut to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from posttrain.data.chat import ChatFormat, is_answer
+from posttrain.data.conversations import TIE, as_messages, as_prompt, as_text, read_preference
+from posttrain.data.entries import Entry
+from posttrain.data.errors import DataError
+from posttrain.data.named import PreferenceSpec, ResponseSpec
+from posttrain.data.sources import Row
+from posttrain.types import Example, Message, Pair, Task
+
+Item = TypeVar("Item", Task, Pair, Example)
+Made = TypeVar("Made")
+
+DEFAULT_ENVIRONMENT = "math"
+NO_REFERENCE = 'empty answer (output_key: "" says that none is needed)'
+
+
+@dataclass(frozen=True)
+class Read(Generic[Item]):
+    """An item without its tokens, and the tokens by the name of the item's field."""
+
+    item: Item
+    tokens: Mapping[str, Sequence[int]]
+
+
+Outcome = Read[Item] | str  # a text says why the row was dropped
+Numbered = tuple[str, Row]  # the identity of the row, for people, and the row
+
+
+class TaskReader:
+    def __init__(self, entry: Entry, spec: ResponseSpec, chat: ChatFormat, max_prompt_tokens: int | None) -> None:
+        self._entry, self._spec, self._chat, self._limit = entry, spec, chat, max_prompt_tokens
+        self._prompts = entry.prompts
+
+    def read(self, rows: Sequence[Numbered]) -> list[Outcome[Task]]:
+        conversations = [self._messages(row) for _, row in rows]
+        texts = [
+            _located(row, self._chat.render, messages) for (_, row), messages in zip(rows, conversations, strict=True)
+        ]
+        outcomes: list[Outcome[Task]] = []
+        for (name, row), messages, text, ids in zip(
+            rows, conversations, texts, self._chat.encode_prompts(texts), strict=True
+        ):
+            expected = reference(row, self._entry, self._spec)
+            if not ids:
+                outcomes.append("empty prompt")
+            elif self._limit is not None and len(ids) > self._limit:
+                outcomes.append(f"prompt longer than {self._limit} tokens")
+            elif expected == "":
+                outcomes.append(NO_REFERENCE)
+            else:
+                task = Task(
+                    draw=-1,
+                    id=name,
+                    prompt=text,
+                    prompt_ids=(),
+                    reference=expected,
+                    environment=self._entry.env_name or DEFAULT_ENVIRONMENT,
+                    messages=tuple(messages),
+                    metadata={"id": row.values["id"]} if "id" in row.values else {},
+                )
+                outcomes.append(Read(task, {"prompt_ids": ids}))
+        return outcomes
+
+    def _messages(self, row: Row) -> list[Message]:
+        system = system_text(row, self._entry, self._spec)
+        return self._prompts.messages(question(row, self._entry, self._spec), system)
+
+
+class PairReader:
+    def __init__(self, entry: Entry, spec: PreferenceSpec, chat: ChatFormat, max_total_tokens: int) -> None:
+        self._keys = (
+            entry.prompt_key or spec.prompt,
+            entry.chosen_key or spec.chosen,
+            entry.rejected_key or spec.rejected,
+        )
+        self._chat, self._limit, self._prompts = chat, max_total_tokens, entry.prompts
+
+    def read(self, rows: Sequence[Numbered]) -> list[Outcome[Pair]]:
+        preferences = [read_preference(row, *self._keys) for _, row in rows]
+        turns: list[tuple[str, str]] = []
+        for (_, row), preference in zip(rows, preferences, strict=True):
+            messages = self._prompts.messages(preference.prompt)
+            for answer in (preference.chosen, preference.rejected):
+                turns.append(_located(row, self._chat.render_turn, messages, answer))
+        encoded = self._chat.encode_turns(turns)
+        outcomes: list[Outcome[Pair]] = []
+        for index, ((name, _), preference) in enumerate(zip(rows, preferences, strict=True)):
+            (prompt, chosen), (_, rejected) = encoded[2 * index : 2 * index + 2]
+            if preference.problem:
+                outcomes.append(preference.problem)
+            elif chosen == rejected:
+                outcomes.append(TIE)
+            elif len(prompt) + max(len(chosen), len(rejected)) > self._limit:
+                outcomes.append(f"longer than {self._limit} tokens")
+            else:
+                tokens = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+                outcomes.append(Read(Pair(-1, name, (), (), ()), tokens))
+        return outcomes
+
+
+class ExampleReader:
+    def __init__(
+        self, entry: Entry, spec: ResponseSpec, chat: ChatFormat, max_total_tokens: int, only_unmask_final: bool
+    ) -> None:
+        self._entry, self._spec, self._chat, self._limit = entry, spec, chat, max_total_tokens
+        self._only_final, self._prompts = only_unmask_final, entry.prompts
+
+    def read(self, rows: Sequence[Numbered]) -> list[Outcome[Example]]:
+        conversations = [self._conversation(row) for _, row in rows]
+        # Nearly all rows train a single turn: those go through the tokenizer together.
+        single = [index for index, messages in enumerate(conversations) if self._trains_one_turn(messages)]
+        turns = [self._turn(rows[index][1], conversations[index]) for index in single]
+        encoded = dict(zip(single, self._chat.encode_turns(turns), strict=True))
+
+        outcomes: list[Outcome[Example]] = []
+        for index, ((name, row), messages) in enumerate(zip(rows, conversations, strict=True)):
+            mask: list[bool] = []
+            if not messages:
+                outcomes.append("no assistant turn to learn from")
+                continue
+            if index in encoded:
+                prompt, response = encoded[index]
+            else:
+                text, spans = _located(row, self._chat.render_conversation, messages)
+                prompt, response, mask = self._chat.encode_conversation(text, spans)
+            if len(prompt) + len(response) > self._limit:
+                outcomes.append(f"longer than {self._limit} tokens")
+            else:
+                tokens: dict[str, Sequence[int]] = {"prompt_ids": prompt, "response_ids": response, "mask": mask}
+                outcomes.append(Read(Example(-1, name, (), ()), tokens))
+        return outcomes
+
+    def _conversation(self, row: Row) -> list[Message]:
+        """The turns up to the last answer; none if the assistant never says anything."""
+        entry, spec = self._entry, self._spec
+        keys = (entry.chat_key,) if entry.chat_key else spec.conversation
+        key = next((key for key in keys if key in row.values), entry.chat_key)
+        system = system_text(row, entry, spec)
+        if key and not entry.input_key:
+            said = as_messages(row.field(key, setting="chat_key"), row, key)
+            messages = self._prompts.messages(said, system)
+        else:
+            asked = self._prompts.messages(question(row, entry, spec), system)
+            messages = [*asked, {"role": "assistant", "content": solution(row, entry, spec)}]
+        spoken = [index for index, message in enumerate(messages) if is_answer(message)]
+        return messages[: spoken[-1] + 1] if spoken else []
+
+    def _trains_one_turn(self, messages: Sequence[Message]) -> bool:
+        spoken = sum(is_answer(message) for message in messages)
+        return spoken == 1 or (spoken > 1 and self._only_final)
+
+    def _turn(self, row: Row, messages: Sequence[Message]) -> tuple[str, str]:
+        return _located(row, self._chat.render_turn, messages[:-1], messages[-1]["content"])
+
+
+def question(row: Row, entry: Entry, spec: ResponseSpec) -> str | list[Message]:
+    names = (entry.input_key,) if entry.input_key else spec.question
+    return as_prompt(row.field(*names, setting="input_key"), row, names[0])
+
+
+def system_text(row: Row, entry: Entry, spec: ResponseSpec) -> str:
+    """What the row says in the system's place, where it has a column for that."""
+    key = entry.system_key or spec.system
+    text = row.get(key) if key else None
+    return as_text(text, row, key) if text and key else ""
+
+
+def reference(row: Row, entry: Entry, spec: ResponseSpec) -> Any:
+    """What an answer is judged by. `output_key: ""` says that there is none and the environment needs none."""
+    if entry.output_key == "":
+        return None
+    if entry.output_key is None and callable(spec.answer):
+        return spec.answer(row)
+    names = (entry.output_key,) if entry.output_key else spec.answer
+    assert not callable(names)
+    value = row.field(*names, setting="output_key")
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def solution(row: Row, entry: Entry, spec: ResponseSpec) -> str:
+    """What a supervised model should write: the worked solution where there is one, otherwise the answer."""
+    if not entry.output_key:
+        for name in spec.solution:
+            worked = row.get(name)
+            if worked is not None:
+                return as_text(worked, row, name)
+    return as_text(reference(row, entry, spec), row, entry.output_key or "output")
+
+
+def _located(row: Row, render: Callable[..., Made], *arguments: Any) -> Made:
+    """Puts the row's place before what the chat template has to say."""
+    try:
+        return render(*arguments)
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from error

@@ -1,0 +1,254 @@
+"""Rows out of files and hubs: jsonl, json, csv and parquet (local or wherever fsspec reaches), and Hugging Face datasets.
+
+A row carries where it came from, so that every complaint about it can name the file and the line. What the fields mean is
+not known here.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec  # type: ignore[import-untyped]
+
+from posttrain.data.errors import DataError, nearest
+
+FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
+SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record and where it stands: the line of a text file, otherwise the number of the row, counted from 1."""
+
+    values: Mapping[str, Any]
+    origin: str
+    number: int
+
+    @property
+    def where(self) -> str:
+        return f"{self.origin}, row {self.number}"
+
+    def field(self, *names: str, setting: str = "") -> Any:
+        """The first of `names` that this row has; a dot reaches into a nested record. `setting` is what chooses the name."""
+        for name in names:
+            value = self._reach(name)
+            if value is not None:
+                return value
+        wanted = " or ".join(repr(name) for name in names)
+        null = [name for name in names if name in self.values]
+        if null:
+            raise DataError(f"{self.where}: {wanted} is null; every row needs a value")
+        keys = ", ".join(map(repr, self.values)) or "none"
+        remedy = f"; name the right one with `{setting}`" if setting else ""
+        hint = nearest(names[0], self.values)
+        raise DataError(f"{self.where}: no key {wanted}{hint}; the row has the keys {keys}{remedy}")
+
+    def get(self, name: str) -> Any:
+        return self._reach(name)
+
+    def _reach(self, name: str) -> Any:
+        if name in self.values:
+            return self.values[name]
+        value: Any = self.values
+        for part in name.split("."):
+            if not isinstance(value, Mapping):
+                return None
+            value = value.get(part)
+        return value
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a dataset name can only mean a file or folder."""
+    return name.endswith(FORMATS) or name.startswith(("/", "./", "../", "~")) or "://" in name
+
+
+def read_local(
+    path: str, split: str | None = None, subset: str | None = None, default_split: str = "train"
+) -> Iterator[Row]:
+    """The rows of a file, of the files of a folder that belong to a split, or of a pattern such as `s3://b/x/*.parquet`."""
+    if split and "[" in split:
+        raise DataError(
+            f"{path}: split {split!r}: a slice works for hub datasets only; write the rows to a file of their own"
+        )
+    filesystem, root = _filesystem(path)
+    if any(character in root for character in "*?"):
+        files = sorted(str(file) for file in filesystem.glob(root) if str(file).endswith(FORMATS))
+        if not files:
+            raise DataError(f"no data file matches {path}")
+    elif filesystem.isdir(root):
+        if subset and filesystem.isdir(f"{root}/{subset}"):
+            root = f"{root}/{subset}"
+        elif subset:
+            raise DataError(f"{path}: no folder for the subset {subset!r}")
+        if filesystem.exists(f"{root}/state.json") or filesystem.exists(f"{root}/dataset_dict.json"):
+            yield from _saved_to_disk(root, split or default_split)
+            return
+        files = _files_of_split(filesystem, root, split, default_split)
+    elif filesystem.exists(root):
+        if subset:
+            raise DataError(f"{path} is a single file and has no subset {subset!r}; remove the key `subset`")
+        files = [root]
+    else:
+        raise DataError(_not_found(path))
+    for file in files:
+        # Shown as the user wrote it: fsspec makes local paths absolute.
+        shown = path.rstrip("/") + file[len(root) :] if file.startswith(root) else file
+        yield from read_file(filesystem, file, shown)
+
+
+def read_file(filesystem: Any, location: str, file: str) -> Iterator[Row]:
+    """The rows of the file at `location`, by its ending; `file` is its name in messages. An empty file is an error."""
+    readers = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+    ending = Path(file.removesuffix(".gz")).suffix
+    if ending not in readers:
+        raise DataError(f"{file}: files of this kind are not read; expected one of {', '.join(FORMATS)}")
+    empty = True
+    try:
+        with filesystem.open(location, "rb") as raw:
+            stream: Any = gzip.GzipFile(fileobj=raw) if file.endswith(".gz") else raw
+            for number, values in readers[ending](stream, file):
+                if not isinstance(values, Mapping):
+                    raise DataError(f"{file}:{number}: expected an object with keys, found {type(values).__name__}")
+                empty = False
+                yield Row(values, file, number)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{file}: broken gzip file ({error}); fetch or write it again") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except PermissionError as error:
+        raise DataError(f"{file}: may not be read ({error})") from error
+    if empty:
+        raise DataError(f"{file}: the file is empty")
+
+
+def read_hub(name: str, subsets: Iterable[str | None], split: str, cache_dir: str | None = None) -> Iterator[Row]:
+    """The rows of a dataset on the Hugging Face hub, or in its local cache."""
+    import datasets
+
+    for subset in subsets:
+        label = f"{name}/{subset}[{split}]" if subset else f"{name}[{split}]"
+        try:
+            table = datasets.load_dataset(name, subset, split=split, cache_dir=cache_dir)
+        # Whatever goes wrong in there (network, name, split, subset) comes as one of a dozen classes of four packages.
+        except Exception as error:
+            first_line = (str(error).strip() or "no message").splitlines()[0]
+            raise DataError(
+                f"dataset {label}: neither a local file or folder nor available from the Hugging Face hub "
+                f"({type(error).__name__}: {first_line}). Point `data_path` at local files, or check name and network"
+            ) from error
+        for number, values in enumerate(table, start=1):
+            yield Row(values, label, number)
+
+
+def _filesystem(path: str) -> tuple[Any, str]:
+    try:
+        filesystem, root = fsspec.core.url_to_fs(path)
+    except ImportError as error:
+        raise DataError(f'{path}: {error}. For s3:// install the extra: pip install "posttrain[s3]"') from error
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from error
+    return filesystem, str(root)
+
+
+def _not_found(path: str) -> str:
+    """A message that shows what lies beside the missing file."""
+    message = f"file or folder not found: {path}"
+    if "://" in path:
+        return message
+    missing = Path(path).expanduser()
+    beside = sorted(entry.name for entry in missing.parent.iterdir()) if missing.parent.is_dir() else []
+    return message + nearest(missing.name, beside) + ("" if missing.is_absolute() else f"; looked in {Path.cwd()}")
+
+
+def _files_of_split(filesystem: Any, root: str, split: str | None, default_split: str) -> list[str]:
+    files = sorted(str(file) for file in filesystem.find(root) if str(file).endswith(FORMATS))
+    if not files:
+        raise DataError(f"{root}: no data file in this folder; expected files ending in {', '.join(FORMATS)}")
+    names = {file: file[len(root) :].lstrip("/") for file in files}
+    wanted = split or default_split
+    chosen = [file for file in files if _has_word(names[file], wanted)]
+    if chosen:
+        return chosen
+    unmarked = not any(_has_word(names[file], word) for file in files for word in SPLIT_WORDS)
+    if len(files) == 1 or (split is None and unmarked):
+        return files
+    raise DataError(
+        f"{root}: no file for the split {wanted!r} among {', '.join(names.values())}; set `split`, or point at one file"
+    )
+
+
+def _has_word(path: str, word: str) -> bool:
+    """Whether `word` stands in the path on its own: "train" is in "math_train.jsonl" and not in "training.jsonl"."""
+    return re.search(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", path, re.IGNORECASE) is not None
+
+
+def _saved_to_disk(root: str, split: str) -> Iterator[Row]:
+    """A folder that `datasets.Dataset.save_to_disk` wrote."""
+    import datasets
+
+    table = datasets.load_from_disk(root)
+    if isinstance(table, datasets.DatasetDict):
+        if split not in table:
+            raise DataError(f"{root}: no split {split!r}; it has {', '.join(table)}")
+        table = table[split]
+    for number, values in enumerate(table, start=1):
+        yield Row(values, root, number)
+
+
+def _json_lines(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
+    # Lines end at line feeds only: text may hold U+2028 and its like, which str.splitlines would cut at.
+    for number, line in enumerate(stream, start=1):
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        if text:
+            yield number, _parse(text, f"{file}:{number}")
+
+
+def _json(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
+    """A list of objects; also one object a line, which many people save under this ending."""
+    content = stream.read()
+    if not content.strip():
+        return
+    if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        yield from enumerate(_parse(content.decode("utf-8-sig"), file), start=1)
+    else:
+        yield from _json_lines(io.BytesIO(content), file)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+
+
+def _csv(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(1 << 30)
+    reader = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
+    for values in reader:
+        if None in values:
+            raise DataError(f"{file}:{reader.line_num}: more cells than the heading has columns")
+        yield reader.line_num, values
+
+
+def _parquet(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(stream)
+        number = 0
+        for batch in table.iter_batches(batch_size=4096):
+            for values in batch.to_pylist():
+                number += 1
+                yield number, values
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{file}: not a readable parquet file ({error})") from error

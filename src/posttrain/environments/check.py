@@ -1,0 +1,43 @@
+"""Does the `env:` of a config work? Asked before a model is loaded, so nothing here imports torch.
+
+Each environment is started once, in a worker, as it will be for the run. A reward function that hangs, exits or crashes
+while it is imported is reported like one that raises, and leaves nothing behind in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from posttrain.environments.settings import EnvironmentSettings, FunctionSettings, RewardConfigError, read_settings
+from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
+
+
+def check_environments(mapping: Any, base_folder: Path | None = None) -> None:
+    """Raise `RewardConfigError` if a block under `env:` is wrong, or what it names cannot be used."""
+    for settings in read_settings(mapping, base_folder).values():
+        reason = _reason_not_to_start(settings)
+        if reason is not None and isinstance(settings, FunctionSettings):
+            raise RewardConfigError(f"env.{settings.name}.function is {settings.function!r}: {reason}")
+        if reason is not None:
+            raise RewardConfigError(f"env.{settings.name} cannot start: {reason}")
+
+
+def _reason_not_to_start(settings: EnvironmentSettings) -> str | None:
+    worker = WorkerProcess(settings)
+    try:
+        while not worker.ready:
+            left_s = worker.started_at + START_LIMIT_S - time.monotonic()
+            if left_s <= 0:
+                return f"it has not finished importing after {START_LIMIT_S:g} s\n{worker.stack() or ''}".rstrip()
+            wait_for([worker], min(left_s, 0.5))
+            worker.exchange()
+            if worker.failed_start is not None:
+                return str(worker.failed_start["error"])
+            if worker.gone and not worker.ready:
+                reason, last_words = worker.death()
+                return f"{reason} while importing it\n{last_words or ''}".rstrip()
+        return None
+    finally:
+        worker.kill()

@@ -1,0 +1,137 @@
+"""Is the final answer of a completion the reference answer? 1.0 if so, 0.0 if not. Runs inside a worker process.
+
+Two verifiers, by NeMo RL's names. `hf_math_verify` reads both sides as mathematics with the math-verify package and asks
+whether they are equal. `dapo_math_verify` compares normalised text, as the DAPO recipe does; it needs no sympy.
+Deviations from NeMo RL: a `\\boxed{}` always wins over other ways to state the answer; a verifier that fails leaves the
+completion unscored instead of scoring 0; the DAPO verifier also reads `\\boxed{}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import resource
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.environments.item import ScoringItem, Unscored
+from posttrain.environments.multiple_choice import choice_scorer
+
+# An answer such as 9^9^9^9 is a lot of digits: give up before the machine does.
+_MEMORY_LIMIT_BYTES = 4 << 30
+_DAPO_TAIL_CHARACTERS = 300
+
+
+def math_scorer(math_verify_impl: str, verifier_type: str) -> Callable[[ScoringItem], float]:
+    """The scorer for these settings. Importing sympy, about a second, happens here and not at the first completion."""
+    if verifier_type != "math":
+        return choice_scorer(multilingual=verifier_type == "multilingual_multichoice")
+    if math_verify_impl == "dapo_math_verify":
+        return dapo_score
+    return _math_verify_scorer()
+
+
+def reference_text(item: ScoringItem) -> str:
+    """The reference as text; a completion with nothing to compare to cannot be judged."""
+    text = "" if item.reference is None else str(item.reference).strip()
+    if not text:
+        raise Unscored("the task has no reference answer")
+    return text
+
+
+def _math_verify_scorer() -> Callable[[ScoringItem], float]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # It warns that its own time limits are off. They rely on signals; the pool's limit does not.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    _limit_memory()
+
+    reference_targets = (LatexExtractionConfig(),)
+    response_targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+
+    def read(text: str, targets: tuple[Any, ...]) -> list[Any]:
+        found: list[Any] = parse(text, targets, parsing_timeout=None, raise_on_error=True)
+        return found
+
+    def score(item: ScoringItem) -> float:
+        reference = reference_text(item)
+        boxed = reference if last_boxed(reference) is not None else f"\\boxed{{{reference}}}"
+        expected = read(boxed, reference_targets)
+        if not expected:
+            raise Unscored(f"the reference answer {reference[:80]!r} cannot be read as mathematics")
+        # Each side is a list of readings of the same answer. One that cannot be compared matters only if no other agrees.
+        first_error: Exception | None = None
+        for answer in read(item.response, response_targets):
+            for truth in expected:
+                try:
+                    if verify(truth, answer, timeout_seconds=None, raise_on_error=True):
+                        return 1.0
+                except Exception as error:
+                    first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+        return 0.0
+
+    return score
+
+
+def _limit_memory() -> None:
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    if hard_limit == resource.RLIM_INFINITY or hard_limit > _MEMORY_LIMIT_BYTES:
+        with contextlib.suppress(ValueError, OSError):  # not every system has this limit
+            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, hard_limit))
+
+
+def dapo_score(item: ScoringItem) -> float:
+    """1.0 when the last `Answer: …` or `\\boxed{…}` of the last 300 characters is the reference, as normalised text."""
+    expected = normalised(last_boxed(reference_text(item)) or reference_text(item))
+    answer = stated_answer(item.response[-_DAPO_TAIL_CHARACTERS:])
+    return 1.0 if answer is not None and normalised(answer) == expected else 0.0
+
+
+def stated_answer(text: str) -> str | None:
+    """What stands after the last `Answer:`, or in the last box if that comes later or stands in the same line."""
+    labels = list(re.finditer(r"(?i)\banswer\s*\**\s*:\s*([^\n]+)", text))
+    if not labels:
+        return last_boxed(text)
+    # Cutting at the label keeps a box that follows it, on the same line or later.
+    return last_boxed(text[labels[-1].start() :]) or labels[-1].group(1)
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{…}` whose braces close."""
+    for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))):
+        depth = 1
+        for position in range(match.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[match.end() : position]
+    return None
+
+
+_REPLACEMENTS = (
+    (r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1"),
+    (r"\\(?:left|right|displaystyle)(?![a-zA-Z])", ""),
+    (r"\\[!,;: ]", ""),
+    (r"\\[()\[\]]", ""),
+    (r"\\[dt]frac", r"\\frac"),
+    (r"\\frac\s*(\w)\s*(\w)", r"\\frac{\1}{\2}"),
+    (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\?%|\\\$|[$*]", ""),
+    (r"(?<=\d),(?=\d{3}(?!\d))", ""),
+    (
+        r"(?<=\d)\s*(?:degrees?|dollars?|cents?|units?|hours?|minutes?|(?:centi|kilo)?met(?:er|re)s?|cm|inch(?:es)?)\b",
+        "",
+    ),
+)
+
+
+def normalised(answer: str) -> str:
+    """The answer without decoration: dollar signs, spacing, text commands, units, thousands commas, a leading `x =`."""
+    answer = answer.strip()
+    for pattern, replacement in _REPLACEMENTS:
+        answer = re.sub(pattern, replacement, answer)
+    answer = answer.split("=")[-1]
+    answer = re.sub(r"\s+", "", answer).rstrip(".")
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", answer)

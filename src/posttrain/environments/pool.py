@@ -1,0 +1,218 @@
+"""Scores completions in N worker processes, one completion at a time in each, with a time limit that is always kept.
+
+Whatever a completion makes its worker do, the others go on: a worker that dies or runs out of time is killed with all that
+it started and replaced, and the completion comes back unscored with the reason. The result does not depend on the number
+of workers or on which of them was faster. What a reward is, and where it comes from, is the worker's business.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.environments.item import ScoringItem
+from posttrain.environments.settings import DEFAULT_NUM_WORKERS, EnvironmentSettings, MathSettings
+from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
+from posttrain.roles import Progress
+from posttrain.types import Score
+
+_MAX_FAILED_STARTS = 3
+_MAX_SHOWN_LINES = 100
+_LONGEST_WAIT_S = 0.5  # also how soon the death of a worker is seen when its children keep its pipes open
+
+
+class ScoringPool:
+    """The worker processes of one environment. They start when there is something to score, and stay."""
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self.settings = settings
+        self.num_workers = _num_workers(settings)
+        self._workers: list[WorkerProcess] = []
+        self._failed_starts = 0  # in a row
+        self._start_failure = Score(None, error="no worker has been started")
+        self._shown_lines = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        # Also runs when the interpreter ends.
+        self._finalizer = weakref.finalize(self, _stop_all, self._workers, os.getpid())
+
+    def score(self, items: Sequence[ScoringItem], progress: Progress | None = None) -> list[Score]:
+        """One score per item, in the order of the items."""
+        assert not self._closed, "this environment has been closed"
+        with self._lock:
+            batch = _Batch(items, progress)
+            self._forget_the_dead()
+            # Whatever kept the workers from starting may be over by now: one more try.
+            self._failed_starts = min(self._failed_starts, _MAX_FAILED_STARTS - 1)
+            try:
+                while batch.unfinished:
+                    self._start_workers(batch)
+                    self._hand_out(batch)
+                    self._collect(batch)
+            finally:
+                for worker in list(batch.running):  # only when interrupted: their replies would meet the next batch
+                    self._discard(worker)
+            return batch.results()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._finalizer()
+
+    def _forget_the_dead(self) -> None:
+        for worker in list(self._workers):
+            worker.exchange()
+            if worker.gone:
+                self._discard(worker)
+
+    def _start_workers(self, batch: _Batch) -> None:
+        wanted = min(self.num_workers, len(batch.waiting) + len(batch.running))
+        while len(self._workers) < wanted and self._failed_starts < _MAX_FAILED_STARTS:
+            try:
+                self._workers.append(WorkerProcess(self.settings))
+            except OSError as error:
+                self._note_failed_start(f"{type(error).__name__}: {error}", None)
+        if not self._workers:
+            while batch.waiting:
+                batch.finish(batch.waiting.popleft(), self._start_failure)
+
+    def _hand_out(self, batch: _Batch) -> None:
+        for worker in list(self._workers):
+            if not batch.waiting:
+                return
+            if not worker.ready or worker in batch.running:
+                continue
+            number = batch.waiting.popleft()
+            batch.running[worker] = (number, time.monotonic() + self.settings.timeout_s)
+            worker.send(number, batch.payloads[number])
+
+    def _collect(self, batch: _Batch) -> None:
+        """Wait until something happens; then replies first, deaths second, limits last: a reply in time always counts."""
+        if not self._workers:
+            return
+        wait_for(self._workers, self._time_left_s(batch))
+        now = time.monotonic()
+        for worker in list(self._workers):
+            for number, reply in worker.exchange():
+                self._accept(batch, worker, number, reply)
+            if worker.failed_start is not None:
+                self._note_failed_start(str(worker.failed_start["error"]), worker.failed_start["traceback"])
+                self._discard(worker)
+            elif worker.gone:
+                self._bury(batch, worker)
+            elif worker in batch.running and batch.running[worker][1] < now:
+                limit = f"timeout after {self.settings.timeout_s:g} s"
+                self._conclude(batch, worker, Score(None, error=limit, traceback=worker.stack()))
+                self._discard(worker)
+            elif not worker.ready and worker.started_at + START_LIMIT_S < now:
+                self._note_failed_start(f"it was not ready after {START_LIMIT_S:g} s", worker.stack())
+                self._discard(worker)
+
+    def _time_left_s(self, batch: _Batch) -> float:
+        deadlines = [deadline for _, deadline in batch.running.values()]
+        return min([_LONGEST_WAIT_S, *(deadline - time.monotonic() + 0.001 for deadline in deadlines)])
+
+    def _accept(self, batch: _Batch, worker: WorkerProcess, number: int, reply: dict[str, Any]) -> None:
+        expected, _ = batch.running.get(worker, (None, 0.0))
+        if number != expected:
+            worker.gone = True  # a reply nobody asked for: something else writes to our pipe
+            return
+        self._conclude(batch, worker, _to_score(reply))
+        self._show(worker.take_output())
+
+    def _conclude(self, batch: _Batch, worker: WorkerProcess, score: Score) -> None:
+        number, _ = batch.running.pop(worker)
+        batch.finish(number, score)
+        worker.has_worked = True
+        self._failed_starts = 0
+
+    def _bury(self, batch: _Batch, worker: WorkerProcess) -> None:
+        reason, last_words = worker.death()
+        if worker in batch.running:
+            self._conclude(batch, worker, Score(None, error=reason, traceback=last_words))
+        elif not worker.has_worked:
+            self._note_failed_start(reason, last_words)
+        self._discard(worker)
+
+    def _discard(self, worker: WorkerProcess) -> None:
+        self._workers.remove(worker)
+        worker.kill()
+
+    def _note_failed_start(self, reason: str, traceback: str | None) -> None:
+        self._failed_starts += 1
+        line = " ".join(reason.split())[:500]
+        self._start_failure = Score(
+            None, error=f"no worker of env.{self.settings.name} could start: {line}", traceback=traceback or reason
+        )
+
+    def _show(self, text: str) -> None:
+        """Pass on what reward functions print, until it is too much."""
+        for line in text.splitlines():
+            if self._shown_lines > _MAX_SHOWN_LINES:
+                return
+            self._shown_lines += 1
+            if self._shown_lines > _MAX_SHOWN_LINES:
+                line = "(further output is not shown)"
+            print(f"[env.{self.settings.name}] {line[:500]}", file=sys.stderr)
+
+
+class _Batch:
+    """The items of one call: which wait, which run where, and what came of the others. Numbers count from 1."""
+
+    def __init__(self, items: Sequence[ScoringItem], progress: Progress | None) -> None:
+        self.payloads: dict[int, bytes] = {}
+        self.waiting: deque[int] = deque()
+        self.running: dict[WorkerProcess, tuple[int, float]] = {}  # worker -> item, time at which it is killed
+        self._scores: list[Score | None] = [None] * len(items)
+        self._progress = progress
+        self.unfinished = len(items)
+        for number, item in enumerate(items, start=1):
+            try:
+                self.payloads[number] = pickle.dumps(item)
+                self.waiting.append(number)
+            except Exception as error:
+                reason = f"the task cannot be sent to a worker: {type(error).__name__}: {error}"
+                self.finish(number, Score(None, error=" ".join(reason.split())[:500]))
+
+    def finish(self, number: int, score: Score) -> None:
+        assert self._scores[number - 1] is None, "an item is finished once"
+        self._scores[number - 1] = score
+        self.payloads.pop(number, None)
+        self.unfinished -= 1
+        if self._progress is not None:
+            self._progress(1)
+
+    def results(self) -> list[Score]:
+        assert self.unfinished == 0
+        return [score for score in self._scores if score is not None]
+
+
+def _to_score(reply: dict[str, Any]) -> Score:
+    if "error" in reply:
+        return Score(None, error=str(reply["error"]), traceback=reply.get("traceback"))
+    return Score(float(reply["reward"]), parts=dict(reply["parts"]))
+
+
+def _num_workers(settings: EnvironmentSettings) -> int:
+    """Checking mathematics keeps a core busy, so more workers than cores only cost; a function may well be waiting."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if settings.num_workers is not None and not isinstance(settings, MathSettings):
+        return settings.num_workers
+    return min(settings.num_workers or DEFAULT_NUM_WORKERS, cores)
+
+
+def _stop_all(workers: list[WorkerProcess], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the process that started them: they are not ours to end
+    for worker in workers:
+        worker.close_requests()
+    for worker in workers:
+        worker.stop()
+    workers.clear()

@@ -1,0 +1,188 @@
+"""A user's reward function: finding it, and calling it with the arguments it asks for. Runs inside a worker process.
+
+It may be written with any of the names in `_ARGUMENTS`, in any order, or with three arguments of other names, which then
+are prompt, response, reference in that order. It may be `async def`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import random
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from posttrain.environments.item import ScoringItem
+
+# Accepted parameter name -> field of the item. The first name of a field is the one that `**kwargs` receives.
+_ARGUMENTS = {
+    "prompt": "prompt",
+    "response": "response",
+    "completion": "response",
+    "reference": "reference",
+    "reference_answer": "reference",
+    "messages": "messages",
+    "task_metadata": "metadata",
+    "metadata": "metadata",
+}
+_POSITIONS = ("prompt", "response", "reference")
+_SHOWN_TRACEBACK_LINES = 12
+
+
+class FunctionLoadError(Exception):
+    """The function cannot be used; the message names the file or module and says what to do."""
+
+
+def load_scorer(spec: str, base_folder: Path) -> Callable[[ScoringItem], Any]:
+    """The function that `spec` names, ready to be called with an item."""
+    function = load_function(spec, base_folder)
+    arguments_of = _arguments_for(function, spec)
+    runner = asyncio.Runner()  # one event loop for the worker's life: clients that a function keeps stay usable
+
+    def score(item: ScoringItem) -> Any:
+        _seed(item.noise_key)
+        positional, named = arguments_of(item)
+        value = function(*positional, **named)
+        return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+    return score
+
+
+def load_function(spec: str, base_folder: Path) -> Callable[..., Any]:
+    """`path/file.py:name` (relative to `base_folder`), `package.module:name` or `package.module.name`."""
+    module_name, separator, attribute = spec.rpartition(":")
+    if not separator:
+        module_name, _, attribute = spec.rpartition(".")
+    if not module_name or not attribute:
+        raise FunctionLoadError(f"{spec!r} names no function: write 'file.py:name' or 'package.module:name'")
+    if attribute == "py" and not separator:
+        raise FunctionLoadError(f"{spec!r} names a file and no function: write '{spec}:name_of_the_function'")
+    if module_name.endswith(".py") or "/" in module_name:
+        module = _import_file(base_folder / Path(module_name).expanduser())
+    else:
+        module = _import_module(module_name, base_folder)
+    return _find_callable(module, module_name, attribute)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FunctionLoadError(f"there is no file {path}")
+    # As when the file is run as a script: its neighbours can be imported.
+    sys.path.insert(0, str(path.parent))
+    name = f"posttrain_reward_{path.stem}"
+    location = importlib.util.spec_from_file_location(name, path)
+    assert location is not None, "a path that ends in .py always has a loader"
+    assert location.loader is not None
+    module = importlib.util.module_from_spec(location)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    try:
+        location.loader.exec_module(module)
+    except BaseException as error:
+        raise FunctionLoadError(f"{path} does not import:\n{_error_lines(error)}") from error
+    return module
+
+
+def _import_module(name: str, base_folder: Path) -> ModuleType:
+    if str(base_folder) not in sys.path:
+        sys.path.insert(0, str(base_folder))
+    try:
+        return importlib.import_module(name)
+    except BaseException as error:
+        raise FunctionLoadError(f"module {name!r} does not import:\n{_error_lines(error)}") from error
+
+
+def _error_lines(error: BaseException) -> str:
+    """The end of the traceback, without the frames of the import system and of posttrain."""
+    ours = ("importlib", __file__)
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not any(o in frame.filename for o in ours)
+    ]
+    lines = "".join(traceback.format_list(frames) + traceback.format_exception_only(error)).rstrip().splitlines()
+    if len(lines) > _SHOWN_TRACEBACK_LINES:
+        lines = ["  …", *lines[-_SHOWN_TRACEBACK_LINES:]]
+    return "\n".join(lines)
+
+
+def _find_callable(module: ModuleType, module_name: str, attribute: str) -> Callable[..., Any]:
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise FunctionLoadError(f"{module_name} has no {attribute!r}; {_callables_of(module)}")
+        found = getattr(found, part)
+    if isinstance(found, type):
+        raise FunctionLoadError(
+            f"{module_name}:{attribute} is a class: name a function, or an instance that can be called"
+        )
+    if not callable(found):
+        raise FunctionLoadError(
+            f"{module_name}:{attribute} is {found!r:.80} ({type(found).__name__}), not a function; {_callables_of(module)}"
+        )
+    result: Callable[..., Any] = found
+    return result
+
+
+def _callables_of(module: ModuleType) -> str:
+    names = sorted(
+        name
+        for name, value in vars(module).items()
+        if callable(value)
+        and not isinstance(value, type)
+        and not name.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+    )
+    return f"the functions it has: {', '.join(names)}" if names else "it has no functions"
+
+
+def _arguments_for(
+    function: Callable[..., Any], spec: str
+) -> Callable[[ScoringItem], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """How to call the function: by keyword where its parameters have the known names, else with three in order."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C do not tell
+        return lambda item: (tuple(getattr(item, name) for name in _POSITIONS), {})
+    parameters = list(signature.parameters.values())
+    named = {p.name: _ARGUMENTS[p.name] for p in parameters if p.name in _ARGUMENTS and p.kind in _BY_KEYWORD}
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        for name, field in _ARGUMENTS.items():
+            if field not in named.values():
+                named[name] = field
+    if named and _binds(signature, (), named):
+        return lambda item: ((), {name: getattr(item, field) for name, field in named.items()})
+    known_in_place = all(
+        _ARGUMENTS.get(p.name, position) == position for p, position in zip(parameters, _POSITIONS, strict=False)
+    )
+    if known_in_place and _binds(signature, _POSITIONS, {}):
+        return lambda item: (tuple(getattr(item, name) for name in _POSITIONS), {})
+    raise FunctionLoadError(
+        f"{spec}{signature} cannot be called: its parameters must be some of {', '.join(_ARGUMENTS)} "
+        "(in any order, others need a default), or exactly three: prompt, response, reference"
+    )
+
+
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _binds(signature: inspect.Signature, positional: tuple[str, ...], named: dict[str, str]) -> bool:
+    try:
+        signature.bind(*positional, **named)
+    except TypeError:
+        return False
+    return True
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _seed(key: str) -> None:
+    random.seed(key.encode("utf-8", "surrogatepass"))  # a sampled text may hold half a character
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(random.getrandbits(32))

@@ -1,0 +1,190 @@
+"""The main program of a worker process: reads completions from one pipe, judges them, writes the verdicts to another.
+
+It is run as a file, in a session of its own, with nothing of posttrain imported until the parent has sent its `sys.path`.
+It never imports torch. What it judges may do anything: raise, hang, print, exit. It is the parent that keeps the time and
+kills; here we only make sure that a verdict is always a short JSON object, and that this process ends when the parent does.
+
+A frame on either pipe is a number (0 is the start, then one per completion), a length, and that many bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+HEADER = struct.Struct(">QI")
+DUMP_SIGNAL = signal.SIGUSR1  # the parent sends it before it kills: the stack shows where the time went
+_MAX_ERROR_CHARACTERS = 300
+_MAX_TRACEBACK_CHARACTERS = 8000
+
+
+def main() -> None:
+    request_fd, reply_fd, lifeline_fd = (int(argument) for argument in sys.argv[1:4])
+    for fd in (request_fd, reply_fd, lifeline_fd):
+        os.set_inheritable(fd, False)  # programs that a reward starts must not hold our pipes
+    die_with_parent(lifeline_fd)
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, all_threads=False)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+    start = read_frame(request_fd)
+    if start is None:
+        return
+    setup = json.loads(start[1])
+    sys.path[:] = setup["sys_path"]
+    try:
+        scorer = build_scorer(setup)
+    except BaseException as error:
+        write_frame(reply_fd, 0, failure(error))
+        return
+    write_frame(reply_fd, 0, {})
+    serve(request_fd, reply_fd, scorer)
+
+
+def build_scorer(setup: dict[str, Any]) -> Callable[[Any], Any]:
+    """The function from an item to what it is worth. Slow imports happen here, outside of any completion's time limit."""
+    if setup["kind"] == "math":
+        from posttrain.environments.math_answers import math_scorer
+
+        return math_scorer(setup["math_verify_impl"], setup["verifier_type"])
+    from posttrain.environments.python_function import load_scorer
+
+    return load_scorer(setup["function"], Path(setup["base_folder"]))
+
+
+def serve(request_fd: int, reply_fd: int, scorer: Callable[[Any], Any]) -> None:
+    """Judge completions until the parent closes the pipe."""
+    process_id = os.getpid()
+    while (request := read_frame(request_fd)) is not None:
+        number, payload = request
+        verdict = judge(scorer, payload)
+        if os.getpid() != process_id:
+            os._exit(0)  # the reward forked, and this is the child coming back: the verdict is its parent's to give
+        write_frame(reply_fd, number, verdict)
+        if verdict.get("out_of_memory"):
+            return  # what filled the memory may still be there; the parent starts a fresh process
+
+
+def judge(scorer: Callable[[Any], Any], payload: bytes) -> dict[str, Any]:
+    from posttrain.environments.reward_values import to_reward
+
+    try:
+        reward, parts = to_reward(scorer(pickle.loads(payload)))
+        return {"reward": reward, "parts": {clean(name, 100): part for name, part in parts.items()}}
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt: a completion may not end the worker
+        return failure(error)
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """One line and a traceback, of bounded size, in characters that any file can hold."""
+    from posttrain.environments.item import Unscored
+    from posttrain.environments.python_function import FunctionLoadError
+
+    try:
+        message = str(error)
+    except Exception:
+        message = "<the error has no text>"
+    if isinstance(error, (Unscored, FunctionLoadError)):
+        return {"error": clean(message, 4 * _MAX_ERROR_CHARACTERS), "traceback": None}
+    line = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    line = " ".join(line.split())
+    try:
+        text = "".join(traceback.format_exception(type(error), error, users_frames(error)))
+    except Exception:
+        text = line
+    return {
+        "error": clean(line, _MAX_ERROR_CHARACTERS),
+        "traceback": clean(text, _MAX_TRACEBACK_CHARACTERS),
+        "out_of_memory": isinstance(error, MemoryError),
+    }
+
+
+def users_frames(error: BaseException) -> TracebackType | None:
+    """The traceback below the last frame of posttrain: where the user's code, or a library, went wrong."""
+    ours = os.path.dirname(os.path.abspath(__file__))
+    frame = shown = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename.startswith(ours) and frame.tb_next is not None:
+            shown = frame.tb_next
+        frame = frame.tb_next
+    return shown
+
+
+def clean(text: str, max_characters: int) -> str:
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return (
+        text if len(text) <= max_characters else text[: max_characters // 4] + " … " + text[-max_characters * 3 // 4 :]
+    )
+
+
+def read_frame(fd: int) -> tuple[int, bytes] | None:
+    """The next frame, or None when the other side has closed the pipe."""
+    header = _read_exactly(fd, HEADER.size)
+    if header is None:
+        return None
+    number, length = HEADER.unpack(header)
+    payload = _read_exactly(fd, length)
+    return None if payload is None else (number, payload)
+
+
+def _read_exactly(fd: int, length: int) -> bytes | None:
+    parts = []
+    while length > 0:
+        part = os.read(fd, min(length, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def write_frame(fd: int, number: int, verdict: dict[str, Any]) -> None:
+    payload = json.dumps(verdict).encode()
+    frame = memoryview(HEADER.pack(number, len(payload)) + payload)
+    while frame:
+        frame = frame[os.write(fd, frame) :]
+
+
+def die_with_parent(lifeline_fd: int) -> None:
+    """End this process and what it started when the parent is gone, even by `kill -9`.
+
+    The parent holds the other end of the pipe and never writes to it. On Linux the kernel itself kills our process group
+    when that end closes: no code of ours has to run, so a reward that hangs with signals blocked cannot prevent it.
+    Elsewhere a thread waits for it. (PR_SET_PDEATHSIG would do it when the *thread* that started us ends.)
+    """
+    try:
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    except (AttributeError, OSError):
+        threading.Thread(target=_wait_for_hangup, args=(lifeline_fd,), daemon=True).start()
+        return
+    hung_up = select.poll()
+    hung_up.register(lifeline_fd, select.POLLHUP)
+    if hung_up.poll(0):  # the parent was gone before the kernel knew that we care
+        os._exit(0)
+
+
+def _wait_for_hangup(lifeline_fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.read(lifeline_fd, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

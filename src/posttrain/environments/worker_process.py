@@ -1,0 +1,254 @@
+"""One worker process as the parent sees it: start it, talk to it without ever blocking, find out why it died, kill it.
+
+Knows nothing of rewards or of what to do next; that is the pool's business. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from posttrain.environments import worker as worker_program
+from posttrain.environments.settings import EnvironmentSettings
+
+START_LIMIT_S = 120.0
+_KEPT_OUTPUT_BYTES = 16_384
+_MAX_REPLY_BYTES = 1 << 20
+_EXIT_GRACE_S = 1.0
+_DUMP_GRACE_S = 0.1
+
+
+class WorkerProcess:
+    """A started worker. `ready` once its scorer is built; `failed_start` says why that did not work; `gone` when dead."""
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        self.ready = False
+        self.gone = False
+        self.has_worked = False  # the pool's note: it came as far as a completion
+        self.failed_start: dict[str, Any] | None = None
+        self.started_at = time.monotonic()
+        self.output = bytearray()  # the end of what it printed since `take_output`
+        self._closed = False
+        self._output_ended = False
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        request_fd, self.request_fd = os.pipe()
+        self.reply_fd, reply_fd = os.pipe()
+        self.output_fd, output_fd = os.pipe()
+        lifeline_fd, self._lifeline_fd = os.pipe()
+        # -P keeps the folder of the program, full of our modules, off sys.path; -u: what it prints survives its death.
+        command = [sys.executable, "-P", "-u", str(Path(worker_program.__file__).resolve())]
+        theirs = (request_fd, reply_fd, lifeline_fd)
+        try:
+            self.process = subprocess.Popen(
+                [*command, *map(str, theirs)],
+                stdin=subprocess.DEVNULL,
+                stdout=output_fd,
+                stderr=output_fd,
+                pass_fds=theirs,
+                start_new_session=True,  # Ctrl-C in the terminal is ours, and a group can be killed as one
+                env=_environment(),
+            )
+        except BaseException:
+            self._close_pipes()
+            raise
+        finally:
+            for fd in (*theirs, output_fd):
+                os.close(fd)
+        for fd in (self.request_fd, self.reply_fd, self.output_fd):
+            os.set_blocking(fd, False)
+        setup = {**settings.worker_setup(), "sys_path": [str(entry) for entry in sys.path]}
+        self.send(0, json.dumps(setup).encode())
+
+    def send(self, number: int, payload: bytes) -> None:
+        self._outgoing += worker_program.HEADER.pack(number, len(payload)) + payload
+        self._flush()
+
+    def exchange(self) -> list[tuple[int, dict[str, Any]]]:
+        """Move what can be moved through the pipes; the complete replies. `gone` is up to date afterwards."""
+        self._flush()
+        self._drain_output()
+        replies = self._receive()
+        if not self.gone and self.process.poll() is not None:
+            # Children it left behind may hold the pipe open, so there need not be an end of file.
+            self.gone = True
+            replies += self._receive()
+        for number, reply in replies:
+            if number == 0 and not self.ready:
+                self.ready = "error" not in reply
+                self.failed_start = None if self.ready else reply
+        return [(number, reply) for number, reply in replies if number != 0]
+
+    def death(self) -> tuple[str, str | None]:
+        """Why a worker that is gone is gone, in one line, and what it printed last."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_EXIT_GRACE_S)
+        self._drain_output()
+        code = self.process.poll()
+        if code is None:
+            return "the worker closed its pipe", self._last_words()
+        if code >= 0:
+            return f"the worker process exited with code {code}", self._last_words()
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = "unknown"
+        hint = "; the machine may be out of memory" if -code == signal.SIGKILL else ""
+        return f"the worker process was killed by signal {-code} ({name}){hint}", self._last_words()
+
+    def stack(self) -> str | None:
+        """Where it is now, if it can still tell; else what it printed last."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, worker_program.DUMP_SIGNAL)
+        give_up_at = time.monotonic() + _DUMP_GRACE_S
+        complete = False
+        while not complete and time.monotonic() < give_up_at:
+            seen = len(self.output)
+            time.sleep(0.01)
+            self._drain_output()
+            complete = b"most recent call first" in self.output and len(self.output) == seen
+        return self._last_words()
+
+    def take_output(self) -> str:
+        """What it printed since the last call; of a lot, the end."""
+        text = self.output.decode("utf-8", "replace")
+        self.output.clear()
+        return text
+
+    def close_requests(self) -> None:
+        """Nothing more will be asked: an idle worker ends by itself, and what it registered to run at exit runs."""
+        if self.request_fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self.request_fd)
+        self.request_fd = -1
+
+    def stop(self) -> None:
+        """Let it end by itself for a moment, then make sure."""
+        self.close_requests()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_EXIT_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and everything it started: its process group, and children that moved to a group of their own."""
+        if self._closed:
+            return
+        strays = _descendants(self.process.pid) if self.process.poll() is None else []
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for stray in strays:
+            with contextlib.suppress(Exception):
+                stray.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+        self._close_pipes()
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            try:
+                sent = os.write(self.request_fd, self._outgoing[: 1 << 16])
+            except BlockingIOError:
+                return
+            except OSError:
+                self.gone = True
+                return
+            del self._outgoing[:sent]
+
+    def interests(self) -> list[tuple[int, int]]:
+        """What to wait for: (file descriptor, event). An output that has ended would never stop being readable."""
+        interests = [(self.reply_fd, select.POLLIN)]
+        if not self._output_ended:
+            interests.append((self.output_fd, select.POLLIN))
+        if self._outgoing:
+            interests.append((self.request_fd, select.POLLOUT))
+        return interests
+
+    def _receive(self) -> list[tuple[int, dict[str, Any]]]:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data = os.read(self.reply_fd, 1 << 16)
+                if not data:
+                    self.gone = True
+                    break
+                self._incoming += data
+        replies = []
+        header = worker_program.HEADER
+        while len(self._incoming) >= header.size:
+            number, length = header.unpack_from(self._incoming)
+            if length > _MAX_REPLY_BYTES:
+                self.gone = True  # something else wrote to our pipe: nothing after this can be trusted
+                break
+            if len(self._incoming) < header.size + length:
+                break
+            text = bytes(self._incoming[header.size : header.size + length])
+            del self._incoming[: header.size + length]
+            try:
+                replies.append((number, dict(json.loads(text))))
+            except (TypeError, ValueError):
+                self.gone = True
+                break
+        return replies
+
+    def _drain_output(self) -> None:
+        if self._output_ended:
+            return
+        # A bounded number of reads: a worker that prints without end must not keep the parent from its other workers.
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(16):
+                data = os.read(self.output_fd, 1 << 16)
+                if not data:
+                    self._output_ended = True
+                    break
+                self.output += data
+                del self.output[:-_KEPT_OUTPUT_BYTES]
+
+    def _last_words(self) -> str | None:
+        text = self.output.decode("utf-8", "replace").strip()
+        for marker in ("Fatal Python error", "Stack (most recent call first)"):
+            if marker in text:
+                text = text[text.rindex(marker) :]
+                break
+        ours = str(Path(worker_program.__file__).parent)
+        return "\n".join(line for line in text.splitlines() if ours not in line)[-4000:] or None
+
+    def _close_pipes(self) -> None:
+        self._closed = self.gone = True
+        for fd in (self.request_fd, self.reply_fd, self.output_fd, self._lifeline_fd):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+
+def wait_for(workers: Sequence[WorkerProcess], limit_s: float) -> None:
+    """Sleep until one of the workers has something to say, can take more of what is being sent to it, or time is up."""
+    poll = select.poll()
+    for worker in workers:
+        for fd, event in worker.interests():
+            poll.register(fd, event)
+    poll.poll(max(0.0, limit_s) * 1000)
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    # Many workers share the cores, and the order of sets must not depend on the worker.
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("PYTHONHASHSEED", "0")
+    return environment
+
+
+def _descendants(process_id: int) -> list[Any]:
+    try:
+        return list(psutil.Process(process_id).children(recursive=True))
+    except psutil.Error:
+        return []

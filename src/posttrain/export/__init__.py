@@ -1,0 +1,1 @@
+"""Models in and out: other formats to a Hugging Face folder."""

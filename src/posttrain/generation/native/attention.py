@@ -1,0 +1,258 @@
+"""Attention over the paged cache: three contexts for the seam in `policy/attention.py`.
+
+`PrefillAttention` takes packed rows of new tokens. Decoding, one token per sequence, has two: `PagedDecode` reads the pages
+where they lie (a GPU kernel, or a gather where there is none); `DenseDecode`, for CPUs, keeps the active sequences side by
+side in one tensor, because there gathering the pages for every token costs more than the attention itself. In both
+the pages are the truth: each token's keys and values are written there first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.generation.native.kv_cache import PagedKvCache, zeros
+from posttrain.generation.native.pages import pages_for
+from posttrain.generation.native.scheduler import Sample
+from posttrain.policy.attention import PackedAttention, Segment, causal_attention
+
+
+@dataclass(frozen=True)
+class PrefillPiece:
+    """Tokens [offset, offset + length) of a packed row: positions from `start` on of the sequence in `pages`."""
+
+    offset: int
+    length: int
+    start: int
+    pages: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class PrefillAttention:
+    """New tokens see what their sequence has in the cache, then themselves. Whole prompts need no look into the cache."""
+
+    def __init__(self, cache: PagedKvCache, pieces: Sequence[PrefillPiece]) -> None:
+        self.cache = cache
+        self.pieces = pieces
+        slots = [slot for piece in pieces for slot in cache.slots(piece.pages, piece.start, piece.end)]
+        self.slots = torch.tensor(slots, dtype=torch.long).to(cache.device)
+        self.packed: PackedAttention | None = None
+        self.tables: list[Tensor] = []
+        if all(piece.start == 0 for piece in pieces):
+            segments = [Segment(piece.offset, piece.offset + piece.length) for piece in pieces]
+            self.packed = PackedAttention(segments, cache.device)
+        else:
+            used = [list(piece.pages[: pages_for(piece.end, cache.page_size)]) for piece in pieces]
+            self.tables = [torch.tensor(pages, dtype=torch.long).to(cache.device) for pages in used]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.cache.write(layer, self.slots, key, value)
+        if self.packed is not None:
+            return self.packed.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+        outputs = []
+        for piece, table in zip(self.pieces, self.tables, strict=True):
+            keys, values = self.cache.read(layer, table, piece.end)
+            q = query[piece.offset : piece.offset + piece.length]
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, keys, values))
+            outputs.append(causal_attention(q, k, v, scale, window, softcap)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+class DenseDecode:
+    """Decoding on a CPU, over a dense copy of the active sequences' pages.
+
+    Row r of the copy belongs to the r-th active sample. A row is filled from the pages when another sample than before
+    stands there; after that each step adds its own token. Rows are as long as the longest sequence has been so far.
+    """
+
+    def __init__(self, cache: PagedKvCache) -> None:
+        self.cache = cache
+        self.keys: dict[int, Tensor] = {}  # layer -> [rows, length, heads, dim]
+        self.values: dict[int, Tensor] = {}
+        self.num_rows, self.row_length = 0, 0
+        self.admissions: list[int] = []  # who stands in each row
+
+    def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
+        """Make ready for one step of `samples`, whose new tokens belong into `slots`."""
+        positions = [sample.num_cached for sample in samples]
+        self._grow(len(samples), max(positions) + 1)
+        changed = [
+            row
+            for row, sample in enumerate(samples)
+            if row >= len(self.admissions) or self.admissions[row] != sample.admission
+        ]
+        if changed:
+            self._load(changed, [samples[row] for row in changed])
+        self.admissions = [sample.admission for sample in samples]
+        self.slots = slots
+        self.lengths = torch.tensor(positions)[:, None] + 1
+        self.longest = max(positions) + 1
+        self.places = torch.tensor([row * self.row_length + position for row, position in enumerate(positions)])
+        self.masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.cache.write(layer, self.slots, key, value)
+        keys, values = self.keys[layer], self.values[layer]
+        keys.flatten(0, 1).index_copy_(0, self.places, key)
+        values.flatten(0, 1).index_copy_(0, self.places, value)
+        if window not in self.masks:
+            self.masks[window] = visible_positions(self.lengths, self.longest, window)
+        rows = len(query)
+        k, v = keys[:rows, : self.longest], values[:rows, : self.longest]
+        return attend_to_rows(query, k, v, self.masks[window], scale, softcap)
+
+    def _grow(self, num_rows: int, length: int) -> None:
+        if num_rows <= self.num_rows and length <= self.row_length:
+            return
+        page_size = self.cache.page_size
+        if length > self.row_length:
+            self.row_length = pages_for(max(length, self.row_length * 3 // 2), page_size) * page_size
+        self.num_rows = max(num_rows, self.num_rows)
+        self.admissions = []  # the pages have everything: nothing is carried over
+        for layer, shape in self.cache.layers.items():
+            size = (self.num_rows, self.row_length, shape.num_heads)
+            self.keys.pop(layer, None)
+            self.values.pop(layer, None)
+            self.keys[layer] = zeros((*size, shape.key_dim), shape.dtype, self.cache.device)
+            self.values[layer] = zeros((*size, shape.value_dim), shape.dtype, self.cache.device)
+
+    def _load(self, rows: Sequence[int], samples: Sequence[Sample]) -> None:
+        size = self.cache.page_size
+        used = [sample.pages[: pages_for(sample.num_cached, size)] for sample in samples]
+        most = max(len(pages) for pages in used)
+        table = torch.tensor([pages + [0] * (most - len(pages)) for pages in used], dtype=torch.long)
+        at = torch.tensor(rows)
+        for dense, paged in ((self.keys, self.cache.keys), (self.values, self.cache.values)):
+            for layer, pool in paged.items():
+                dense[layer][at, : most * size] = pool[table].flatten(1, 2)
+
+
+class PagedDecode:
+    """Decoding straight from the pages, on a GPU. No step waits for the device."""
+
+    def __init__(self, cache: PagedKvCache, max_rows: int, max_pages_per_row: int) -> None:
+        self.cache = cache
+        self.host_table = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
+        self.admissions = [-1] * max_rows
+        self.num_filled = [0] * max_rows
+        self.kernel = _load_kernel(cache.device)
+
+    def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
+        """Make ready for one step of `samples`, whose new tokens belong into `slots`."""
+        for row, sample in enumerate(samples):
+            if self.admissions[row] != sample.admission:
+                self.admissions[row], self.num_filled[row] = sample.admission, 0
+            filled = self.num_filled[row]
+            if filled < len(sample.pages):
+                self.host_table[row, filled : len(sample.pages)] = sample.pages[filled:]
+                self.num_filled[row] = len(sample.pages)
+        device = self.cache.device
+        lengths = [sample.num_cached + 1 for sample in samples]
+        self.longest = max(lengths)
+        used = pages_for(self.longest, self.cache.page_size)
+        # A contiguous copy: the transfer may still be under way when the next step changes the host's table.
+        self.table = torch.from_numpy(self.host_table[: len(samples), :used].copy()).to(device, non_blocking=True)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
+        self.slots = slots
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.cache.write(layer, self.slots, key, value)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if self.kernel is not None and self.kernel.supports(query, keys, values):
+            return self.kernel.paged_attention(
+                query, keys, values, self.table, self.lengths, scale=scale, window=window, softcap=softcap
+            )
+        return gathered_attention(
+            query, keys, values, self.table, self.lengths, scale=scale, window=window, softcap=softcap
+        )
+
+
+def gathered_attention(
+    query: Tensor,  # [rows, heads, dim]
+    keys: Tensor,  # [pages, page size, kv heads, dim]
+    values: Tensor,
+    table: Tensor,  # [rows, most pages]
+    lengths: Tensor,  # [rows]: tokens of each row, the new one included
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """One token per row over its pages, in plain torch: what the kernel is tested against, and its stand-in."""
+    k, v = keys[table.long()].flatten(1, 2), values[table.long()].flatten(1, 2)
+    visible = visible_positions(lengths.long()[:, None], k.shape[1], window)
+    return attend_to_rows(query, k, v, visible, scale, softcap)
+
+
+def visible_positions(lengths: Tensor, longest: int, window: int | None) -> Tensor:
+    """[rows, 1, 1, longest]: what the last token of each row sees; `lengths` is [rows, 1]."""
+    position = torch.arange(longest, device=lengths.device)
+    visible = position < lengths
+    if window is not None:
+        visible &= position >= lengths - window
+    return visible[:, None, None, :]
+
+
+def attend_to_rows(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """One token per row over a dense row of keys; query [rows, heads, dim], keys [rows, length, kv heads, dim]."""
+    rows, heads, dim = query.shape
+    kv_heads = keys.shape[2]
+    # The query heads that share keys stand as several queries of one head: nothing is repeated in memory.
+    q = query.reshape(rows, kv_heads, heads // kv_heads, dim)
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    else:
+        scores = softcap * torch.tanh(q.float() @ k.float().transpose(2, 3) * (scale / softcap))
+        out = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1).to(v.dtype) @ v
+    return out.reshape(rows, heads, v.shape[-1])
+
+
+def _load_kernel(device: torch.device):  # type: ignore[no-untyped-def]
+    if device.type != "cuda":
+        return None
+    try:
+        from posttrain.generation.native import kernels
+    except ImportError:  # a torch build without Triton
+        return None
+    return kernels

@@ -1,0 +1,169 @@
+"""The native engine: samples from the very modules that are being trained. Implements `roles.Generator`.
+
+No weight is copied, merged or changed. What a call needs beyond the weights, the KV cache above all, is made at its
+beginning and gone at its end, because training wants the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.errors import InputError
+from posttrain.generation.native.attention import DenseDecode, PagedDecode
+from posttrain.generation.native.call import GenerationCall
+from posttrain.generation.native.forward import ForwardPass, evaluation_mode
+from posttrain.generation.native.kv_cache import PagedKvCache, num_pages_for_call
+from posttrain.generation.native.noise import sequence_key
+from posttrain.generation.native.pages import pages_for
+from posttrain.generation.native.sampler import TokenSampler
+from posttrain.generation.native.scheduler import PromptGroup, Sample, Scheduler, pages_needed
+from posttrain.generation.native.stopping import StopRules
+from posttrain.roles import Progress
+from posttrain.types import Completion, NoiseKey, Sampling, Task
+
+
+class SamplingError(InputError):
+    """A request that cannot be sampled."""
+
+
+@dataclass(frozen=True)
+class NativeSettings:
+    """Sizes of the engine. None of them changes what is sampled."""
+
+    page_size: int = 16  # tokens per page of the KV cache
+    max_batch_size: int = 256  # sequences that decode together
+    max_prefill_tokens: int = 8192  # prompt tokens in one forward pass
+    kv_cache_gib: float | None = (
+        None  # None: what the call needs, at most 2 GiB on a CPU or 80 % of a GPU's free memory
+    )
+    max_total_tokens: int = 4096  # prompt and completion together
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_batch_size", "max_prefill_tokens", "max_total_tokens"):
+            if getattr(self, name) < 1:
+                raise SamplingError(f"{name} is {getattr(self, name)}: at least 1 is needed")
+        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+            raise SamplingError(f"kv_cache_gib is {self.kv_cache_gib}: a positive number, or nothing, is needed")
+
+
+class NativeEngine:
+    """`model` is a causal language model of `transformers`, loaded with `attn_implementation="posttrain"`, or a PeftModel of
+    one. Adapters are active unless the caller has turned them off."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, settings: NativeSettings | None = None) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.settings = settings or NativeSettings()
+        self.forward = ForwardPass(model)
+        self.num_preemptions = 0  # in the last call: many of them mean that the KV cache is too small
+        # Ids up to the tokenizer's highest may be drawn; the rest of the output head is padding.
+        self._vocab_size = min(max(tokenizer.get_vocab().values()) + 1, self.forward.head.vocab_size)
+
+    @torch.no_grad()  # not inference_mode: its tensors could be left behind in buffers that training uses
+    def generate(
+        self,
+        tasks: Sequence[Task],
+        num_samples: int,
+        sampling: Sampling,
+        key: NoiseKey,
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """For each task `num_samples` completions, in order. `progress` hears of finished completions."""
+        _check(sampling, num_samples)
+        stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
+        samples = [
+            Sample(group, index, sequence_key(key.seed, key.step, group.task.draw, index), scanner=stop.scanner())
+            for group in [self._group(task, sampling) for task in tasks]
+            for index in range(num_samples)
+        ]
+        if samples:
+            with evaluation_mode(self.model):
+                self._run(samples, sampling, stop, progress)
+        completions = [self._completion(sample) for sample in samples]
+        return [completions[start : start + num_samples] for start in range(0, len(completions), num_samples)]
+
+    def _group(self, task: Task, sampling: Sampling) -> PromptGroup:
+        length, limit = len(task.prompt_ids), self.settings.max_total_tokens
+        if not 0 < length < limit:
+            raise SamplingError(
+                f"task {task.id!r} has {length} prompt tokens: between 1 and {limit - 1} fit max_total_tokens {limit}"
+            )
+        if not 0 <= min(task.prompt_ids) <= max(task.prompt_ids) < self.forward.head.vocab_size:
+            raise SamplingError(
+                f"task {task.id!r} has a token outside the model's vocabulary of {self.forward.head.vocab_size}: "
+                "was it made with another tokenizer?"
+            )
+        return PromptGroup(task, min(sampling.max_new_tokens, limit - length))
+
+    def _run(self, samples: list[Sample], sampling: Sampling, stop: StopRules, progress: Progress | None) -> None:
+        settings, device = self.settings, self.forward.device
+        groups = list(dict.fromkeys(sample.group for sample in samples))
+        longest = max(group.prompt_length + group.max_new_tokens for group in groups)
+        self.forward.check_length(longest)
+        layers = self.forward.layers()
+        num_pages = num_pages_for_call(
+            layers,
+            settings.page_size,
+            settings.kv_cache_gib,
+            device,
+            wanted=_pages_wanted(groups, len(samples) // len(groups), settings),
+            least=max(pages_needed(group, settings.page_size) for group in groups),
+        )
+        cache = PagedKvCache(layers, num_pages, settings.page_size, device)
+        rows = min(settings.max_batch_size, len(samples))
+        decode = (
+            DenseDecode(cache)
+            if device.type == "cpu"
+            else PagedDecode(cache, rows, pages_for(longest, settings.page_size))
+        )
+        scheduler = Scheduler(samples, num_pages, settings.page_size, settings.max_batch_size)
+        sampler = TokenSampler(sampling, self._vocab_size)
+        GenerationCall(
+            self.forward, cache, scheduler, decode, sampler, stop, settings.max_prefill_tokens, progress
+        ).run()
+        self.num_preemptions = scheduler.num_preemptions
+
+    def _completion(self, sample: Sample) -> Completion:
+        assert sample.finish_reason is not None
+        return Completion(
+            token_ids=tuple(sample.token_ids),
+            logprobs=tuple(sample.logprobs),
+            text=self.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+            finish_reason=sample.finish_reason,
+        )
+
+
+def _pages_wanted(groups: Sequence[PromptGroup], num_samples: int, settings: NativeSettings) -> int:
+    """Pages with which the largest batch that may run together never waits for one."""
+    size = settings.page_size
+
+    def own(group: PromptGroup) -> int:
+        return pages_for(group.prompt_length + group.max_new_tokens, size) - group.prompt_length // size + 1
+
+    total, slots = 0, settings.max_batch_size
+    for group in sorted(groups, key=own, reverse=True):
+        together = min(num_samples, slots)
+        total += pages_for(group.prompt_length, size) + together * own(group)
+        slots -= together
+        if slots == 0:
+            break
+    return max(total + 1, max(pages_needed(group, size) for group in groups))
+
+
+def _check(sampling: Sampling, num_samples: int) -> None:
+    wrong = {
+        "num_samples": (num_samples, num_samples >= 1, "at least 1"),
+        "max_new_tokens": (sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
+        "temperature": (sampling.temperature, sampling.temperature >= 0, "0 (greedy) or more"),
+        "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1 (off)"),
+        "top_k": (sampling.top_k, sampling.top_k >= 0, "0 (off) or more"),
+        "stop_strings": (sampling.stop_strings, all(sampling.stop_strings), "strings that are not empty"),
+    }
+    for name, (value, fine, accepted) in wrong.items():
+        if not fine:
+            raise SamplingError(f"{name} is {value!r}: {accepted} is accepted")

@@ -1,0 +1,125 @@
+"""Runs the decoder body of a `transformers` model with an attention context of ours, and finds out what its layers keep.
+
+Knows nothing of sequences or pages: tokens and positions in, hidden states out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.generation.native.kv_cache import LayerShape
+from posttrain.policy.attention import ATTENTION, AttentionContext, attention_context
+from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
+
+# Rotary embeddings whose angles depend on the longest sequence of the batch.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class ForwardPass:
+    def __init__(self, model: nn.Module) -> None:
+        self.base = without_adapter_wrapper(model)
+        self.config: Any = self.base.config.get_text_config()
+        implementation = getattr(self.config, "_attn_implementation", None)
+        if implementation != ATTENTION:
+            raise UnsupportedModelError(
+                f"the model's attention is {implementation!r}: load it with attn_implementation={ATTENTION!r}"
+            )
+        self.head = OutputHead(model)
+        self._layers: dict[tuple[torch.device, torch.dtype], dict[int, LayerShape]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    @property
+    def _embedding(self) -> Tensor:
+        weight: Tensor = self.base.get_input_embeddings().weight
+        return weight
+
+    def hidden(self, context: AttentionContext, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [tokens, hidden size] of one packed row; `context` decides who sees whom."""
+        with attention_context(context):
+            output = self.head.decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def layers(self) -> dict[int, LayerShape]:
+        """What each attention layer keeps of a token, seen by running one. Also compares our logits with the model's."""
+        place = (self.device, self._embedding.dtype)
+        if place not in self._layers:
+            self._layers[place] = self._look()
+        return self._layers[place]
+
+    def _look(self) -> dict[int, LayerShape]:
+        observer = _LayerObserver()
+        seen: list[Tensor] = []
+        hook = self.head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
+        one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        try:
+            with attention_context(observer):
+                logits = self.base(input_ids=one, position_ids=one, use_cache=False).logits
+        finally:
+            hook.remove()
+        expected = self.config.num_hidden_layers
+        if len(observer.layers) != expected:
+            raise UnsupportedModelError(
+                f"{self.config.model_type}: {len(observer.layers)} of {expected} layers use the attention interface. "
+                "Layers with a recurrent state or with attention of their own cannot be sampled here."
+            )
+        self.head.check_logits(seen[-1], logits)
+        return observer.layers
+
+    def check_length(self, longest: int) -> None:
+        """Refuse lengths at which the model's positions would depend on which sequences run together."""
+        for rope in _rope_settings(self.config):
+            limit = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
+            if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and longest > limit:
+                raise UnsupportedModelError(
+                    f"rope_type {rope['rope_type']!r} changes all positions of a batch once one sequence is longer than "
+                    f"{limit} tokens; this call may reach {longest}. Lower max_total_tokens to {limit} or less."
+                )
+
+
+class _LayerObserver:
+    """Attention of a single token, which sees itself alone: its output is its value."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def _rope_settings(config: Any) -> list[Mapping[str, Any]]:
+    """One entry, or one per kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, Mapping)]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Dropout off inside; afterwards every module is as it was, also those that were not training among others that were."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,194 @@
+"""The outer loop of every algorithm: resume, step, validate, report, checkpoint, stop.
+
+The order within a step matters for exact resumption. A step's row is written before its checkpoint. So whatever the moment
+of a kill, the rows that a checkpoint needs are there, and rows beyond it are cut when the run goes on from it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.checkpointing import CheckpointStore, Interruption, SaveDeadline
+from posttrain.checkpointing.state import capture_rng, load_training_state, restore_rng, save_training_state
+from posttrain.orchestration.sharded import ShardedPolicy
+from posttrain.reporting import RunRecorder
+from posttrain.roles import Algorithm, Stateful
+from posttrain.types import StepReport
+
+EXIT_DONE = 0
+FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    max_steps: int
+    samples_per_step: int  # prompts, pairs or examples drawn from the stream in one step
+    steps_per_epoch: float
+    val_period: int  # 0 or less: never
+    val_start_at: int
+    val_at_start: bool
+    val_at_end: bool
+    save: bool
+    save_period: int
+    save_optimizer: bool
+    metric_name: str | None  # "val:accuracy" or "train:reward"
+    stop_metric: str | None = None
+    stop_threshold: float | None = None
+
+
+@dataclass
+class TrainingLoop:
+    settings: LoopSettings
+    algorithm: Algorithm
+    policy: ShardedPolicy
+    stream: Stateful
+    recorder: RunRecorder
+    store: CheckpointStore
+    deadline: SaveDeadline
+    config_yaml: str
+    total_tokens: int = 0
+    _checkpointing_s: float | None = None
+
+    def run(self) -> int:
+        """Train to the end, or until told to stop. Returns the process's exit code."""
+        first = self.resume() + 1
+        self.recorder.start(first - 1)
+        if first > self.settings.max_steps:
+            self.recorder.finish(f"nothing to do: the checkpoint is at step {first - 1} of {self.settings.max_steps}")
+            return EXIT_DONE
+        with Interruption() as interruption:
+            if first == 1 and self.settings.val_at_start and (validation := self._validate(0)) is not None:
+                self.recorder.record_validation(0, validation)
+            self.deadline.start()
+            reason = self._train(first, interruption)
+        self.recorder.finish(reason)
+        if reason == FINISHED:
+            return EXIT_DONE  # a signal during the last step changes nothing
+        if interruption.signal is not None and not self.settings.save:
+            return 128 + interruption.signal  # 85 would promise a checkpoint
+        return interruption.exit_code
+
+    def _train(self, first: int, interruption: Interruption) -> str:
+        """Steps until there is a reason to stop; the reason, in words."""
+        for step in range(first, self.settings.max_steps + 1):
+            report = self._with_checkpoint_time(self.algorithm.step(step))
+            self.total_tokens += report.num_tokens
+            last = step == self.settings.max_steps
+            validation = self._validate(step) if self._is_validation_due(step, last) else None
+            self.recorder.record_step(step, report, validation)
+
+            reason = self._reason_to_stop(step, report, validation, interruption)
+            if self.settings.save and (reason or step % self.settings.save_period == 0):
+                self._save(step, report, validation)
+            if reason:
+                return reason
+            self.deadline.mark_step()
+        raise AssertionError("the last step is a reason to stop")
+
+    def _reason_to_stop(
+        self, step: int, report: StepReport, validation: StepReport | None, interruption: Interruption
+    ) -> str | None:
+        if step == self.settings.max_steps:
+            return FINISHED
+        saved = "saved" if self.settings.save else "not saved: checkpointing is off"
+        if interruption.requested:
+            assert interruption.signal is not None
+            return (
+                f"stopped by {interruption.signal.name} after step {step}, {saved}; the same command goes on from here"
+            )
+        if self.deadline.must_save_now():
+            return f"stopped after step {step} by checkpointing.checkpoint_must_save_by, {saved}"
+        name, threshold = self.settings.stop_metric, self.settings.stop_threshold
+        if (
+            name
+            and threshold is not None
+            and (value := _lookup(name, report, validation)) is not None
+            and value >= threshold
+        ):
+            return f"{name} reached {value:g}, at least the threshold {threshold:g}"
+        return None
+
+    # -- validation ----------------------------------------------------------------------------------------------------
+
+    def _is_validation_due(self, step: int, last: bool) -> bool:
+        settings = self.settings
+        periodic = settings.val_period > 0 and step % settings.val_period == 0 and step >= settings.val_start_at
+        return periodic or (last and settings.val_at_end)
+
+    def _validate(self, step: int) -> StepReport | None:
+        self.recorder.stage(f"Starting validation at step {step}")
+        return self.algorithm.validate(step)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def resume(self) -> int:
+        """Load the newest complete checkpoint; the step it was saved after, or 0."""
+        folder = self.store.latest()
+        if folder is None:
+            return 0
+        state = load_training_state(folder)
+        self.stream.load_state_dict(state.stream_state)
+        self.policy.load(folder)
+        self.policy.num_updates = int(state.extra["num_updates"])
+        self.total_tokens = int(state.extra["total_tokens"])
+        restore_rng(state.rng)
+        self.recorder.say(f"Resuming from {folder} after step {state.step}")
+        return state.step
+
+    def _save(self, step: int, report: StepReport, validation: StepReport | None) -> None:
+        start = time.perf_counter()
+        self.recorder.stage(f"Saving checkpoint for step {step}")
+        with self.store.writing(step) as folder:
+            self.policy.save(folder, optimizer=self.settings.save_optimizer)
+            (folder / "config.yaml").write_text(self.config_yaml)
+            save_training_state(
+                folder,
+                step=step,
+                stream_state=self.stream.state_dict(),
+                rng=capture_rng(),
+                extra={"num_updates": self.policy.num_updates, "total_tokens": self.total_tokens},
+            )
+            self.store.save_info(folder, self._training_info(step, report, validation))
+        self._checkpointing_s = time.perf_counter() - start
+
+    def _training_info(self, step: int, report: StepReport, validation: StepReport | None) -> dict[str, Any]:
+        info: dict[str, Any] = {
+            "current_step": step,
+            "total_steps": step,
+            "consumed_samples": step * self.settings.samples_per_step,
+            "current_epoch": math.floor(step / self.settings.steps_per_epoch),
+            "total_valid_tokens": self.total_tokens,
+        }
+        if validation is not None and "accuracy" in validation.metrics:
+            info["val_reward"] = validation.metrics["accuracy"]
+        name = self.settings.metric_name
+        if name is not None and (value := _lookup(name, report, validation)) is not None:
+            info[name] = value
+        return info
+
+    def _with_checkpoint_time(self, report: StepReport) -> StepReport:
+        """A save follows the row of its step, so its time is reported with the next one."""
+        if self._checkpointing_s is None:
+            return report
+        timings: Mapping[str, float] = {**report.timings_s, "checkpointing": self._checkpointing_s}
+        self._checkpointing_s = None
+        return replace(report, timings_s=timings)
+
+
+def _lookup(name: str, report: StepReport, validation: StepReport | None) -> float | None:
+    """The value of "val:accuracy" or "train:reward"; None if it was not measured at this step."""
+    where, _, metric = name.rpartition(":")
+    metric = metric.removeprefix("validation-default_")
+    if where == "train":
+        return report.metrics.get(metric)
+    return validation.metrics.get(metric) if validation is not None else None
+
+
+def run_folder(log_dir: str | None, checkpoint_dir: str) -> Path:
+    """Where a run writes its metrics: its own folder, by default beside its checkpoints."""
+    return Path(log_dir or checkpoint_dir)

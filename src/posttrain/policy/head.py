@@ -1,0 +1,115 @@
+"""From hidden states to logits: the last step of a causal language model, on the rows that are asked for and no others.
+
+The sampler and the trainer both use `OutputHead`, so their logits are the same arithmetic. It reproduces what model
+families do after the output projection (Gemma's soft cap, Cohere's and Granite's factor) and refuses what it does not know:
+a factor forgotten here would train, quietly, a different model. `check_logits` compares with the model's own forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import InputError
+
+# Families whose `logits_scaling` is a divisor. HyperCLOVA X has a field of that name and multiplies.
+_DIVIDED_BY_LOGITS_SCALING = ("granite",)
+# Factors of families that we have not tried; 1 leaves the logits alone.
+_UNSUPPORTED_FACTORS = ("lm_head_multiplier", "output_multiplier", "logits_soft_cap")
+
+
+class UnsupportedModelError(InputError):
+    """A model that posttrain would compute wrongly, and therefore does not compute at all."""
+
+
+class OutputHead:
+    """The decoder body of a causal language model and the way from its hidden states to logits.
+
+    `model` may be wrapped by peft; adapters inside the body and on the head stay active. Modules are looked up once, weights
+    each time they are used, so that sharding may swap the parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        base = without_adapter_wrapper(model)
+        config: Any = base.config.get_text_config()
+        self.decoder: nn.Module = base.get_decoder()
+        self.module: Any = base.get_output_embeddings()
+        if self.module is None or self.decoder is base:
+            raise UnsupportedModelError(f"{type(base).__name__} has no output head: a causal language model is needed")
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.factor = _factor(config)
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.module.weight
+        return weight
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output projection; often more than the tokenizer has tokens."""
+        return int(self.module.weight.shape[0])
+
+    @property
+    def is_plain_linear(self) -> bool:
+        """Whether the logits are hidden @ weight.T and nothing else."""
+        return (
+            type(self.module) is nn.Linear and self.module.bias is None and self.softcap is None and self.factor == 1.0
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden size] -> [..., vocabulary] in the model's dtype, as the model itself computes them."""
+        logits: Tensor = self.module(hidden)
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
+        """Refuse the model if its own forward pass made `expected` of `hidden` and we would make something else."""
+        ours, theirs = self.logits(hidden).float(), expected.float()
+        tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
+        spread = float(theirs.abs().max())
+        if float((ours - theirs).abs().max()) > tolerance * max(spread, 1e-6):
+            raise UnsupportedModelError(
+                "this model changes its logits after the output head in a way that posttrain does not know "
+                f"(largest logit {spread:.4g} in the model's own forward pass, {float(ours.abs().max()):.4g} in ours)"
+            )
+
+
+def without_adapter_wrapper(model: nn.Module) -> Any:
+    """The `transformers` model inside a PeftModel (with the adapters in its modules), or the model itself."""
+    peft_config: Any = getattr(model, "peft_config", None)
+    if not peft_config or not hasattr(model, "get_base_model"):
+        return model
+    for name, adapter in peft_config.items():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"adapter {name!r} is of type {adapter.peft_type}: it prepends tokens in a forward pass that posttrain does "
+                "not run. Use LoRA."
+            )
+    return model.get_base_model()  # type: ignore[operator]
+
+
+def _factor(config: Any) -> float:
+    """What the family multiplies its logits by."""
+    for field in _UNSUPPORTED_FACTORS:
+        value = getattr(config, field, None)
+        if value not in (None, 1, 1.0):
+            raise UnsupportedModelError(
+                f"{config.model_type}: config.{field} is {value}, a change of the logits that posttrain does not implement"
+            )
+    factor = 1.0
+    if (scale := getattr(config, "logit_scale", None)) is not None:
+        factor *= float(scale)
+    divisor = getattr(config, "logits_scaling", None)
+    if divisor is not None and float(divisor) != 1.0:
+        if not str(config.model_type).startswith(_DIVIDED_BY_LOGITS_SCALING):
+            raise UnsupportedModelError(
+                f"{config.model_type}: config.logits_scaling is {divisor}; posttrain knows the meaning of this field for "
+                f"{', '.join(_DIVIDED_BY_LOGITS_SCALING)} only"
+            )
+        factor /= float(divisor)
+    return factor

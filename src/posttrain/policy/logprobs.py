@@ -1,0 +1,84 @@
+"""Log-probabilities of response tokens, from hidden states, a chunk at a time: the logits of a batch never exist at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from posttrain.policy.head import OutputHead
+from posttrain.policy.packed import PackedRow
+
+# One chunk of fp32 logits takes 128 MiB.
+_CHUNK_ELEMENTS = 2**25
+
+
+class TokenLogprobs(nn.Module):
+    """The model as training sees it: a packed row in, one log-probability per response token out.
+
+    A module of its own, so that sharding can wrap it: the embedding and the output head are then whole while it runs.
+    Call it, and its backward pass, inside `attention_context(row.attention)`.
+    """
+
+    def __init__(self, model: nn.Module, chunk_tokens: int | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.head = OutputHead(model)
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, row: PackedRow, temperature: float) -> Tensor:
+        output = self.head.decoder(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False)
+        hidden = output.last_hidden_state[0].index_select(0, row.source)
+        chunk = self.chunk_tokens or max(16, _CHUNK_ELEMENTS // self.head.vocab_size)
+        if self.head.is_plain_linear:
+            logprobs = _LinearLogprobs.apply(hidden, self.head.weight, row.targets, 1.0 / temperature, chunk)
+            assert isinstance(logprobs, Tensor)
+            return logprobs
+        pieces = zip(hidden.split(chunk), row.targets.split(chunk), strict=True)
+        if torch.is_grad_enabled():
+            return torch.cat([checkpoint(self._chunk, h, t, temperature, use_reentrant=False) for h, t in pieces])
+        return torch.cat([self._chunk(h, t, temperature) for h, t in pieces])
+
+    def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        return -F.cross_entropy(self.head.logits(hidden).float() / temperature, targets, reduction="none")
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """log_softmax(hidden @ weight.T * scale)[targets]; the backward pass computes each chunk of logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int) -> Tensor:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.scale, ctx.chunk = scale, chunk
+        pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        return torch.cat([-F.cross_entropy(_scaled_logits(h, weight, scale), t, reduction="none") for h, t in pieces])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            grad = (grads[0][part].float() * ctx.scale)[:, None]
+            # d logprob / d logits = onehot(target) - softmax, scaled; built in place over the softmax.
+            d_logits = _scaled_logits(hidden[part], weight, ctx.scale).softmax(-1).mul_(-grad)
+            d_logits.scatter_add_(1, targets[part, None], grad)
+            d_logits = d_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = d_logits @ weight
+            if grad_weight is not None:
+                if grad_weight.dtype == hidden.dtype:
+                    grad_weight.addmm_(d_logits.T, hidden[part])
+                else:
+                    grad_weight += d_logits.T @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+    logits = (hidden @ weight.T).float()
+    return logits if scale == 1.0 else logits.mul_(scale)

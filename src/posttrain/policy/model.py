@@ -1,0 +1,127 @@
+"""Loads the model and its tokenizer, and puts LoRA adapters on it.
+
+`SettingsError` is for what the user can mend: a missing folder, a name the hub does not know, LoRA targets that match
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.errors import InputError
+from posttrain.policy.attention import ATTENTION
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class SettingsError(InputError):
+    """The run's settings do not fit the model."""
+
+
+def resolve_device(setting: str) -> torch.device:
+    if setting == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("policy.device is cuda, but torch sees no CUDA device; use cpu or auto")
+    return torch.device(setting)
+
+
+def _explain_missing(name: str, field: str, error: Exception) -> SettingsError:
+    if Path(name).is_dir():
+        return SettingsError(f"{field}: the folder {name!r} is not a Hugging Face model folder: {error}")
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.exists()
+    if looks_local:
+        return SettingsError(
+            f"{field}: no folder {name!r}. Give a folder with config.json and weights, or a hub name such as Qwen/Qwen3-0.6B."
+        )
+    return SettingsError(f"{field}: {name!r} is no local folder and could not be fetched from the hub: {error}")
+
+
+def check_model_exists(name: str, field: str = "policy.model_name") -> dict[str, Any]:
+    """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
+    try:
+        return AutoConfig.from_pretrained(name).to_dict()
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise _explain_missing(name, field, ValueError(first_line)) from error
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise _explain_missing(name, "policy.tokenizer.name", error) from error
+    if tokenizer.eos_token_id is None:
+        raise SettingsError(f"policy.tokenizer.name: the tokenizer of {name!r} has no end-of-sequence token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    name: str, dtype: torch.dtype, device: torch.device, overrides: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, attn_implementation=ATTENTION, **dict(overrides or {})
+        )
+    except OSError as error:
+        raise _explain_missing(name, "policy.model_name", error) from error
+    model.config.use_cache = False
+    return model.to(device)
+
+
+def add_lora(model: PreTrainedModel, lora: Any, seed: int) -> nn.Module:
+    """Adapters through peft. `lora` has the keys of `policy.dtensor_cfg.lora_cfg`."""
+    from peft import LoraConfig, get_peft_model
+
+    targets: str | list[str] = (
+        "all-linear" if lora.match_all_linear or not lora.target_modules else list(lora.target_modules)
+    )
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.dim,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        exclude_modules=list(lora.exclude_modules) or None,
+    )
+    torch.manual_seed(seed)  # the adapters' start must not depend on what ran before
+    try:
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise SettingsError(f"policy.dtensor_cfg.lora_cfg: {error}") from error
+    _initialise_adapters(adapted, lora.lora_A_init)
+    return adapted
+
+
+def _initialise_adapters(model: nn.Module, how: str) -> None:
+    """peft starts A with Kaiming noise; NeMo RL's default is Xavier. B starts at zero in both."""
+    if how == "xavier":
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                nn.init.xavier_normal_(parameter)
+
+
+def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
+    """The frozen base model inside an adapted one."""
+    return model.disable_adapter() if is_adapted(model) else nullcontext()  # type: ignore[operator]
+
+
+def is_adapted(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def flops_per_token(model_config: Mapping[str, Any], num_parameters: int) -> float:
+    """Forward and backward of one token, the usual 6N; attention over short contexts is left out."""
+    embedding = int(model_config.get("vocab_size", 0)) * int(model_config.get("hidden_size", 0))
+    tied = bool(model_config.get("tie_word_embeddings", False))
+    # A table look-up costs nothing; the output projection does, and when tied it is the same tensor.
+    return 6.0 * (num_parameters if tied else num_parameters - embedding)

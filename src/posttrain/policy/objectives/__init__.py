@@ -1,0 +1,12 @@
+"""Losses. Each is a small picklable value that turns the log-probabilities of one micro-batch into its share of the loss.
+
+Two rules hold for all of them. The loss and every metric are sums already divided by the denominators of the whole
+optimizer batch, so adding up micro-batches and ranks gives the value of the batch. Metrics whose name ends in `_min` or
+`_max` are extremes instead, and are combined as such.
+"""
+
+from posttrain.policy.objectives.clipped import ClippedPolicyGradient
+from posttrain.policy.objectives.nll import NegativeLogLikelihood
+from posttrain.policy.objectives.preference import PreferenceLoss
+
+__all__ = ["ClippedPolicyGradient", "NegativeLogLikelihood", "PreferenceLoss"]

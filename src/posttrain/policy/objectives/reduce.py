@@ -1,0 +1,44 @@
+"""Sums over the response tokens of a micro-batch, whole or per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.types import TokenBatch
+
+
+def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several micro-batches or ranks as those of all of them together."""
+    combined: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in combined:
+                combined[name] = value
+            elif name.endswith("_min"):
+                combined[name] = min(combined[name], value)
+            elif name.endswith("_max"):
+                combined[name] = max(combined[name], value)
+            else:
+                combined[name] += value
+    return combined
+
+
+def sequence_ids(batch: TokenBatch, device: torch.device) -> Tensor:
+    """For each response token, which response it belongs to."""
+    lengths = torch.tensor(batch.response_lengths, device=device)
+    return torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+
+
+def per_sequence(values: Tensor, ids: Tensor, num_sequences: int) -> Tensor:
+    """Sum of `values` within each sequence."""
+    return torch.zeros(num_sequences, dtype=values.dtype, device=values.device).index_add(0, ids, values)
+
+
+def masked_extreme(values: Tensor, mask: Tensor, *, largest: bool) -> Tensor:
+    """The extreme of the values that count; the neutral element of min or max if none does."""
+    neutral = float("-inf") if largest else float("inf")
+    kept = values.detach().masked_fill(mask == 0, neutral)
+    return kept.max() if largest else kept.min()

@@ -1,0 +1,173 @@
+"""The optimizer and its learning-rate schedule, by dotted name, and fp32 masters for parameters in lower precision.
+
+With bf16 parameters the forward pass, the backward pass and the sampler all use the bf16 tensors. Gradients are added up
+in fp32, the optimizer steps on fp32 copies (the masters), and the result is rounded back. Everything that decides the next
+step is in `state_tensors`, by parameter name, so that it can be saved and loaded on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
+
+from posttrain.errors import InputError
+
+
+def resolve(dotted: str, field: str) -> Any:
+    """The object that a dotted name such as `torch.optim.AdamW` names."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{field}: cannot find {dotted!r} ({error}); give a dotted path such as torch.optim.AdamW"
+        ) from error
+
+
+def build_scheduler(optimizer: Optimizer, spec: Any) -> LRScheduler | None:
+    """None, one {name, kwargs}, or a list of them ending with {milestones: […]}, which run one after another."""
+    if not spec:
+        return None
+    field = "policy.scheduler"
+    if isinstance(spec, Mapping):
+        return resolve(spec["name"], field)(optimizer, **dict(spec.get("kwargs") or {}))
+    parts = [item for item in spec if "name" in item]
+    milestones = [m for item in spec if "milestones" in item for m in item["milestones"]]
+    schedulers = [build_scheduler(optimizer, part) for part in parts]
+    if len(schedulers) == 1:
+        return schedulers[0]
+    if len(milestones) != len(schedulers) - 1:
+        raise InputError(
+            f"{field}: {len(schedulers)} schedulers need {len(schedulers) - 1} milestones, got {milestones}"
+        )
+    return SequentialLR(optimizer, [s for s in schedulers if s is not None], milestones=milestones)
+
+
+class MixedPrecisionOptimizer:
+    """A torch optimizer over the trainable parameters, with fp32 masters where the parameters are not fp32."""
+
+    def __init__(self, model: nn.Module, name: str, kwargs: Mapping[str, Any], scheduler: Any) -> None:
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.masters = {n: p if p.dtype == torch.float32 else _master(p) for n, p in self.parameters.items()}
+        try:
+            self.optimizer: Optimizer = resolve(name, "policy.optimizer.name")(list(self.masters.values()), **kwargs)
+        except TypeError as error:
+            raise InputError(f"policy.optimizer.kwargs do not fit {name}: {error}") from error
+        self.scheduler = build_scheduler(self.optimizer, scheduler)
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def collect_gradients(self) -> None:
+        """Move what the last backward pass left on bf16 parameters into the fp32 gradients of their masters."""
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if master is parameter or parameter.grad is None:
+                continue
+            gradient = parameter.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+    def step(self, max_grad_norm: float | None) -> tuple[float, bool]:
+        """Clip, step, forget the gradients. Returns the norm before clipping, and whether the step was taken."""
+        gradients = [p.grad for p in self.masters.values() if p.grad is not None]
+        norm = gradient_norm(gradients)
+        taken = math.isfinite(norm)
+        if taken:
+            if max_grad_norm is not None and norm > max_grad_norm:
+                for gradient in gradients:
+                    gradient.mul_(max_grad_norm / (norm + 1e-6))
+            self.optimizer.step()
+            self._round_back()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm, taken
+
+    @torch.no_grad()
+    def _round_back(self) -> None:
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    def end_step(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Masters and per-parameter optimizer state, keyed `master/<parameter>` and `state/<parameter>/<entry>`."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                tensors[f"master/{name}"] = master.detach()
+            for entry, value in self.optimizer.state.get(master, {}).items():
+                tensors[f"state/{name}/{entry}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return tensors
+
+    def empty_like_saved(self, saved: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, Tensor]:
+        """Tensors to load the saved state into: sharded as the parameters are now, whatever they were when saved."""
+        tensors: dict[str, Tensor] = {}
+        for key, (shape, dtype) in saved.items():
+            parameter = self.masters[_parameter_of(key)]
+            same_shape = tuple(shape) == tuple(parameter.shape)
+            tensors[key] = (
+                torch.empty_like(parameter.detach(), dtype=dtype) if same_shape else torch.empty(*shape, dtype=dtype)
+            )
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self.optimizer.state.clear()
+        for key, tensor in tensors.items():
+            master = self.masters[_parameter_of(key)]
+            if key.startswith("master/"):
+                master.copy_(tensor)
+            else:
+                self.optimizer.state[master][key.rpartition("/")[2]] = tensor
+        self._round_back()
+
+    def schedule_state(self) -> dict[str, Any]:
+        """The schedule and the hyperparameters it has changed. Plain values."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        return {"scheduler": self.scheduler.state_dict() if self.scheduler else None, "groups": groups}
+
+    def load_schedule_state(self, state: Mapping[str, Any]) -> None:
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update(saved)
+
+
+def _master(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().float().clone())
+
+
+def _parameter_of(key: str) -> str:
+    kind, _, rest = key.partition("/")
+    return rest if kind == "master" else rest.rpartition("/")[0]
+
+
+@torch.no_grad()
+def gradient_norm(gradients: Sequence[Tensor]) -> float:
+    """The 2-norm of all of them together; over all ranks where they are sharded."""
+    if not gradients:
+        return 0.0
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    squares = torch.stack([part.float().square().sum() for part in local]).sum()
+    if isinstance(first := gradients[0], DTensor):
+        dist.all_reduce(squares, group=first.device_mesh.get_group())
+    return float(squares.sqrt())
+
+
+def trainable(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters if p.requires_grad)

@@ -1,0 +1,61 @@
+"""One micro-batch as the model sees it: a single row without padding, in which responses share their prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    input_ids: Tensor  # [1, tokens]
+    position_ids: Tensor  # [1, tokens]
+    source: Tensor  # [response tokens]: position in the row whose hidden state predicts the token
+    targets: Tensor  # [response tokens]
+    attention: PackedAttention
+
+    @classmethod
+    def build(cls, batch: TokenBatch, device: torch.device) -> PackedRow:
+        """Lay out each prompt, then its responses. A response's last token predicts nothing, so it is not fed."""
+        rows_of: dict[int, list[int]] = {}
+        for row, prompt_row in enumerate(batch.prompt_of):
+            rows_of.setdefault(prompt_row, []).append(row)
+
+        pieces: list[Tensor] = []
+        positions: list[Tensor] = []
+        segments: list[Segment] = []
+        source: dict[int, Tensor] = {}
+        at = 0
+        for prompt_index, rows in rows_of.items():
+            prompt = batch.prompts[prompt_index]
+            length = len(prompt)
+            assert length > 0, "a response needs a prompt of at least one token"
+            prompt_start, prompt_end = at, at + length
+            segments.append(Segment(prompt_start, prompt_end))
+            pieces.append(prompt)
+            positions.append(torch.arange(length))
+            at = prompt_end
+            for row in rows:
+                fed = batch.responses[row][:-1]
+                source[row] = torch.tensor([prompt_end - 1, *range(at, at + len(fed))])
+                if len(fed):
+                    segments.append(Segment(at, at + len(fed), prompt_start, prompt_end))
+                    pieces.append(fed)
+                    positions.append(torch.arange(length, length + len(fed)))
+                    at += len(fed)
+        return cls(
+            input_ids=torch.cat(pieces)[None].to(device),
+            position_ids=torch.cat(positions)[None].to(device),
+            source=torch.cat([source[row] for row in range(len(batch.responses))]).to(device),
+            targets=torch.cat(list(batch.responses)).to(device),
+            attention=PackedAttention(segments, device),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[1]

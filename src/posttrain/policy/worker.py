@@ -1,0 +1,231 @@
+"""One rank of the policy: owns the model, the frozen reference, the optimizer and the native engine.
+
+Every method takes and returns plain values, so that the same object serves in this process or behind a Ray actor. Ranks
+that share a process group call the same methods in the same order with equally many micro-batches; an empty one is run on
+a dummy sequence, because every rank takes part in every collective.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from posttrain.config import PolicyConfig
+from posttrain.generation.native import NativeEngine, NativeSettings
+from posttrain.policy import storage
+from posttrain.policy.attention import attention_context
+from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.model import (
+    DTYPES,
+    add_lora,
+    is_adapted,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    without_adapters,
+)
+from posttrain.policy.objectives.reduce import combine_metrics
+from posttrain.policy.optimizer import MixedPrecisionOptimizer, trainable
+from posttrain.policy.packed import PackedRow
+from posttrain.policy.parallel import data_parallel_mesh, shard, whole_parameters
+from posttrain.roles import Objective, Progress
+from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a rank needs to build itself. Picklable."""
+
+    policy: PolicyConfig
+    seed: int
+    needs_reference: bool
+    trains: bool = True  # False: no optimizer, for sampling and evaluation only
+
+
+class PolicyWorker:
+    def __init__(self, setup: WorkerSetup) -> None:
+        config = self.config = setup.policy
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self.device = _this_rank(resolve_device(config.device))
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.temperature = config.generation.temperature if config.generation else 1.0
+        if self.temperature == 0:
+            self.temperature = 1.0  # greedy sampling has no temperature to train under
+        self.tokenizer = load_tokenizer(config.tokenizer.name)
+        self.model: nn.Module = load_model(
+            config.model_name, DTYPES[config.precision], self.device, config.hf_config_overrides
+        )
+        lora = config.dtensor_cfg.lora_cfg
+        if lora.enabled:
+            self.model = add_lora(self.model, lora, setup.seed)
+        if config.dtensor_cfg.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        mesh = data_parallel_mesh(self.device)
+        self.reference = self._freeze_reference(mesh) if setup.needs_reference and not lora.enabled else None
+        self.forward = self._shardable(self.model, mesh)
+        self.optimizer: MixedPrecisionOptimizer | None = None
+        if setup.trains:
+            optimizer = config.optimizer
+            self.optimizer = MixedPrecisionOptimizer(self.model, optimizer.name, optimizer.kwargs, config.scheduler)
+        self.engine: NativeEngine | None = None
+        if config.generation:
+            native = config.generation.native_cfg
+            self.engine = NativeEngine(
+                self.model,
+                self.tokenizer,
+                NativeSettings(**native.model_dump(), max_total_tokens=config.max_total_sequence_length),
+            )
+
+    def _shardable(self, model: nn.Module, mesh: Any) -> TokenLogprobs:
+        root = TokenLogprobs(model, self.config.logprob_chunk_size)
+        layers: Any = root.head.decoder.layers
+        shard(root, list(layers), mesh)
+        if mesh is not None:
+            # FSDP wants the first forward pass to enter at the root; the engine enters at the decoder. The root's own
+            # parameters stay whole after a pass, and the optimizer must not take hold of them as such.
+            self._score(root, [None])
+            root.reshard()  # type: ignore[operator]
+        return root
+
+    def _freeze_reference(self, mesh: Any) -> TokenLogprobs:
+        frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
+        return self._shardable(frozen, mesh)
+
+    def facts(self) -> dict[str, Any]:
+        """What the driver wants to know of the model."""
+        return {
+            "num_parameters": sum(p.numel() for p in self.model.parameters()),
+            "num_trainable": trainable(self.model.parameters()),
+            "model_config": storage.base_config(self.model).to_dict(),
+            "device": self.device.type,
+            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+        }
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def update(
+        self, parts: Sequence[TokenBatch | None], objective: Objective, seed: int, progress: Progress | None = None
+    ) -> dict[str, float]:
+        """One optimizer step over this rank's micro-batches. Returns its share of the metrics, and the gradient norm."""
+        assert self.optimizer is not None
+        torch.manual_seed(seed)  # dropout is a function of the step, not of what ran before
+        self.model.train()
+        metrics: list[Mapping[str, Tensor]] = []
+        for part in parts:
+            with self._row(part) as row:
+                logprobs = self.forward(row, self.temperature)
+                if part is None:
+                    loss = logprobs.sum() * 0.0
+                else:
+                    loss, measured = objective(logprobs, part)
+                    metrics.append(measured)
+                # FSDP averages gradients over ranks; the loss is a sum over them.
+                (loss * self.world_size).backward()
+            self.optimizer.collect_gradients()
+            if progress is not None:
+                progress(1)
+        learning_rate = self.optimizer.learning_rate
+        norm, taken = self.optimizer.step(self.config.max_grad_norm)
+        summed = combine_metrics([_to_floats(m) for m in metrics])
+        return {**summed, "grad_norm": norm, "update_skipped": float(not taken), "lr": learning_rate}
+
+    @torch.no_grad()
+    def evaluate(self, parts: Sequence[TokenBatch | None], objective: Objective) -> dict[str, float]:
+        self.model.eval()
+        metrics = []
+        for part in parts:
+            with self._row(part) as row:
+                logprobs = self.forward(row, self.temperature)
+            if part is not None:
+                metrics.append(_to_floats(objective(logprobs, part)[1]))
+        return combine_metrics(metrics)
+
+    def end_step(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.end_step()
+
+    def logprobs(self, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
+        """Log-probabilities of each micro-batch's response tokens under the policy as it is now."""
+        self.model.eval()
+        return self._score(self.forward, parts)
+
+    def reference_logprobs(self, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
+        """The same under the frozen reference: the base model under the adapters, or the copy made at the start."""
+        if self.reference is not None:
+            return self._score(self.reference, parts)
+        assert is_adapted(self.model), "a reference was not asked for when this worker was built"
+        self.model.eval()
+        with without_adapters(self.model):
+            return self._score(self.forward, parts)
+
+    @torch.no_grad()
+    def _score(self, forward: TokenLogprobs, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
+        scores: list[Tensor | None] = []
+        for part in parts:
+            with self._row(part) as row:
+                logprobs = forward(row, self.temperature)
+            scores.append(None if part is None else logprobs.cpu())
+        return scores
+
+    @contextmanager
+    def _row(self, part: TokenBatch | None) -> Iterator[PackedRow]:
+        """The packed row, with its attention in force: backward passes belong inside too."""
+        row = PackedRow.build(_DUMMY if part is None else part, self.device)
+        with attention_context(row.attention):
+            yield row
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        tasks: Sequence[Task],
+        num_samples: int,
+        sampling: Sampling,
+        key: NoiseKey,
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        assert self.engine is not None, "this worker was built without policy.generation"
+        with whole_parameters(self.forward):
+            return self.engine.generate(tasks, num_samples, sampling, key, progress)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str, optimizer: bool) -> None:
+        storage.save(Path(folder), self.model, self.tokenizer, self.optimizer if optimizer else None)
+
+    def load(self, folder: str) -> None:
+        storage.load(Path(folder), self.model, self.tokenizer, self.optimizer)
+
+
+def _this_rank(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        return device
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _to_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """One transfer for all of them."""
+    values = torch.stack([value.float() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))
+
+
+_DUMMY = TokenBatch(
+    prompts=(torch.zeros(1, dtype=torch.long),),
+    responses=(torch.zeros(2, dtype=torch.long),),
+    prompt_of=(0,),
+    columns={"mask": torch.zeros(2)},
+    num_tokens=1.0,
+    num_sequences=1.0,
+)

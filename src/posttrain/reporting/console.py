@@ -1,0 +1,154 @@
+"""Where a run's words go: a terminal, with colours and live progress bars, or a log file, as plain lines.
+
+A log file never gets a control character: no colours, no carriage returns, progress as a line every half minute. Text may
+come from a model or a traceback; here is the one place that makes it harmless.
+What is said is decided by the caller; this module knows no metric.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from posttrain.reporting.wording import Line, Style, duration, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.progress import Progress as RichProgress
+
+RICH_STYLES: dict[Style, str] = {
+    "header": "bold cyan",
+    "title": "bold",
+    "plain": "",
+    "muted": "dim",
+    "good": "green",
+    "warning": "yellow",
+}
+# For terminals and files that cannot write them.
+ASCII_FORMS = str.maketrans({"▶": ">", "•": "-", "│": "|", "→": "->", "…": "...", "×": "x"})
+PLAIN_PROGRESS_PERIOD_S = 30.0
+
+
+class Console:
+    def __init__(self, stream: TextIO, *, quiet: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.quiet = quiet
+        self.is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._stream = stream
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._bars: _LiveBars | None = None
+        if self.is_terminal:
+            from rich.console import Console as RichConsole  # a log file does not need it
+
+            # Nothing is interpreted: a model's answer may hold what looks like markup or an emoji code.
+            self._rich = RichConsole(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True)
+            self._bars = None if quiet else _LiveBars(self._rich)
+
+    def show(self, lines: Sequence[Line], *, even_if_quiet: bool = False) -> None:
+        if not lines or (self.quiet and not even_if_quiet):
+            return
+        with self._lock:
+            for line in lines:
+                text = self._encodable(printable(line.text))
+                if self.is_terminal:
+                    self._rich.print(text, style=RICH_STYLES[line.style])
+                else:
+                    self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def _encodable(self, text: str) -> str:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError:
+            return text.translate(ASCII_FORMS).encode(encoding, "replace").decode(encoding)
+        return text
+
+    @contextmanager
+    def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Yields a function to call with the number of units just finished; it may be called from any thread."""
+        if self.quiet:
+            yield lambda _count: None
+        elif self._bars is not None:
+            with self._bars.bar(label, total) as advance:
+                yield advance
+        else:
+            yield _PlainProgress(self, label, total, self._clock).advance
+
+
+class _PlainProgress:
+    """Progress for a log file: a line now and then, none for what is over quickly."""
+
+    def __init__(self, console: Console, label: str, total: int, clock: Callable[[], float]) -> None:
+        self._console, self._label, self._total, self._clock = console, label, total, clock
+        self._started = self._last_line = clock()
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            now = self._clock()
+            if now - self._last_line < PLAIN_PROGRESS_PERIOD_S or self._done >= self._total:
+                return
+            self._last_line = now
+            left_s = (now - self._started) * (self._total - self._done) / max(self._done, 1)
+            percent = 100 * self._done / self._total
+            text = f"  {self._label}: {self._done}/{self._total} ({percent:.0f}%), about {duration(left_s)} left"
+        self._console.show([Line(text, "muted")])
+
+
+class _LiveBars:
+    """The bars at the bottom of a terminal. One display holds them all: a terminal has room for one only."""
+
+    def __init__(self, rich_console: RichConsole) -> None:
+        self._rich = rich_console
+        self._display: RichProgress | None = None
+        self._num_open = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def bar(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+        with self._lock:
+            if self._display is None:
+                self._display = _new_display(self._rich)
+                self._display.start()
+            display = self._display
+            self._num_open += 1
+            task = display.add_task(label, total=total)
+        try:
+            yield lambda count: display.advance(task, count)
+        finally:
+            with self._lock:
+                self._num_open -= 1
+                display.remove_task(task)
+                if self._num_open == 0:
+                    display.stop()
+                    self._display = None
+
+
+def _new_display(rich_console: RichConsole) -> RichProgress:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("  {task.description}", markup=False),
+        BarColumn(bar_width=32),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left", style="dim"),
+        TimeRemainingColumn(compact=True),
+        console=rich_console,
+        transient=True,
+        refresh_per_second=8,
+    )

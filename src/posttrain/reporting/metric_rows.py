@@ -1,0 +1,108 @@
+"""A step's report as one flat row of `metrics.jsonl`, in NeMo RL's key names. Pure functions, no files, no console.
+
+Throughput follows NeMo RL's definitions: tokens are those of the full sequences (prompt and response of every sample) in
+every stage, generation included; end to end is tokens / total_step_time / devices. The key names say `per_gpu` on every
+kind of device, so that dashboards made for NeMo RL find them. Two deviations: FLOPS are reported with packing too, and the
+utilisation is called `train_mfu` (there: `train_fp_utilization`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from posttrain.reporting.run_files import Row
+
+if TYPE_CHECKING:
+    from posttrain.types import StepReport
+
+TOTAL_STEP = "total_step_time"
+TOTAL_VALIDATION = "total_validation_time"
+LOGPROB_STAGES = ("policy_and_reference_logprobs", "policy_logprobs", "reference_logprobs", "previous_logprobs")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What throughput is divided by. `flops_per_token` is that of training: forward and backward."""
+
+    num_devices: int
+    peak_flops_per_device: float | None = None
+    flops_per_token: float | None = None
+
+
+def training_row(step: int, report: StepReport, hardware: Hardware) -> Row:
+    row: Row = {"step": step}
+    row |= _prefixed("train", report.metrics)
+    row |= _prefixed("timing/train", {**report.timings_s, TOTAL_STEP: total_seconds(report.timings_s, TOTAL_STEP)})
+    row |= _prefixed("performance", performance(report, hardware))
+    return row
+
+
+def validation_row(step: int, report: StepReport) -> Row:
+    timings = {**report.timings_s, TOTAL_VALIDATION: total_seconds(report.timings_s, TOTAL_VALIDATION)}
+    return {"step": step} | _prefixed("validation", report.metrics) | _prefixed("timing/validation", timings)
+
+
+def without_non_finite(row: Row) -> tuple[Row, dict[str, float]]:
+    """The row with null for NaN and infinity, and what was replaced."""
+    bad = {key: value for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {key: None if key in bad else value for key, value in row.items()}, bad
+
+
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> Row:
+    return {f"{prefix}/{name}": _number(value) for name, value in values.items()}
+
+
+def _number(value: Any) -> float | int | None:
+    """A Python number: counts stay whole, tensors and NumPy scalars of any kind become floats."""
+    if value is None or type(value) is int:
+        return value
+    return float(value)
+
+
+def top_level_stages(timings_s: Mapping[str, float]) -> dict[str, float]:
+    """The stages that add up: `a/b` is inside `a`, or inside `a/total` where that is timed; totals are left out."""
+    stages = {}
+    for name, seconds in timings_s.items():
+        parent = name.split("/", 1)[0]
+        inside_another = name != parent and (parent in timings_s or f"{parent}/total" in timings_s)
+        if name in (TOTAL_STEP, TOTAL_VALIDATION) or (inside_another and name != f"{parent}/total"):
+            continue
+        stages[name] = seconds
+    return stages
+
+
+def total_seconds(timings_s: Mapping[str, float], total_name: str) -> float:
+    """The total as it was measured, or else the sum of the stages."""
+    if total_name in timings_s:
+        return float(timings_s[total_name])
+    return float(sum(top_level_stages(timings_s).values()))
+
+
+def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
+    """Throughputs per device. A stage that did not happen in this step has none."""
+    tokens, timings_s = report.num_tokens, report.timings_s
+    total_s = total_seconds(timings_s, TOTAL_STEP)
+    training_s = float(timings_s.get("policy_training", 0.0))
+    logprobs_s = float(sum(timings_s.get(stage, 0.0) for stage in LOGPROB_STAGES))
+    rates: dict[str, float] = {}
+
+    def add(name: str, amount: float, seconds: float) -> None:
+        if amount > 0 and seconds > 0:
+            rates[name] = amount / seconds / hardware.num_devices
+
+    add("samples_per_sec_per_gpu", report.num_samples, total_s)
+    add("tokens_per_sec_per_gpu", tokens, total_s)
+    add("policy_training_tokens_per_sec_per_gpu", tokens, training_s)
+    add("policy_and_reference_logprobs_tokens_per_sec_per_gpu", tokens, logprobs_s)
+    add("training_worker_group_tokens_per_sec_per_gpu", tokens, training_s + logprobs_s if training_s else 0.0)
+    add("generation_tokens_per_sec_per_gpu", tokens, float(timings_s.get("generation", 0.0)))
+    if report.num_samples > 0 and tokens > 0:
+        rates["mean_total_tokens_per_sample"] = tokens / report.num_samples
+    if hardware.flops_per_token:
+        add("train_flops_per_gpu", hardware.flops_per_token * tokens / 1e12, training_s)  # in TFLOPS, as in NeMo RL
+    if hardware.peak_flops_per_device and "train_flops_per_gpu" in rates:
+        rates["train_mfu"] = rates["train_flops_per_gpu"] * 1e12 / hardware.peak_flops_per_device
+    return rates

@@ -1,0 +1,328 @@
+"""The recorder of a run: writes what happened to the run folder and shows it to the person who waits for it.
+
+The folder is the truth and the console a view of it. Everything of a step is on the disk when `record_step` returns, the
+row of `metrics.jsonl` last, so a row that exists has its rollouts. The loop must therefore record a step before it saves
+the checkpoint of that step: then a resumed run finds a row for every step that it does not repeat.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from posttrain.reporting import wording
+from posttrain.reporting.console import Console
+from posttrain.reporting.html import write_report
+from posttrain.reporting.metric_rows import TOTAL_STEP, Hardware, training_row, validation_row, without_non_finite
+from posttrain.reporting.rollout_rows import write_rollouts
+from posttrain.reporting.run_data import load_run
+from posttrain.reporting.run_files import (
+    CONFIG_FILE,
+    INFO_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    ROLLOUTS_FOLDER,
+    UNSCORED_FILE,
+    Row,
+    append_rows,
+    open_run,
+    read_info,
+    write_whole,
+)
+from posttrain.reporting.wording import Algorithm, Line
+
+if TYPE_CHECKING:
+    from posttrain.types import Group, StepReport
+
+SHORT_STEP_S = 2.0  # steps under this get one line
+FULL_BLOCK_PERIOD_S = 10.0  # … except once in a while
+REPORT_PERIOD_S = 10.0
+REPORT_TIME_SHARE = 0.02  # rendering the report may not take more than this part of the run
+MAX_KEPT_WARNINGS = 100
+MAX_REASONS_PER_STEP = 20
+
+
+class RunRecorder:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        algorithm: Algorithm,
+        max_steps: int,
+        num_devices: int,
+        peak_flops_per_device: float | None,
+        flops_per_token: float | None,
+        config_yaml: str,
+        quiet: bool = False,
+        title: str = "",
+        num_val_samples_to_print: int = 0,
+        device_word: str = "device",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = Path(folder)
+        self._algorithm = algorithm
+        self._max_steps = max_steps
+        self._hardware = Hardware(num_devices, peak_flops_per_device, flops_per_token)
+        self._config_yaml = config_yaml
+        self._title = title
+        self._num_val_samples_to_print = num_val_samples_to_print
+        self._device_word = device_word
+        self._clock = clock
+        self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
+        self._info: Row = {}
+        self._step = 0
+        self._started: float | None = None
+        self._earlier_wall_s = 0.0
+        self._marks: deque[float] = deque(maxlen=20)  # when the latest steps were recorded
+        self._steps_are_short = False
+        self._header_shown_for: int | None = None
+        self._last_full_block: float | None = None
+        self._next_report = 0.0
+        self._warnings: dict[str, Row] = {}
+        self._warnings_shown: set[str] = set()
+        self._non_finite_named: set[str] = set()
+        self._reasons_written: set[str] = set()
+        self._unscored_shown = False
+        self._traceback_shown = False
+
+    # ------------------------------------------------------------------ the life of a run
+
+    def start(self, resumed_step: int) -> None:
+        """Makes the folder ready for step `resumed_step` + 1; 0 is a fresh run."""
+        notes = open_run(self.folder, resumed_step)
+        self._started = self._clock()
+        self._step = resumed_step
+        before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
+        self._write_config(resumed_step)
+        self._earlier_wall_s = float(before.get("wall_s", 0.0))
+        for row in before.get("warnings", []):
+            if row["step"] <= resumed_step:
+                again = self._warnings.get(_kind_of(row["text"]), {"count": 0})  # said before start, in this process
+                self._warnings[_kind_of(row["text"])] = {**row, "count": row["count"] + again["count"]}
+        resumed_at = [*before.get("resumed_at_steps", []), *([resumed_step] if resumed_step else [])]
+        self._info = {
+            "title": self._title,
+            "algorithm": self._algorithm,
+            "max_steps": self._max_steps,
+            "device_word": self._device_word,
+            **asdict(self._hardware),
+            "started_at": before.get("started_at", _now()),
+            "resumed_at_steps": resumed_at,
+        }
+        self._write_info("running")
+        for note in notes:
+            self.say(note)
+        self.say(f"run folder: {self.folder}" + (f", resumed after step {resumed_step}" if resumed_step else ""))
+
+    def begin_step(self, step: int) -> None:
+        """Shows the header of a step above its stages. Optional: without it the header comes with the results."""
+        if not self._steps_are_short:
+            self._show_header(step)
+
+    def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
+        row = training_row(step, report, self._hardware)
+        if validation is not None:
+            row |= validation_row(step, validation)
+        row = self._write(row, train_groups=report.groups, validation_groups=validation.groups if validation else ())
+        self._step = step
+        self._marks.append(self._clock())
+        self._show_step(row, report, validation)
+        for warning in (*report.warnings, *(validation.warnings if validation else ())):
+            self.warn(warning)
+        self._refresh_report()
+
+    def record_validation(self, step: int, validation: StepReport) -> None:
+        """A validation that belongs to no training step, such as the one before training (step 0)."""
+        row = self._write(validation_row(step, validation), train_groups=(), validation_groups=validation.groups)
+        self._show_validation(row, validation)
+        for warning in validation.warnings:
+            self.warn(warning)
+        self._refresh_report()
+
+    def finish(self, reason: str) -> None:
+        """Says how the run ended and writes the report for good."""
+        self._write_info("finished" if self._step >= self._max_steps else "ended early", reason)
+        self._refresh_report(now=True)
+        rows = load_run(self.folder).rows
+        repeated = [row for row in self._warnings.values() if row["count"] > 1]
+        lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
+        report = str(self.folder / REPORT_FILE)
+        lines = wording.final_lines(self._algorithm, rows, reason, self._wall_s(), report) + lines
+        self._console.show(lines, even_if_quiet=True)
+
+    # ------------------------------------------------------------------ single lines and progress
+
+    def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        return self._console.progress(label, total)
+
+    def stage(self, text: str) -> None:
+        """One line when a stage begins, unless steps are so short that nobody could read it."""
+        if not self._steps_are_short:
+            ending = "" if text.endswith((".", "!", "…")) else "..."
+            self._console.show([Line(f"▶ {text}{ending}", "muted")])
+
+    def say(self, text: str) -> None:
+        self._console.show([Line(text)])
+
+    def warn(self, text: str) -> None:
+        """Shown once, however often it is said; the report keeps the count.
+
+        Warnings that differ in their numbers only, as in "step 7: 3 of 64 ...", are the same warning.
+        """
+        kind = _kind_of(text)
+        if kind in self._warnings:
+            self._warnings[kind]["count"] += 1
+        elif len(self._warnings) < MAX_KEPT_WARNINGS:
+            self._warnings[kind] = {"step": self._step, "text": text, "count": 1}
+        if kind not in self._warnings_shown:
+            self._warnings_shown.add(kind)
+            self._console.show([Line(f"warning: {text}", "warning")], even_if_quiet=True)
+
+    # ------------------------------------------------------------------ files
+
+    def _write(self, row: Row, *, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> Row:
+        """Everything of one step goes to the disk, the row of metrics last. Returns the row as written."""
+        assert self._started is not None, "start() comes before the first record"
+        row, non_finite = without_non_finite(row)
+        step, rollouts = row["step"], self.folder / ROLLOUTS_FOLDER
+        for name, stage, groups in (
+            ("step", "train", train_groups),
+            ("validation_step", "validation", validation_groups),
+        ):
+            if groups:
+                write_rollouts(rollouts / f"{name}_{step}.jsonl.gz", groups)
+                self._write_unscored(step, stage, groups)
+        append_rows(self.folder / METRICS_FILE, [row])
+        for key, value in non_finite.items():
+            if key not in self._non_finite_named:
+                self._non_finite_named.add(key)
+                self.warn(f"{key} is {value} at step {step}; {METRICS_FILE} holds null for it")
+        return row
+
+    def _write_unscored(self, step: int, stage: str, groups: tuple[Group, ...]) -> None:
+        """Counts per reason. A reward function may fail with another message each time: the rare ones are summed up."""
+        scores = [rollout.score for group in groups for rollout in group.rollouts]
+        tracebacks = {
+            score.error: score.traceback for score in reversed(scores) if not score.scored and score.traceback
+        }
+        reasons = wording.unscored_reasons(groups)
+        rows: list[Row] = []
+        for reason, count in reasons.most_common(MAX_REASONS_PER_STEP):
+            traceback = tracebacks.get(reason)
+            self._show_unscored(reason, traceback)
+            if reason in self._reasons_written:
+                traceback = None  # the file has it already
+            elif len(self._reasons_written) < MAX_KEPT_WARNINGS:
+                self._reasons_written.add(reason)
+            rows.append({"step": step, "stage": stage, "reason": reason, "count": count, "traceback": traceback})
+        rest = reasons.total() - sum(row["count"] for row in rows)
+        if rest:
+            rows.append({"step": step, "stage": stage, "reason": "other reasons", "count": rest, "traceback": None})
+        if rows:
+            append_rows(self.folder / UNSCORED_FILE, rows)
+
+    def _write_config(self, resumed_step: int) -> None:
+        path, content = self.folder / CONFIG_FILE, self._config_yaml.encode("utf-8", "backslashreplace")
+        if resumed_step and path.exists() and path.read_bytes() != content:
+            # The steps so far were made with another config; whoever reads their curves needs to see it.
+            path.rename(path.with_name(f"config_until_step_{resumed_step}.yaml"))
+            self.say(f"the config differs from that of the steps so far, kept as config_until_step_{resumed_step}.yaml")
+        write_whole(path, content)
+
+    def _write_info(self, status: str, reason: str = "") -> None:
+        self._info |= {
+            "status": status,
+            "reason": reason,
+            "updated_at": _now(),
+            "wall_s": self._earlier_wall_s + self._wall_s(),
+            "warnings": list(self._warnings.values()),
+        }
+        write_whole(self.folder / INFO_FILE, (json.dumps(self._info, indent=2) + "\n").encode())
+
+    def _wall_s(self) -> float:
+        return self._clock() - self._started if self._started is not None else 0.0
+
+    def _refresh_report(self, *, now: bool = False) -> None:
+        started = self._clock()
+        if not now and started < self._next_report:
+            return
+        try:
+            if not now:
+                self._write_info("running")
+            write_report(self.folder)
+        except Exception as error:  # a view of the run must never end the run
+            self.warn(f"{REPORT_FILE} could not be written: {type(error).__name__}: {error}")
+        took_s = self._clock() - started
+        self._next_report = started + max(REPORT_PERIOD_S, took_s / REPORT_TIME_SHARE)
+
+    # ------------------------------------------------------------------ console
+
+    def _show_header(self, step: int) -> None:
+        if self._header_shown_for != step:
+            self._header_shown_for = step
+            self._console.show([Line(""), wording.step_header(step, self._max_steps)])
+
+    def _show_step(self, row: Row, report: StepReport, validation: StepReport | None) -> None:
+        step_s = row[f"timing/train/{TOTAL_STEP}"] or 0.0
+        self._steps_are_short = step_s < SHORT_STEP_S
+        eta_s = self._eta_s(step_s)
+        block_is_due = self._last_full_block is None or self._clock() - self._last_full_block >= FULL_BLOCK_PERIOD_S
+        if not self._steps_are_short or validation is not None or block_is_due:
+            self._last_full_block = self._clock()
+            self._show_header(row["step"])
+            if validation is not None:
+                self._show_validation(row, validation)
+            block = wording.step_block(
+                self._algorithm,
+                row,
+                report.groups,
+                device_word=self._device_word,
+                num_devices=self._hardware.num_devices,
+                eta_s=eta_s,
+            )
+            self._console.show(block)
+        else:
+            self._console.show([wording.step_line(self._algorithm, row, self._max_steps, eta_s)])
+
+    def _show_validation(self, row: Row, validation: StepReport) -> None:
+        self._console.show(wording.validation_block(row, validation.num_samples))
+        self._console.show(wording.sample_lines(validation.groups, self._num_val_samples_to_print))
+
+    def _show_unscored(self, reason: str, traceback: str | None) -> None:
+        """The first rollout that could not be scored is announced, and the first traceback shown; the rest is counted."""
+        if self._traceback_shown or (self._unscored_shown and not traceback):
+            return
+        self._unscored_shown = True
+        lines = [Line(f"warning: a rollout could not be scored: {reason}", "warning")]
+        if traceback:
+            self._traceback_shown = True
+            lines += [Line(f"  {line}", "muted") for line in traceback.rstrip("\n").split("\n")]
+        lines.append(Line(f"  It takes no part in training. All reasons are counted in {UNSCORED_FILE}.", "warning"))
+        self._console.show(lines, even_if_quiet=True)
+
+    def _eta_s(self, step_s: float) -> float | None:
+        """Time left at the pace of the latest steps, validation and checkpoints included."""
+        steps_left = self._max_steps - self._step
+        if steps_left <= 0:
+            return None
+        intervals = len(self._marks) - 1
+        pace_s = (self._marks[-1] - self._marks[0]) / intervals if intervals else step_s
+        return steps_left * pace_s
+
+
+def _kind_of(warning: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "#", warning)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

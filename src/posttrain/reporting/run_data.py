@@ -1,0 +1,136 @@
+"""A run folder as the views of it read it: rows merged by step, the series of one metric, where the samples are.
+
+Reading never fails because of the state of a run: it may be young, still being written, killed, or of an older version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from posttrain.reporting.metric_rows import TOTAL_STEP, TOTAL_VALIDATION, top_level_stages
+from posttrain.reporting.rollout_rows import read_rollouts
+from posttrain.reporting.run_files import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    ROLLOUTS_FOLDER,
+    UNSCORED_FILE,
+    Row,
+    read_info,
+    read_rows,
+    rollout_step,
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps at which it was logged; None where it was not finite."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float | None]
+    smooth: bool = True  # training steps are noisy; a validation is a measurement, a schedule has no noise
+
+    @property
+    def is_empty(self) -> bool:
+        return all(value is None for value in self.values)
+
+    @property
+    def last(self) -> float | None:
+        return next((value for value in reversed(self.values) if value is not None), None)
+
+
+@dataclass(frozen=True)
+class RunData:
+    folder: Path
+    rows: Sequence[Row]  # one per step, in order; every value is a number or None
+    info: Mapping[str, Any]  # run.json
+    config: str
+    unscored: Sequence[Row]
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Every key of any row, in order of appearance."""
+        found: dict[str, None] = {}
+        for row in self.rows:
+            found.update(dict.fromkeys(row))
+        return tuple(key for key in found if key != "step")
+
+    def series(self, key: str, name: str = "") -> Series:
+        rows = [row for row in self.rows if key in row]
+        smooth = not key.startswith(("validation", "train/lr"))
+        return Series(name or key, [row["step"] for row in rows], [row[key] for row in rows], smooth)
+
+    @property
+    def algorithm(self) -> str:
+        if "algorithm" in self.info:
+            return str(self.info["algorithm"])
+        if "train/reward" in self.keys:
+            return "grpo"
+        return "dpo" if "train/rewards_chosen_mean" in self.keys else "sft"
+
+    @property
+    def title(self) -> str:
+        return str(self.info.get("title") or self.folder.resolve().name)
+
+    @property
+    def last_step(self) -> int:
+        return max((row["step"] for row in self.rows), default=0)
+
+    @cached_property
+    def stages(self) -> tuple[str, ...]:
+        """The training stages that add up to a step, the one that takes longest first."""
+        prefix, seconds = "timing/train/", Counter[str]()
+        for row in self.rows:
+            timings = {key.removeprefix(prefix): value or 0.0 for key, value in row.items() if key.startswith(prefix)}
+            seconds.update(top_level_stages(timings))
+        return tuple(stage for stage, _ in seconds.most_common())
+
+    @property
+    def logged_seconds(self) -> float:
+        """Time of all training steps and validations, over every process that worked on the run."""
+        totals = (f"timing/train/{TOTAL_STEP}", f"timing/validation/{TOTAL_VALIDATION}")
+        return float(sum(row.get(key) or 0.0 for row in self.rows for key in totals))
+
+    def rollout_files(self, *, validation: bool = False) -> list[Path]:
+        """The rollout files of training or of validation, in order of their steps."""
+        files = (self.folder / ROLLOUTS_FOLDER).glob("validation_step_*.gz" if validation else "step_*.gz")
+        return sorted(
+            (path for path in files if rollout_step(path) is not None), key=lambda path: rollout_step(path) or 0
+        )
+
+
+def load_run(folder: Path) -> RunData:
+    config_file = folder / CONFIG_FILE
+    return RunData(
+        folder=folder,
+        rows=_merged_by_step(read_rows(folder / METRICS_FILE)),
+        info=read_info(folder),
+        config=config_file.read_text("utf-8", "replace") if config_file.exists() else "",
+        unscored=read_rows(folder / UNSCORED_FILE),
+    )
+
+
+def _merged_by_step(rows: Sequence[Row]) -> list[Row]:
+    """One row per step, numbers or None: a validation of its own may have been logged next to the step's row."""
+    merged: dict[int, Row] = {}
+    for row in rows:
+        merged.setdefault(row["step"], {}).update({key: _drawable(value) for key, value in row.items()})
+    return [merged[step] for step in sorted(merged)]
+
+
+def _drawable(value: Any) -> float | None:
+    """Numbers of any sensible size; the maths of the pictures need not survive the edge of what a float can hold."""
+    return value if isinstance(value, int | float) and abs(value) < 1e100 else None
+
+
+def groups_of(path: Path) -> list[Row]:
+    """The groups in a rollout file, none where it cannot be read: a view shows what there is."""
+    try:
+        return read_rollouts(path)
+    except (OSError, ValueError, EOFError):
+        return []

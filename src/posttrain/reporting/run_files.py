@@ -1,0 +1,153 @@
+"""The files of a run folder: how they are written so that `kill -9` cannot spoil them, cut back, put aside and read.
+
+    metrics.jsonl                         one JSON object per step, appended and fsynced
+    unscored.jsonl                        one JSON object per step and reason for which rollouts could not be scored
+    rollouts/step_N.jsonl.gz              the groups of training step N, one per line
+    rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
+    config.yaml, run.json, report.html    written to a temporary name and renamed
+    earlier_NNN/                          the same files of a run that used this folder before
+
+Two kinds of writing are used: appending lines, of which a kill can leave at most a torn last line, and writing a whole
+file aside and renaming it, of which a kill can leave at most a temporary file. `open_run` repairs both. What the
+numbers mean is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+UNSCORED_FILE = "unscored.jsonl"
+ROLLOUTS_FOLDER = "rollouts"
+CONFIG_FILE = "config.yaml"
+INFO_FILE = "run.json"
+REPORT_FILE = "report.html"
+
+# Moved aside in this order. metrics.jsonl goes last: as long as it is here, the move is not finished.
+FILES_OF_A_RUN = (REPORT_FILE, INFO_FILE, CONFIG_FILE, ROLLOUTS_FOLDER, UNSCORED_FILE, METRICS_FILE)
+TEMPORARY_SUFFIX = ".partial"
+
+Row = dict[str, Any]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replaces `path` in one go: readers see the old content or the new, never half of it."""
+    aside = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Appends JSON objects, one per line; they are on the disk when this returns.
+
+    Python writes a float as the shortest text that reads back as the same float, so equal numbers give equal bytes.
+    """
+    lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    with path.open("ab") as file:
+        file.write(lines.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def parse_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
+    """The lines of a file of JSON objects as (raw line, object), the object None where the line is torn or no object."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            yield line.rstrip(b"\n"), row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The objects of a file, unreadable lines left out: a run that is being written may end in half a line."""
+    return [row for _, row in parse_lines(path) if row is not None]
+
+
+def read_info(folder: Path) -> Row:
+    """`run.json`, or nothing at all where it is missing or unreadable: the report has to work without it."""
+    try:
+        info = json.loads((folder / INFO_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def open_run(folder: Path, resumed_step: int) -> list[str]:
+    """Makes the folder ready for steps after `resumed_step` and returns, in words, what had to be done.
+
+    A fresh run (`resumed_step` 0) puts aside what an earlier run left; a resumed one cuts it back to where it resumes,
+    because the steps after that are about to happen again.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    notes = []
+    if resumed_step == 0 and (folder / METRICS_FILE).exists():
+        notes.append(f"{folder} held an earlier run; its files are now in {_put_aside(folder).name}/")
+    notes += _cut_back(folder / METRICS_FILE, resumed_step)
+    _cut_back(folder / UNSCORED_FILE, resumed_step)
+    _cut_rollouts(folder / ROLLOUTS_FOLDER, resumed_step)
+    for place in (folder, folder / ROLLOUTS_FOLDER):
+        for torn in place.glob(f"*{TEMPORARY_SUFFIX}"):
+            torn.unlink()
+    return notes
+
+
+def _put_aside(folder: Path) -> Path:
+    numbers = [int(path.name[8:]) for path in folder.glob("earlier_*") if path.name[8:].isdigit()]
+    newest = max(numbers, default=0)
+    # An earlier folder without metrics is one whose move was interrupted: this call finishes it.
+    interrupted = newest > 0 and not (folder / f"earlier_{newest:03d}" / METRICS_FILE).exists()
+    target = folder / f"earlier_{newest if interrupted else newest + 1:03d}"
+    target.mkdir(exist_ok=True)
+    names = [path.name for path in folder.glob("config_until_step_*.yaml")]
+    for name in [*names, *FILES_OF_A_RUN]:
+        if (folder / name).exists():
+            os.replace(folder / name, target / name)
+    return target
+
+
+def _cut_back(path: Path, last_step: int) -> list[str]:
+    """Keeps the rows up to `last_step`, byte for byte. Rewrites the file only when something has to go."""
+    if not path.exists():
+        return []
+    notes, kept, last_kept_step, dropped = [], [], 0, 0
+    for number, (line, row) in enumerate(parse_lines(path), start=1):
+        if row is None:
+            notes.append(f"{path.name} line {number} was torn or unreadable; it is dropped")
+        elif row["step"] > last_step:
+            dropped += 1
+        else:
+            kept.append(line + b"\n")
+            last_kept_step = max(last_kept_step, row["step"])
+    content = b"".join(kept)
+    if content != path.read_bytes():
+        write_whole(path, content)
+    if dropped:
+        notes.append(f"{path.name}: {dropped} rows after step {last_step} are cut; those steps run again")
+    if path.name == METRICS_FILE and last_kept_step < last_step:
+        notes.append(f"{path.name} ends at step {last_kept_step} although the run resumes at step {last_step}")
+    return notes
+
+
+def rollout_step(path: Path) -> int | None:
+    """The step in the name of a rollout file, None for a file that is something else."""
+    match = re.fullmatch(r"(?:validation_)?step_(\d+)\.jsonl\.gz", path.name)
+    return int(match.group(1)) if match else None
+
+
+def _cut_rollouts(folder: Path, last_step: int) -> None:
+    for path in folder.glob("*.jsonl.gz"):
+        step = rollout_step(path)
+        if step is not None and step > last_step:
+            path.unlink()

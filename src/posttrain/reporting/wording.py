@@ -1,0 +1,290 @@
+"""What a run says in words: the step block, the one-line form, validation, samples, the final summary.
+
+Pure functions from rows and groups to lines of text; where and in which colours they are shown is `console.py`'s business.
+The block follows the order that NeMo RL's users know: results, timing with percent, performance.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from posttrain.reporting.metric_rows import TOTAL_STEP, TOTAL_VALIDATION
+from posttrain.reporting.run_files import Row
+
+if TYPE_CHECKING:
+    from posttrain.types import Group
+
+Style = Literal["header", "title", "plain", "muted", "good", "warning"]
+Algorithm = Literal["grpo", "dpo", "sft"]
+
+
+@dataclass(frozen=True)
+class Line:
+    text: str
+    style: Style = "plain"
+
+
+# Metric, its words in the block, its word in the one-line form ("" leaves it out there).
+RESULTS: Mapping[Algorithm, tuple[tuple[str, str, str], ...]] = {
+    "grpo": (
+        ("loss", "Loss", "loss"),
+        ("reward", "Avg Reward", "reward"),
+        ("mean_generation_length", "Mean Generation Length", "length"),
+        ("kl_penalty", "KL", "kl"),
+        ("gen_kl_error", "Generation KL Error", ""),
+        ("grad_norm", "Grad Norm", "grad"),
+        ("lr", "Learning Rate", ""),
+    ),
+    "dpo": (
+        ("loss", "Loss", "loss"),
+        ("preference_loss", "Preference Loss", ""),
+        ("sft_loss", "SFT Loss", ""),
+        ("accuracy", "Accuracy", "accuracy"),
+        ("rewards_chosen_mean", "Chosen Reward", "chosen"),
+        ("rewards_rejected_mean", "Rejected Reward", "rejected"),
+        ("grad_norm", "Grad Norm", "grad"),
+        ("lr", "Learning Rate", ""),
+    ),
+    "sft": (
+        ("loss", "Loss", "loss"),
+        ("grad_norm", "Grad Norm", "grad"),
+        ("lr", "Learning Rate", "lr"),
+    ),
+}
+VALIDATION_RESULTS = (
+    ("accuracy", "Accuracy"),
+    ("reward", "Avg Reward"),
+    ("loss", "Loss"),
+    ("rewards_chosen_mean", "Chosen Reward"),
+    ("rewards_rejected_mean", "Rejected Reward"),
+)
+THROUGHPUTS = (
+    ("samples_per_sec_per_gpu", "E2E (samples/s)"),
+    ("tokens_per_sec_per_gpu", "E2E (tokens/s)"),
+    ("policy_training_tokens_per_sec_per_gpu", "Policy training (tokens/s)"),
+    ("policy_and_reference_logprobs_tokens_per_sec_per_gpu", "Policy and reference logprobs (tokens/s)"),
+    ("training_worker_group_tokens_per_sec_per_gpu", "Training worker group (tokens/s)"),
+    ("generation_tokens_per_sec_per_gpu", "Generation (tokens/s)"),
+)
+
+
+def number(value: float | None) -> str:
+    """Four decimals where they say something, an exponent where they would not."""
+    if value is None or not math.isfinite(value):
+        return "n/a"
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
+        return f"{value:,.0f}"
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
+        return f"{value:.2e}"
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"
+
+
+def duration(seconds: float) -> str:
+    if 0 < seconds < 0.1:
+        return f"{1000 * seconds:.1f}ms"
+    if seconds < 60:
+        return f"{seconds:.2f}s" if seconds < 10 else f"{seconds:.1f}s"
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours == 0:
+        return f"{minutes}m {whole:02d}s"
+    return f"{hours}h {minutes:02d}m" if hours < 48 else f"{hours // 24}d {hours % 24:02d}h"
+
+
+def printable(text: str) -> str:
+    """Text of a model or a traceback, with everything that would steer a terminal shown instead of obeyed."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else _visible(char)
+        for char in text
+    )
+
+
+def _visible(char: str) -> str:
+    return char.encode("unicode_escape").decode()
+
+
+def step_header(step: int, max_steps: int) -> Line:
+    return Line(f"{'=' * 25} Step {step}/{max_steps} {'=' * 25}", "header")
+
+
+def unscored_reasons(groups: Sequence[Group]) -> Counter[str]:
+    scores = [rollout.score for group in groups for rollout in group.rollouts]
+    return Counter(score.error or "no reason given" for score in scores if not score.scored)
+
+
+def step_block(
+    algorithm: Algorithm, row: Row, groups: Sequence[Group], *, device_word: str, num_devices: int, eta_s: float | None
+) -> list[Line]:
+    lines = [Line("Training Results:", "title")]
+    for metric, words, _ in RESULTS[algorithm]:
+        if f"train/{metric}" in row:
+            lines.append(Line(f"  • {words}: {number(row[f'train/{metric}'])}"))
+    lines += _unscored_lines(row, groups)
+    lines += _timing_lines(row, eta_s)
+    lines += _performance_lines(row, device_word, num_devices)
+    return lines
+
+
+def _unscored_lines(row: Row, groups: Sequence[Group]) -> list[Line]:
+    reasons = unscored_reasons(groups)
+    count = row.get("train/unscored", reasons.total() if groups else None)
+    if count is None:
+        return []
+    of_all = f" of {sum(len(group.rollouts) for group in groups)}" if groups else ""
+    why = ", ".join(f"{times} × {reason[:100]}" for reason, times in reasons.most_common(3))
+    text = f"  • Unscored: {count:.0f}{of_all}" + (f" ({why})" if why else "")
+    return [Line(text, "warning" if count else "plain")]
+
+
+def _timing_lines(row: Row, eta_s: float | None) -> list[Line]:
+    prefix = "timing/train/"
+    timings = {key.removeprefix(prefix): value or 0.0 for key, value in row.items() if key.startswith(prefix)}
+    total = timings.pop(TOTAL_STEP, 0.0)
+    lines = [Line("Timing:", "title"), Line(f"  • Total step time: {duration(total)}")]
+    for stage, seconds in sorted(timings.items(), key=lambda item: -item[1]):
+        percent = 100 * seconds / total if total > 0 else 0.0
+        lines.append(Line(f"  • {stage}: {duration(seconds)} ({percent:.1f}%)"))
+    if eta_s is not None:
+        lines.append(Line(f"  • Left for the run: about {duration(eta_s)}"))
+    return lines
+
+
+def _performance_lines(row: Row, device_word: str, num_devices: int) -> list[Line]:
+    rates = {key.removeprefix("performance/"): value for key, value in row.items() if key.startswith("performance/")}
+    if not rates:
+        return []
+    lines = [Line("Performance Metrics:", "title")]
+    if "mean_total_tokens_per_sample" in rates:
+        lines.append(Line(f"  • Mean total tokens per sample: {rates['mean_total_tokens_per_sample']:.2f}"))
+    shown = [(words, rates[name]) for name, words in THROUGHPUTS if rates.get(name) is not None]
+    if shown:
+        lines.append(Line(f"  • Throughputs (per {device_word}):"))
+        lines += [Line(f"    - {words}: {_rate(value)}") for words, value in shown]
+    per_device = rates.get("train_flops_per_gpu")
+    if per_device is not None:
+        total = f"{_rate(per_device * num_devices)} TFLOPS"
+        lines.append(Line(f"  • Training FLOPS: {total} ({_rate(per_device)} TFLOPS per {device_word})"))
+    if rates.get("train_mfu") is not None:
+        lines.append(Line(f"  • Training Model Floating Point Utilization: {100 * rates['train_mfu']:.2f}%"))
+    return lines
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.3g}"
+
+
+def step_line(algorithm: Algorithm, row: Row, max_steps: int, eta_s: float | None) -> Line:
+    """One short step on one line; columns keep their width so that the eye can run down them."""
+    width = len(str(max_steps))
+    parts = [f"step {row['step']:>{width}}/{max_steps}"]
+    for metric, _, word in RESULTS[algorithm]:
+        if word and f"train/{metric}" in row:
+            value = row[f"train/{metric}"]
+            text = f"{value:.1f}" if word == "length" and value is not None else number(value)
+            parts.append(f"{word} {text:>8}")
+    if row.get("train/unscored"):
+        parts.append(f"unscored {row['train/unscored']:.0f}")
+    parts.append(duration(row.get(f"timing/train/{TOTAL_STEP}") or 0.0))
+    if eta_s is not None:
+        parts.append(f"left {duration(eta_s)}")
+    return Line("  ".join(parts), "warning" if row.get("train/unscored") else "plain")
+
+
+def validation_block(row: Row, num_samples: int) -> list[Line]:
+    """What a validation is read for; all of its metrics are in the file."""
+    found = {key.removeprefix("validation/"): value for key, value in row.items() if key.startswith("validation/")}
+    lines = [Line(f"Validation Results (step {row['step']}):", "title")]
+    for name, words in VALIDATION_RESULTS:
+        if name in found and not (name == "reward" and "accuracy" in found):
+            lines.append(Line(f"  • {words}: {number(found[name])}", "good" if name == "accuracy" else "plain"))
+    for name in sorted(name for name in found if name.startswith(("pass_", "cons_"))):
+        lines.append(Line(f"  • {name.replace('_', '@')}: {number(found[name])}"))
+    length = found.get("mean_generation_length", found.get("avg_length"))
+    if length is not None:
+        lines.append(Line(f"  • Average response length: {length:.1f} tokens"))
+    if num_samples:
+        lines.append(Line(f"  • Samples processed: {num_samples:,}"))
+    if found.get("unscored"):
+        lines.append(Line(f"  • Unscored: {found['unscored']:.0f}", "warning"))
+    seconds = row.get(f"timing/validation/{TOTAL_VALIDATION}")
+    if seconds:
+        lines.append(Line(f"  • Total validation time: {duration(seconds)}"))
+    return lines
+
+
+def sample_lines(groups: Sequence[Group], count: int, max_characters: int = 600) -> list[Line]:
+    """The first rollout of the first `count` groups: what the model was asked, what it said, what that was worth."""
+    lines: list[Line] = []
+    for index, group in enumerate(groups[:count], start=1):
+        if not group.rollouts:
+            continue
+        rollout = group.rollouts[0]
+        verdict = number(rollout.score.reward) if rollout.score.scored else f"unscored: {rollout.score.error}"
+        lines.append(Line(f"Sample {index} ({group.task.id}), reward {verdict}", "title"))
+        lines += _quoted("prompt", group.task.prompt, max_characters)
+        lines += _quoted("answer", rollout.completion.text, max_characters)
+        if group.task.reference is not None:
+            lines += _quoted("expected", str(group.task.reference), max_characters)
+    return lines
+
+
+def _quoted(label: str, text: str, max_characters: int) -> list[Line]:
+    cut = f" … ({len(text) - max_characters:,} more characters)" if len(text) > max_characters else ""
+    body = text[:max_characters].strip("\n") + cut
+    first, *rest = body.split("\n")
+    return [Line(f"  {label:>8} │ {first}"), *(Line(f"  {'':>8} │ {line}") for line in rest)]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """First, last and best of what a run is about, from its rows. `metric` is empty when there is no row with it."""
+
+    metric: str
+    first: float = math.nan
+    last: float = math.nan
+    best: float = math.nan
+    best_step: int = 0
+
+
+def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False) -> Summary:
+    points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+    if not points:
+        return Summary("")
+    best_step, best = min(points, key=lambda point: point[1] if lower_is_better else -point[1])
+    return Summary(metric, points[0][1], points[-1][1], best, best_step)
+
+
+def headline_metric(algorithm: str) -> tuple[str, bool]:
+    """The one training metric a run is judged by, and whether less of it is better."""
+    known = {"grpo": ("train/reward", False), "dpo": ("train/accuracy", False)}
+    return known.get(algorithm, ("train/loss", True))
+
+
+def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
+    """The validation metric to put first: accuracy where there is one."""
+    keys = {key for row in rows for key, value in row.items() if key.startswith("validation/") and value is not None}
+    for name, lower_is_better in (("accuracy", False), ("reward", False), ("loss", True)):
+        if f"validation/{name}" in keys:
+            return f"validation/{name}", lower_is_better
+    return "", False
+
+
+def final_lines(algorithm: Algorithm, rows: Sequence[Row], reason: str, wall_s: float, report: str) -> list[Line]:
+    steps = [row["step"] for row in rows if any(key.startswith("train/") for key in row)]
+    steps_done = f"{max(steps, default=0)} steps, {duration(wall_s)} in this process."
+    lines = [Line(""), Line(f"{reason.rstrip('.')}. {steps_done}", "title")]
+    for metric, lower_is_better in (headline_metric(algorithm), validation_metric(rows)):
+        found = summarise(rows, metric, lower_is_better=lower_is_better)
+        if found.metric:
+            trend = f"{number(found.first)} → {number(found.last)}"
+            lines.append(Line(f"  • {metric}: {trend}, best {number(found.best)} at step {found.best_step}"))
+    unscored = sum(row.get("train/unscored") or 0 for row in rows)
+    if unscored:
+        lines.append(Line(f"  • unscored rollouts: {unscored:,.0f} (reasons in the report)", "warning"))
+    lines.append(Line(f"  • report: {report}", "good"))
+    return lines

@@ -1,0 +1,13 @@
+"""Settings that hold for every test. Being here also puts `tests/` on the path, for shared modules such as `tiny_models`."""
+
+import os
+
+from hypothesis import settings
+
+# No test reaches a network. Set before transformers and datasets are imported, which read it once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A busy machine is no bug: no deadlines. The same examples every time: a red test stays red until it is mended.
+settings.register_profile("posttrain", deadline=None, derandomize=True, database=None)
+settings.load_profile("posttrain")

@@ -1,0 +1,181 @@
+"""How an optimizer batch is cut up changes speed and memory, never the loss, the metrics or the gradients.
+
+One batch goes through one model as a single row, one response at a time, packed by every algorithm, and dealt to several
+ranks whose shares are added up. Everything must come out the same.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, gradients, tiny_model
+from torch import Tensor
+
+from posttrain.data.packing import MicroBatching, plan_micro_batches
+from posttrain.policy.attention import attention_context
+from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.objectives import ClippedPolicyGradient, NegativeLogLikelihood, PreferenceLoss
+from posttrain.policy.objectives.reduce import combine_metrics
+from posttrain.policy.packed import PackedRow
+from posttrain.roles import Objective
+from posttrain.types import TokenBatch
+
+TEMPERATURE = 0.8
+
+
+@dataclass
+class Outcome:
+    loss: float
+    metrics: Mapping[str, float]
+    gradients: Mapping[str, Tensor]
+
+
+def random_batch(lengths: list[int], prompt_of: list[int], seed: int = 0) -> TokenBatch:
+    """Ids, and a value near the model's own in every column that some loss reads."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist()
+
+    batch = TokenBatch.build(
+        [ids(2 + 3 * index) for index in range(max(prompt_of) + 1)],
+        [ids(n) for n in lengths],
+        prompt_of,
+        {"mask": torch.ones(sum(lengths))},
+    )
+    current = forward(tiny_model(), batch).detach()
+    near = [current + 0.3 * torch.randn(len(current), generator=generator) for _ in range(3)]
+    advantages = torch.randn(len(lengths), generator=generator).repeat_interleave(torch.tensor(lengths))
+    return batch.with_columns(
+        advantages=advantages, prev_logprobs=near[0], generation_logprobs=near[1], reference_logprobs=near[2]
+    )
+
+
+def masked(batch: TokenBatch, tokens: list[int]) -> TokenBatch:
+    mask = torch.ones(sum(batch.response_lengths))
+    mask[tokens] = 0.0
+    return TokenBatch.build(batch.prompts, batch.responses, batch.prompt_of, {**batch.columns, "mask": mask})
+
+
+def forward(model: torch.nn.Module, batch: TokenBatch) -> Tensor:
+    row = PackedRow.build(batch, torch.device("cpu"))
+    with attention_context(row.attention):
+        return TokenLogprobs(model)(row, TEMPERATURE)
+
+
+def train(batch: TokenBatch, objective: Objective, batching: MicroBatching, ranks: int = 1) -> Outcome:
+    """What the ranks would hand to one optimizer step, added up."""
+    plan = plan_micro_batches(batch, batching, ranks, keep_groups_whole=objective.keeps_groups_whole)
+    loss, shares, total = 0.0, [], None
+    for micro_batches in plan:
+        model = tiny_model()  # every rank has the same weights
+        measured = []
+        for rows in micro_batches:
+            if rows:
+                part = batch.select(rows)
+                share, metrics = objective(forward(model, part), part)
+                share.backward()
+                loss += float(share.detach())
+                measured.append({name: float(value) for name, value in metrics.items()})
+        shares.append(combine_metrics(measured))
+        mine = gradients(model)
+        total = mine if total is None else {name: total[name] + mine[name] for name in total}
+    assert total is not None
+    return Outcome(loss, combine_metrics(shares), total)
+
+
+# Three groups of four, two and two. Response 5 is masked altogether, and a few tokens of others.
+GROUPS = masked(random_batch([5, 9, 1, 7, 4, 6, 3, 8], [0, 0, 0, 0, 1, 1, 2, 2]), [1, 7, *range(26, 32), 36])
+PAIRS = masked(random_batch([5, 9, 1, 7, 4, 6, 3, 8], [0, 0, 1, 1, 2, 2, 3, 3], seed=1), [2, 20])
+EXAMPLES = masked(random_batch([5, 9, 1, 7, 4, 6, 3, 8], list(range(8)), seed=2), [0, 1, 2, 15, 30])
+
+CASES: Mapping[str, tuple[TokenBatch, Objective]] = {
+    "grpo, token level": (GROUPS, ClippedPolicyGradient(reference_policy_kl_penalty=0.1, ratio_clip_c=3.0)),
+    "grpo, sequence level": (GROUPS, ClippedPolicyGradient(reference_policy_kl_penalty=0.1, token_level_loss=False)),
+    "gspo, corrected": (
+        GROUPS,
+        ClippedPolicyGradient(
+            sequence_level_importance_ratios=True,
+            token_level_loss=False,
+            use_importance_sampling_correction=True,
+            truncated_importance_sampling_type="seq-mask-tis",
+            truncated_importance_sampling_ratio=1.1,
+            truncated_importance_sampling_ratio_min=0.9,
+        ),
+    ),
+    "dpo": (PAIRS, PreferenceLoss(reference_policy_kl_penalty=0.3)),
+    "dpo, averaged, with sft": (
+        PAIRS,
+        PreferenceLoss(preference_average_log_probs=True, sft_average_log_probs=True, sft_loss_weight=0.2),
+    ),
+    "sft": (EXAMPLES, NegativeLogLikelihood()),
+}
+every_case = pytest.mark.parametrize(("batch", "objective"), CASES.values(), ids=CASES.keys())
+
+WAYS: Mapping[str, tuple[MicroBatching, int]] = {
+    "1 response x 8": (MicroBatching(num_responses=1), 1),
+    "3 responses": (MicroBatching(num_responses=3), 1),
+    **{
+        f"packed, {name}": (MicroBatching(max_tokens=26, algorithm=name), 1)
+        for name in ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
+    },
+    "packed so tightly that groups split": (MicroBatching(max_tokens=8), 1),
+    "2 ranks": (MicroBatching(num_responses=2), 2),
+    "3 ranks, packed": (MicroBatching(max_tokens=30), 3),
+    "5 ranks, some idle": (MicroBatching(num_responses=4), 5),
+}
+
+
+def whole(batch: TokenBatch, objective: Objective) -> Outcome:
+    return train(batch, objective, MicroBatching(num_responses=8))
+
+
+@pytest.mark.parametrize(("batching", "ranks"), WAYS.values(), ids=WAYS.keys())
+@every_case
+def test_the_cut_does_not_show(batch: TokenBatch, objective: Objective, batching: MicroBatching, ranks: int) -> None:
+    expected, actual = whole(batch, objective), train(batch, objective, batching, ranks)
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
+    assert actual.metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        assert actual.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    scale = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    for name, gradient in expected.gradients.items():
+        assert float((actual.gradients[name] - gradient).abs().max()) <= 1e-5 * scale, name
+
+
+@every_case
+def test_the_reported_loss_is_the_loss(batch: TokenBatch, objective: Objective) -> None:
+    outcome = train(batch, objective, MicroBatching(num_responses=2), 2)
+    assert outcome.metrics["loss"] == pytest.approx(outcome.loss, rel=1e-6)
+
+
+@every_case
+def test_the_order_of_the_responses_does_not_show(batch: TokenBatch, objective: Objective) -> None:
+    step: Callable[[int], int] = (lambda i: i ^ 2) if objective.keeps_groups_whole else (lambda i: 7 - i)
+    expected, actual = whole(batch, objective), whole(batch.select([step(i) for i in range(8)]), objective)
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-5)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(actual.gradients[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@every_case
+def test_parts_that_counted_for_themselves_would_give_another_loss(batch: TokenBatch, objective: Objective) -> None:
+    """Guards the tests above: with denominators of its own per part, the mean of the parts is not the whole."""
+    model = tiny_model()
+    losses = []
+    for rows in ([0, 1], [2, 3], [4, 5], [6, 7]):
+        part = batch.select(rows, recount=True)
+        losses.append(float(objective(forward(model, part), part)[0].detach()))
+    expected = whole(batch, objective).loss
+    if isinstance(objective, PreferenceLoss):  # four parts with one pair each: the mean is right, the sum is not
+        assert sum(losses) == pytest.approx(4 * expected, rel=1e-4)
+    else:
+        assert sum(losses) / 4 != pytest.approx(expected, rel=1e-3)
+
+
+def test_extremes_combine_as_extremes_and_all_else_adds_up() -> None:
+    parts = [{"loss": 1.0, "ratio_min": 0.5, "ratio_max": 2.0}, {"loss": 0.25, "ratio_min": 0.75, "ratio_max": 3.0}]
+    assert combine_metrics(parts) == {"loss": 1.25, "ratio_min": 0.5, "ratio_max": 3.0}
+    assert combine_metrics([{}, parts[0]]) == parts[0]
+    assert combine_metrics([]) == {}

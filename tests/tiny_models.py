@@ -1,0 +1,130 @@
+"""Random models of a few thousand parameters, one per family, and a tokenizer of bytes. Nothing is downloaded.
+
+The weights are large enough for logits to be far from uniform: with the usual initialisation a wrong attention mask or a
+wrong position would change log-probabilities by less than any tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from posttrain.policy.attention import ATTENTION
+
+VOCAB_SIZE = 96
+SLIDING_WINDOW = 5  # shorter than the sequences of the tests
+
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+# family -> (model_type of transformers, what it has beyond the common shape)
+_FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": SLIDING_WINDOW}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-sliding": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"tie_word_embeddings": False}),
+    "gemma": ("gemma", {}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": SLIDING_WINDOW,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "granite": ("granite", {"logits_scaling": 1.7, "attention_multiplier": 0.4, "residual_multiplier": 0.8}),
+    "cohere": ("cohere", {"logit_scale": 0.35}),
+}
+FAMILIES = tuple(_FAMILIES)
+
+
+def tiny_model(
+    family: str = "llama",
+    *,
+    attention: str = ATTENTION,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """The same family, seed and overrides always give the same weights, whatever the attention implementation."""
+    model_type, extra = _FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **extra, **overrides})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model.config.use_cache = False
+    _randomise(model, seed)
+    return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def _randomise(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            parameter.copy_(noise * 1.5 / math.sqrt(parameter.shape[-1]))
+        else:  # norms and biases: near what they were, but each different
+            parameter.add_(noise * 0.1)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter's gradient, by name; zeros where there is none."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """256 bytes and four special tokens, with a ChatML template. Lossless: any text survives encode and decode."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        unk_token="<|unk|>",
+        padding_side="left",
+    )
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer

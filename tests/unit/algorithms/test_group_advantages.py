@@ -1,0 +1,174 @@
+"""Group advantages against their definition, written out slowly, and against worked examples."""
+
+import math
+import statistics
+from fractions import Fraction
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.algorithms.advantages import GroupAdvantages
+
+LEAVE_ONE_OUT = GroupAdvantages(normalize_rewards=True, use_leave_one_out_baseline=True)
+MEAN = GroupAdvantages(normalize_rewards=True, use_leave_one_out_baseline=False)
+PLAIN_LEAVE_ONE_OUT = GroupAdvantages(normalize_rewards=False, use_leave_one_out_baseline=True)
+PLAIN_MEAN = GroupAdvantages(normalize_rewards=False, use_leave_one_out_baseline=False)
+ALL = {
+    "normalised, leave one out": LEAVE_ONE_OUT,
+    "normalised, mean": MEAN,
+    "plain, leave one out": PLAIN_LEAVE_ONE_OUT,
+    "plain, mean": PLAIN_MEAN,
+}
+every_estimator = pytest.mark.parametrize("estimator", ALL.values(), ids=ALL.keys())
+
+rewards_of_a_group = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.95, 1.0, -1.0, 3.0]), min_size=2, max_size=9)
+
+
+def reference(rewards: list[float | None], normalise: bool, leave_one_out: bool) -> list[float]:
+    """The definition in exact arithmetic: who is in the baseline, its mean, its Bessel-corrected deviation."""
+    scored = [i for i, reward in enumerate(rewards) if reward is not None]
+    advantages = [0.0] * len(rewards)
+    if len(scored) < 2:
+        return advantages
+    for i in scored:
+        peers = [Fraction(rewards[j]) for j in scored if not (leave_one_out and j == i)]
+        advantage = float(Fraction(rewards[i]) - sum(peers) / len(peers))
+        deviation = float(statistics.stdev(peers)) if len(peers) > 1 else 0.0
+        if normalise and deviation > 0:
+            advantage /= deviation + 1e-6
+        advantages[i] = advantage
+    return advantages
+
+
+def test_worked_example_with_leave_one_out_baseline() -> None:
+    third = 1 / math.sqrt(3)  # the deviation of [1, 0, 0]
+    expected = [1.0, *[-(1 / 3) / (third + 1e-6)] * 3]
+    assert LEAVE_ONE_OUT([1, 0, 0, 0]) == pytest.approx(expected, abs=1e-12)
+    assert LEAVE_ONE_OUT([1, 0, 0, 0]) == pytest.approx([1, -0.577, -0.577, -0.577], abs=1e-3)
+
+
+def test_worked_example_with_mean_baseline() -> None:
+    expected = [0.75 / (0.5 + 1e-6), *[-0.25 / (0.5 + 1e-6)] * 3]
+    assert MEAN([1, 0, 0, 0]) == pytest.approx(expected, abs=1e-12)
+    assert MEAN([1, 0, 0, 0]) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+
+
+def test_without_normalisation_the_advantage_is_the_distance_to_the_baseline() -> None:
+    assert PLAIN_LEAVE_ONE_OUT([1, 0, 0, 0]) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert PLAIN_MEAN([1, 0, 0, 0]) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+
+
+@every_estimator
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 0.95, -0.3])
+@pytest.mark.parametrize("size", [2, 3, 7, 8])
+def test_equal_rewards_teach_nothing(estimator: GroupAdvantages, reward: float, size: int) -> None:
+    assert estimator([reward] * size) == [0.0] * size
+
+
+def test_the_only_different_reward_is_left_unnormalised_not_blown_up() -> None:
+    """The others are all equal, so their deviation is 0; rounding must not turn it into a tiny divisor."""
+    advantages = LEAVE_ONE_OUT([0.0, *[0.95] * 7])
+    assert advantages[0] == pytest.approx(-0.95)
+    assert all(0 < a < 1 for a in advantages[1:])
+
+
+@pytest.mark.parametrize("others", [0.1, 0.2, 0.3, 0.7, 0.95, 1 / 3, 1e-3, 12.34])
+@pytest.mark.parametrize("size", [3, 4, 6, 7, 8, 16])
+def test_no_singleton_explodes_whatever_its_peers_share(others: float, size: int) -> None:
+    assert LEAVE_ONE_OUT([0.0, *[others] * (size - 1)])[0] == pytest.approx(-others)
+
+
+def test_peers_that_differ_by_rounding_alone_count_as_equal() -> None:
+    """0.1 + 0.2 is not 0.3 in floating point: a reward with parts reaches the same total by different roundings."""
+    advantages = LEAVE_ONE_OUT([0.0, 0.3, 0.1 + 0.2, 0.3])
+    assert advantages[0] == pytest.approx(-0.3)
+    assert all(abs(a) < 2 for a in advantages)
+
+
+def test_two_samples_are_never_normalised_with_leave_one_out() -> None:
+    assert LEAVE_ONE_OUT([1.0, 0.25]) == pytest.approx([0.75, -0.75])
+
+
+@every_estimator
+@pytest.mark.parametrize("rewards", [[], [None], [None, None], [1.0], [None, 1.0], [None, 0.95, None]])
+def test_groups_with_fewer_than_two_scores_teach_nothing(
+    estimator: GroupAdvantages, rewards: list[float | None]
+) -> None:
+    assert estimator(rewards) == [0.0] * len(rewards)
+
+
+@every_estimator
+def test_unscored_rollouts_are_in_nobodys_baseline(estimator: GroupAdvantages) -> None:
+    with_gaps = estimator([None, 1.0, 0.0, None, 0.5, 0.0, None])
+    scored = estimator([1.0, 0.0, 0.5, 0.0])
+    assert [with_gaps[i] for i in (1, 2, 4, 5)] == scored
+    assert [with_gaps[i] for i in (0, 3, 6)] == [0.0, 0.0, 0.0]
+
+
+def test_an_unscored_rollout_is_not_a_reward_of_zero() -> None:
+    assert PLAIN_MEAN([None, 1.0, 0.5]) != PLAIN_MEAN([0.0, 1.0, 0.5])
+    assert PLAIN_MEAN([None, 1.0, 0.5]) == pytest.approx([0.0, 0.25, -0.25])
+
+
+def test_clipping_bounds_what_normalisation_gives() -> None:
+    clipped = GroupAdvantages(normalize_rewards=True, use_leave_one_out_baseline=False, clip_low=-0.2, clip_high=1.0)
+    assert clipped([1, 0, 0, 0]) == pytest.approx([1.0, -0.2, -0.2, -0.2])
+
+
+def test_each_clip_works_alone() -> None:
+    low = GroupAdvantages(use_leave_one_out_baseline=False, clip_low=-0.2)
+    high = GroupAdvantages(use_leave_one_out_baseline=False, clip_high=1.0)
+    assert low([1, 0, 0, 0]) == pytest.approx([1.5, -0.2, -0.2, -0.2], abs=1e-5)
+    assert high([1, 0, 0, 0]) == pytest.approx([1.0, -0.5, -0.5, -0.5], abs=1e-5)
+
+
+@given(
+    rewards=st.lists(st.none() | st.sampled_from([0.0, 0.1, 0.3, 0.95, 1.0, -2.0]), max_size=9),
+    normalise=st.booleans(),
+    leave_one_out=st.booleans(),
+)
+def test_equals_the_definition_in_exact_arithmetic(
+    rewards: list[float | None], normalise: bool, leave_one_out: bool
+) -> None:
+    estimator = GroupAdvantages(normalize_rewards=normalise, use_leave_one_out_baseline=leave_one_out)
+    assert estimator(rewards) == pytest.approx(reference(rewards, normalise, leave_one_out), rel=1e-9, abs=1e-9)
+
+
+@given(rewards=rewards_of_a_group, shift=st.sampled_from([-7.0, 0.5, 1.0, 128.0]))
+def test_adding_a_constant_to_every_reward_changes_nothing(rewards: list[float], shift: float) -> None:
+    for estimator in ALL.values():
+        shifted = estimator([reward + shift for reward in rewards])
+        assert shifted == pytest.approx(estimator(rewards), rel=1e-6, abs=1e-6)
+
+
+@given(rewards=rewards_of_a_group)
+def test_centred_advantages_sum_to_zero(rewards: list[float]) -> None:
+    assert sum(PLAIN_MEAN(rewards)) == pytest.approx(0, abs=1e-12)
+    assert sum(MEAN(rewards)) == pytest.approx(0, abs=1e-9)
+    assert sum(PLAIN_LEAVE_ONE_OUT(rewards)) == pytest.approx(0, abs=1e-12)
+
+
+@given(rewards=rewards_of_a_group)
+def test_leave_one_out_is_the_centred_reward_scaled_by_the_group_size(rewards: list[float]) -> None:
+    factor = len(rewards) / (len(rewards) - 1)
+    assert PLAIN_LEAVE_ONE_OUT(rewards) == pytest.approx([factor * a for a in PLAIN_MEAN(rewards)], abs=1e-12)
+
+
+@given(rewards=rewards_of_a_group, chance=st.randoms(use_true_random=False))
+def test_an_advantage_does_not_depend_on_the_order_of_the_group(rewards: list[float], chance: Random) -> None:
+    order = list(range(len(rewards)))
+    chance.shuffle(order)
+    for estimator in ALL.values():
+        moved = estimator([rewards[i] for i in order])
+        original = estimator(rewards)
+        assert moved == pytest.approx([original[i] for i in order], rel=1e-9, abs=1e-12)
+
+
+@given(rewards=rewards_of_a_group)
+def test_a_better_reward_never_gets_a_worse_advantage_in_its_group(rewards: list[float]) -> None:
+    for estimator in (MEAN, PLAIN_MEAN, PLAIN_LEAVE_ONE_OUT):
+        ranked = [a for _, a in sorted(zip(rewards, estimator(rewards), strict=True))]
+        assert all(b >= a - 1e-12 for a, b in pairwise(ranked))

@@ -1,0 +1,168 @@
+"""From rollouts, pairs and examples to the batches a policy trains on, and the order of calls of a step. No model."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from posttrain.algorithms.advantages import GroupAdvantages
+from posttrain.algorithms.grpo import Grpo, GrpoSettings
+from posttrain.algorithms.supervised_batches import example_batch, pair_batch
+from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.roles import Objective
+from posttrain.types import Completion, Example, Group, Pair, Rollout, Score, Task, TokenBatch, UpdateReport
+
+
+class FakePolicy:
+    """Writes down what it is asked to do. Its log-probabilities count the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.batches: list[TokenBatch] = []
+
+    def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
+        self.calls.append("update")
+        self.batches.append(batch)
+        number = float(len(self.batches))
+        return UpdateReport({"loss": number, "probs_ratio_min": number, "probs_ratio_max": number})
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        self.calls.append("logprobs")
+        return torch.full((sum(batch.response_lengths),), -1.0)
+
+    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        self.calls.append("reference_logprobs")
+        return torch.full((sum(batch.response_lengths),), -2.0)
+
+    def end_step(self) -> None:
+        self.calls.append("end_step")
+
+
+class FakeRollouts:
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = list(groups)
+
+    def sample(self, num_groups: int, step: int) -> tuple[list[Task], list[list[Completion]]]:
+        assert num_groups == len(self.groups)
+        tasks = [group.task for group in self.groups]
+        return tasks, [[rollout.completion for rollout in group.rollouts] for group in self.groups]
+
+    def score(self, tasks: Sequence[Task], completions: Sequence[Sequence[Completion]]) -> list[Group]:
+        return self.groups
+
+
+def make_group(
+    draw: int, rewards: list[float | None], prompt: tuple[int, ...] = (1, 2), cut: int | None = None
+) -> Group:
+    """Sample i answers with i + 1 tokens; sample `cut` was cut off."""
+    rollouts = []
+    for i, reward in enumerate(rewards):
+        tokens = tuple(100 * draw + 10 * i + t for t in range(i + 1))
+        reason = "length" if i == cut else "stop"
+        completion = Completion(tokens, tuple(-0.1 * (t + 1) for t in range(i + 1)), "", reason)
+        rollouts.append(Rollout(completion, Score(reward)))
+    return Group(Task(draw, f"set:{draw}", "same text", prompt), tuple(rollouts))
+
+
+def run(
+    groups: list[Group], *, updates: int = 1, kl: float = 0.0, overlong_filtering: bool = False
+) -> tuple[FakePolicy, dict[str, float]]:
+    policy = FakePolicy()
+    settings = GrpoSettings(
+        num_prompts_per_step=len(groups),
+        num_generations_per_prompt=len(groups[0].rollouts),
+        num_updates_per_step=updates,
+        overlong_filtering=overlong_filtering,
+    )
+    objective = ClippedPolicyGradient(reference_policy_kl_penalty=kl)
+    grpo = Grpo(settings, objective, GroupAdvantages(normalize_rewards=False), policy, FakeRollouts(groups))
+    return policy, dict(grpo.step(1).metrics)
+
+
+def test_one_update_needs_no_second_forward_pass() -> None:
+    policy, _ = run([make_group(0, [1.0, 0.0])])
+    assert policy.calls == ["update", "end_step"]
+    assert "prev_logprobs" not in policy.batches[0].columns
+
+
+def test_several_updates_score_the_old_policy_before_the_first_and_the_schedule_moves_once() -> None:
+    policy, _ = run([make_group(0, [1.0, 0.0]), make_group(1, [1.0, 0.0])], updates=2)
+    assert policy.calls == ["logprobs", "logprobs", "update", "update", "end_step"]
+    assert all((batch.columns["prev_logprobs"] == -1).all() for batch in policy.batches)
+
+
+def test_the_reference_is_scored_only_when_kl_has_a_price() -> None:
+    policy, _ = run([make_group(0, [1.0, 0.0])], kl=0.1)
+    assert policy.calls == ["reference_logprobs", "update", "end_step"]
+    assert (policy.batches[0].columns["reference_logprobs"] == -2).all()
+
+
+def test_columns_line_up_with_the_tokens_of_their_rollout() -> None:
+    policy, _ = run([make_group(0, [1.0, 0.0, 0.0]), make_group(1, [0.0, 1.0, 0.5])])
+    batch = policy.batches[0]
+    advantages = [[1.0, -0.5, -0.5], [-0.75, 0.75, 0.0]]
+    assert batch.columns["advantages"].tolist() == pytest.approx(
+        [advantages[g][i] for g in range(2) for i in range(3) for _ in range(i + 1)]
+    )
+    assert batch.columns["generation_logprobs"].tolist() == pytest.approx(
+        [-0.1 * (t + 1) for _ in range(2) for i in range(3) for t in range(i + 1)]
+    )
+    assert [response.tolist() for response in batch.responses[3:]] == [[100], [110, 111], [120, 121, 122]]
+    assert (batch.num_tokens, batch.num_sequences) == (12.0, 6.0)
+
+
+def test_groups_with_the_same_prompt_stay_two_groups() -> None:
+    """Credit goes by draw, never by equal text: merged, the rewards 1 and 0 would be compared with each other."""
+    policy, _ = run([make_group(0, [1.0, 1.0]), make_group(1, [0.0, 0.0])])
+    batch = policy.batches[0]
+    assert (batch.columns["advantages"] == 0).all()
+    assert batch.prompt_of == (0, 0, 1, 1)
+
+
+def test_an_unscored_rollout_is_neither_credited_nor_trained_on() -> None:
+    policy, metrics = run([make_group(0, [1.0, None, 0.0])])
+    batch = policy.batches[0]
+    assert [response.tolist() for response in batch.responses] == [[0], [20, 21, 22]]
+    assert batch.columns["advantages"].tolist() == [1.0, -1.0, -1.0, -1.0]
+    assert (batch.num_tokens, batch.num_sequences) == (4.0, 2.0)
+    assert metrics["unscored"] == 1.0
+    assert metrics["reward"] == 0.5
+
+
+def test_a_step_without_any_score_makes_no_update_and_says_so() -> None:
+    policy, metrics = run([make_group(0, [None, None])])
+    assert "update" not in policy.calls
+    assert "end_step" in policy.calls
+    assert metrics["unscored"] == 2.0
+
+
+def test_overlong_filtering_masks_the_loss_but_keeps_the_reward_in_the_baseline() -> None:
+    policy, _ = run([make_group(0, [1.0, 0.0, 1.0], cut=2)], overlong_filtering=True)
+    batch = policy.batches[0]
+    assert batch.columns["mask"].tolist() == [1, 1, 1, 0, 0, 0]
+    assert batch.columns["advantages"].tolist() == pytest.approx([0.5, -1, -1, 0.5, 0.5, 0.5])
+    assert (batch.num_tokens, batch.num_sequences) == (3.0, 2.0)
+
+
+def test_updates_split_the_rollouts_in_their_order() -> None:
+    policy, metrics = run([make_group(0, [1.0, 0.0]), make_group(1, [1.0, 0.0])], updates=4)
+    assert [[r.tolist() for r in batch.responses] for batch in policy.batches] == [
+        [[0]], [[10, 11]], [[100]], [[110, 111]]
+    ]  # fmt: skip
+    assert [batch.num_tokens for batch in policy.batches] == [1, 2, 1, 2]
+    assert metrics["loss"] == 2.5
+    assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == (1.0, 4.0)
+
+
+def test_pairs_come_chosen_first_and_share_their_prompt() -> None:
+    batch = pair_batch([Pair(0, "a", (1, 2), (3,), (4, 5)), Pair(1, "b", (6,), (7, 8), (9,))])
+    assert [response.tolist() for response in batch.responses] == [[3], [4, 5], [7, 8], [9]]
+    assert batch.prompt_of == (0, 0, 1, 1)
+    assert (batch.num_tokens, batch.num_sequences) == (6.0, 4.0)
+
+
+def test_examples_train_on_the_tokens_they_mark() -> None:
+    batch = example_batch([Example(0, "a", (1,), (2, 3, 4), (False, True, True)), Example(1, "b", (1,), (5, 6))])
+    assert batch.columns["mask"].tolist() == [0, 1, 1, 1, 1]
+    assert (batch.num_tokens, batch.num_sequences) == (4.0, 2.0)

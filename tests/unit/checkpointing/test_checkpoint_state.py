@@ -1,0 +1,106 @@
+"""The driver's state survives a checkpoint: data position and random generators."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.checkpointing import CheckpointError
+from posttrain.checkpointing.state import (
+    TrainingState,
+    capture_rng,
+    load_training_state,
+    restore_rng,
+    save_training_state,
+)
+
+
+def draw() -> list[float]:
+    """From every generator; normal draws leave a cached second value in those of Python and numpy."""
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.randn(3).tolist()]
+
+
+def test_generators_go_on_where_they_were_after_a_save_and_a_load(tmp_path: Path) -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    draw()
+    save_training_state(tmp_path, step=5, stream_state={}, rng=capture_rng(), extra={})
+    expected = [draw(), draw()]
+    random.seed(9)
+    np.random.seed(9)
+    torch.manual_seed(9)
+    assert draw() != expected[0]
+    restore_rng(load_training_state(tmp_path).rng)
+    assert [draw(), draw()] == expected
+
+
+def test_capturing_does_not_move_the_generators() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    expected = draw()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    capture_rng()
+    assert draw() == expected
+
+
+def test_a_state_of_cuda_devices_that_are_not_here_is_left_out() -> None:
+    state = capture_rng()
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA devices")
+    restore_rng({**state, "cuda": [torch.zeros(16, dtype=torch.uint8)]})
+
+
+def test_plain_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    stream = {"epoch": 2, "position": 17, "seed": 42, "order": [3, 1, 2], "nested": {"name": "gsm8k", "done": None}}
+    extra = {"history": (1.5, True), "tensor": torch.arange(3), "raw": b"\x00\xff", 7: "int key"}
+    save_training_state(tmp_path, step=5, stream_state=stream, rng={}, extra=extra)
+    state = load_training_state(tmp_path)
+    assert isinstance(state, TrainingState)
+    assert (state.step, state.stream_state) == (5, stream)
+    assert torch.equal(state.extra.pop("tensor"), torch.arange(3))
+    assert state.extra == {"history": (1.5, True), "raw": b"\x00\xff", 7: "int key"}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(np.float64(1), "float64"), (np.zeros(2), "ndarray"), (Path("x"), "PosixPath"), (defaultdict(int), "defaultdict")],
+)
+def test_what_could_not_be_loaded_again_is_refused_while_saving(tmp_path: Path, value: object, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"training state\.stream_state\.reader\[1\] is a {kind}"):
+        save_training_state(tmp_path, step=1, stream_state={"reader": [0, value]}, rng={}, extra={})
+    assert not (tmp_path / "train_dataloader.pt").exists()
+
+
+def test_a_missing_torn_or_foreign_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"train_dataloader\.pt is missing"):
+        load_training_state(tmp_path)
+    path = tmp_path / "train_dataloader.pt"
+    save_training_state(tmp_path, step=1, stream_state={}, rng=capture_rng(), extra={})
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match=r"train_dataloader\.pt cannot be read"):
+        load_training_state(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"train_dataloader\.pt cannot be read"):
+        load_training_state(tmp_path)
+    torch.save({"position": 3}, path)
+    with pytest.raises(CheckpointError, match="format None"):
+        load_training_state(tmp_path)
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, ...]:
+            return print, ("code ran",)
+
+    torch.save({"format": 1, "trap": Trap()}, tmp_path / "train_dataloader.pt")
+    with pytest.raises(CheckpointError, match=r"train_dataloader\.pt cannot be read"):
+        load_training_state(tmp_path)

@@ -1,0 +1,512 @@
+"""Writing, finding and removing checkpoints; damage of every kind; readers beside a writer."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posttrain.checkpointing import CheckpointError, CheckpointStore, durable
+from posttrain.checkpointing import store as store_module
+
+
+class Said(list[str]):
+    """Collects what the store says."""
+
+    def __call__(self, line: str) -> None:
+        self.append(line)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self)
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+def make_store(
+    folder: Path, said: Said, *, keep_top_k: int | None = None, metric_name: str | None = None
+) -> CheckpointStore:
+    return CheckpointStore(
+        folder, keep_top_k=keep_top_k, metric_name=metric_name, higher_is_better=True, save_period=10, say=said
+    )
+
+
+def save(store: CheckpointStore, step: int, weights: bytes = b"weights", **info: object) -> Path:
+    with store.writing(step) as tmp:
+        (tmp / "policy" / "weights").mkdir(parents=True)
+        (tmp / "policy" / "weights" / "model.safetensors").write_bytes(weights)
+        (tmp / "config.yaml").write_text("grpo: {}\n")
+        store.save_info(tmp, {"total_steps": step, **info})
+    return store.folder / f"step_{step}"
+
+
+def save_and_fail(store: CheckpointStore, step: int, error: BaseException) -> None:
+    with store.writing(step) as tmp:
+        (tmp / "half").write_text("…")
+        raise error
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+# --- the ordinary life ---
+
+
+def test_a_folder_that_does_not_exist_has_no_checkpoint_and_is_not_created(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path / "results" / "run", said)
+    assert store.latest() is None
+    assert store.steps() == []
+    store.retain()
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_written_checkpoint_is_complete_listed_and_announced(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path / "results" / "run", said)
+    with store.writing(10) as tmp:
+        assert tmp == store.folder / "tmp_step_10"
+        (tmp / "file").write_text("content")
+        assert store.latest() is None, "not there before it is complete"
+    save(store, 20)
+
+    assert store.steps() == [10, 20]
+    assert store.latest() == store.folder / "step_20"
+    assert names(store.folder) == ["step_10", "step_20"]
+    status = json.loads((store.folder / "latest_checkpoint_status.json").read_text())
+    assert status["last_checkpoint_step"] == 20
+    assert status["last_successful_ckpt_save_completion"] > 0
+
+
+def test_checksums_are_what_sha256sum_prints(tmp_path: Path, said: Said) -> None:
+    import hashlib
+
+    checkpoint = save(make_store(tmp_path, said), 10, weights=b"abc")
+    files = json.loads((checkpoint / "checksums.json").read_text())["files"]
+    assert set(files) == {"policy/weights/model.safetensors", "config.yaml", "training_info.json"}
+    assert files["policy/weights/model.safetensors"] == {"size": 3, "sha256": [hashlib.sha256(b"abc").hexdigest()]}
+
+
+def test_an_exception_while_writing_leaves_the_earlier_checkpoints_and_nothing_else(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said)
+    save(store, 10)
+    with pytest.raises(KeyboardInterrupt):
+        save_and_fail(store, 20, KeyboardInterrupt())
+    assert names(tmp_path) == ["step_10"]
+    assert store.latest() == tmp_path / "step_10"
+
+
+def test_a_full_disk_inside_writing_is_reported_as_it_is_with_a_note(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said)
+    save(store, 10)
+    with pytest.raises(OSError, match="No space left") as caught:
+        save_and_fail(store, 10, OSError(errno.ENOSPC, "No space left on device"))
+    assert "step_10" in caught.value.__notes__[0]
+    assert names(tmp_path) == ["step_10"]
+    assert store.latest() == tmp_path / "step_10"
+
+
+def test_a_disk_that_is_full_when_files_are_synced_fails_the_save(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path, said)
+    save(store, 10)
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable.os, "fsync", no_space)
+        with pytest.raises(OSError, match="No space left"):
+            save(store, 20)
+    assert names(tmp_path) == ["step_10"]
+    assert store.latest() == tmp_path / "step_10"
+
+
+def test_filesystems_that_cannot_sync_folders_are_accepted(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(durable.os, "fsync", refuse)
+    store = make_store(tmp_path, said)
+    save(store, 10)
+    assert store.latest() == tmp_path / "step_10"
+
+
+def test_a_failed_rename_puts_the_replaced_checkpoint_back(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path, said)
+    save(store, 10, b"first")
+    rename = store_module.os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if Path(source).name == "tmp_step_10":
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module.os, "rename", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            save(store, 10, b"second")
+    assert names(tmp_path) == ["step_10"]
+    assert (tmp_path / "step_10/policy/weights/model.safetensors").read_bytes() == b"first"
+    assert store.latest() == tmp_path / "step_10"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said)
+    save(store, 10, b"first")
+    save(store, 10, b"second")
+    assert names(tmp_path) == ["step_10"]
+    assert (tmp_path / "step_10/policy/weights/model.safetensors").read_bytes() == b"second"
+    assert store.latest() == tmp_path / "step_10"
+
+
+def test_trouble_after_the_checkpoint_is_complete_is_said_and_does_not_fail_the_run(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable, "write_text", fail)
+    store = make_store(tmp_path, said)
+    save(store, 10)
+    assert store.latest() == tmp_path / "step_10"
+    assert "step_10 is complete, but" in said.text
+    assert "No space left" in said.text
+
+
+def test_training_info_holds_numbers_of_all_kinds_as_json(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said)
+    info = {
+        "current_step": 3,
+        "val_reward": math.nan,
+        "consumed_samples": np.int64(96),
+        "val:accuracy": np.float32(0.5),
+        "sampler_name": None,
+        "lengths": [1, math.inf],
+    }
+    save(store, 10, **info)
+    read = store.read_info(tmp_path / "step_10")
+    assert read == {
+        "total_steps": 10,
+        "current_step": 3,
+        "val_reward": None,
+        "consumed_samples": 96,
+        "val:accuracy": 0.5,
+        "sampler_name": None,
+        "lengths": [1, None],
+    }
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_training_info_that_cannot_be_read_names_the_file(tmp_path: Path, said: Said, content: str) -> None:
+    (tmp_path / "training_info.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"training_info\.json"):
+        make_store(tmp_path, said).read_info(tmp_path)
+
+
+def test_settings_that_cannot_be_are_refused_with_their_field(tmp_path: Path, said: Said) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpointing\.keep_top_k is -1"):
+        make_store(tmp_path, said, keep_top_k=-1)
+    with pytest.raises(CheckpointError, match=r"checkpointing\.save_period is 0"):
+        CheckpointStore(tmp_path, keep_top_k=1, metric_name=None, higher_is_better=True, save_period=0, say=said)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"checkpointing\.checkpoint_dir is .*file"):
+        make_store(tmp_path / "file", said)
+
+
+# --- damage ---
+
+
+def flip_a_bit(checkpoint: Path) -> str:
+    path = checkpoint / "policy/weights/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return "model.safetensors is not what was saved"
+
+
+def truncate(checkpoint: Path) -> str:
+    path = checkpoint / "policy/weights/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    return "model.safetensors has 6 bytes instead of 7"
+
+
+def lose_a_file(checkpoint: Path) -> str:
+    (checkpoint / "config.yaml").unlink()
+    return "config.yaml is missing"
+
+
+def lose_the_checksums(checkpoint: Path) -> str:
+    (checkpoint / "checksums.json").unlink()
+    return "checksums.json is missing"
+
+
+def tear_the_checksums(checkpoint: Path) -> str:
+    path = checkpoint / "checksums.json"
+    path.write_text(path.read_text()[:40])
+    return "checksums.json cannot be read"
+
+
+def empty_the_checksums(checkpoint: Path) -> str:
+    (checkpoint / "checksums.json").write_text("{}")
+    return "checksums.json cannot be read"
+
+
+def make_the_checksums_a_list(checkpoint: Path) -> str:
+    (checkpoint / "checksums.json").write_text("[]")
+    return "checksums.json cannot be read"
+
+
+def forget_a_digest(checkpoint: Path) -> str:
+    path = checkpoint / "checksums.json"
+    content = json.loads(path.read_text())
+    content["files"]["config.yaml"]["sha256"] = []
+    path.write_text(json.dumps(content))
+    return "config.yaml is not what was saved"
+
+
+def put_a_folder_in_a_files_place(checkpoint: Path) -> str:
+    (checkpoint / "config.yaml").unlink()
+    (checkpoint / "config.yaml").mkdir()
+    return "config.yaml has"
+
+
+DAMAGES = [
+    flip_a_bit,
+    truncate,
+    lose_a_file,
+    lose_the_checksums,
+    tear_the_checksums,
+    empty_the_checksums,
+    make_the_checksums_a_list,
+    forget_a_digest,
+    put_a_folder_in_a_files_place,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_reported_skipped_and_left_in_place(tmp_path: Path, said: Said, damage) -> None:  # type: ignore[no-untyped-def]
+    store = make_store(tmp_path, said)
+    save(store, 10)
+    save(store, 20)
+    problem = damage(tmp_path / "step_20")
+    assert store.latest() == tmp_path / "step_10"
+    assert f"Skipping damaged checkpoint {tmp_path / 'step_20'}" in said.text
+    assert problem in said.text
+    assert (tmp_path / "step_20").is_dir()
+
+
+def test_when_every_checkpoint_is_damaged_there_is_none(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said)
+    flip_a_bit(save(store, 10))
+    truncate(save(store, 20))
+    assert store.latest() is None
+    assert len(said) == 2
+
+
+def test_an_unfinished_save_is_reported_and_skipped_by_a_reader_and_removed_by_the_next_save(
+    tmp_path: Path, said: Said
+) -> None:
+    store = make_store(tmp_path, said)
+    save(store, 10)
+    for step in (7, 20):
+        (tmp_path / f"tmp_step_{step}").mkdir()
+        (tmp_path / f"tmp_step_{step}" / "half").write_text("…")
+    assert store.latest() == tmp_path / "step_10"
+    assert f"Skipping {tmp_path / 'tmp_step_20'}: the save did not finish" in said
+    assert names(tmp_path) == ["step_10", "tmp_step_20", "tmp_step_7"]
+    checkpoint = save(store, 20)
+    assert names(tmp_path) == ["step_10", "step_20"]
+    assert not (checkpoint / "half").exists()
+
+
+def test_files_that_people_add_to_a_checkpoint_do_not_damage_it(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said)
+    (save(store, 10) / "NOTES.md").write_text("the good one")
+    assert store.latest() == tmp_path / "step_10"
+
+
+def test_folders_with_similar_names_are_nobodys_checkpoint(tmp_path: Path, said: Said) -> None:
+    for name in ("step_", "step_x", "step_010", "my_step_10", "tmp_step_x", "best", "step_10_copy"):
+        (tmp_path / name).mkdir()
+    store = make_store(tmp_path, said, keep_top_k=1)
+    assert store.steps() == []
+    save(store, 20)
+    assert store.steps() == [20]
+    assert len(names(tmp_path)) == 8
+
+
+def test_a_large_checkpoint_says_that_it_is_being_verified(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_WORTH_A_LINE_BYTES", 100)
+    store = make_store(tmp_path, said)
+    save(store, 10, b"x" * 101)
+    store.latest()
+    assert "Verifying checkpoint" in said.text
+
+
+# --- what a killed writer leaves ---
+
+
+def test_a_swap_that_was_cut_in_two_is_readable_and_undone_by_the_next_save(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said)
+    save(store, 10, b"first")
+    (tmp_path / "step_10").rename(tmp_path / "old_step_10")
+    assert store.steps() == [10]
+    assert store.latest() == tmp_path / "old_step_10"
+    save(store, 20)
+    assert names(tmp_path) == ["step_10", "step_20"]
+    assert (tmp_path / "step_10/policy/weights/model.safetensors").read_bytes() == b"first"
+    assert "Restored checkpoint" in said.text
+
+
+def test_a_removal_that_was_cut_short_is_finished_by_the_next_save(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said)
+    save(store, 10)
+    save(store, 20)
+    (tmp_path / "step_10").rename(tmp_path / "removing_step_10")
+    shutil.copytree(tmp_path / "step_20", tmp_path / "old_step_20")
+    assert store.steps() == [20]
+    save(store, 30)
+    assert names(tmp_path) == ["step_20", "step_30"]
+
+
+# --- retention on the disk ---
+
+
+def test_the_best_are_kept_and_the_latest_too(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said, keep_top_k=2, metric_name="val:accuracy")
+    for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7), (40, 0.1)):
+        save(store, step, **{"val:accuracy": accuracy})
+    assert store.steps() == [20, 30, 40]
+    assert said == [f"Removing checkpoint {tmp_path / 'step_10'} due to being outside top-2"]
+    save(store, 50, **{"val:accuracy": 0.8})
+    assert store.steps() == [20, 50]
+
+
+def test_null_keeps_all(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said, keep_top_k=None)
+    for step in (10, 15, 20, 30):
+        save(store, step)
+    assert store.steps() == [10, 15, 20, 30]
+
+
+def test_a_checkpoint_between_two_periods_is_kept_while_it_is_the_latest(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said, keep_top_k=2)
+    save(store, 10)
+    save(store, 13)
+    assert store.steps() == [10, 13]
+    save(store, 20)
+    assert store.steps() == [10, 20]
+
+
+def test_damaged_checkpoints_do_not_push_good_ones_out(tmp_path: Path, said: Said) -> None:
+    """A run that resumes before two damaged checkpoints must keep what it saves, though theirs are the higher steps."""
+    store = make_store(tmp_path, said, keep_top_k=1)
+    save(store, 10)
+    everything = make_store(tmp_path, said, keep_top_k=None)
+    flip_a_bit(save(everything, 30))
+    truncate(save(everything, 40))
+    resumed = make_store(tmp_path, said, keep_top_k=1)
+    assert resumed.latest() == tmp_path / "step_10"
+    save(resumed, 20)
+    assert resumed.steps() == [20, 30, 40]
+    assert resumed.latest() == tmp_path / "step_20"
+    save(resumed, 30)
+    assert resumed.latest() == tmp_path / "step_30"
+    assert resumed.steps() == [30, 40]
+
+
+def test_what_was_just_written_survives_retention_even_without_a_look_at_the_others(tmp_path: Path, said: Said) -> None:
+    flip_a_bit(save(make_store(tmp_path, said), 30))
+    store = make_store(tmp_path, said, keep_top_k=1)
+    save(store, 20)
+    assert store.steps() == [20, 30]
+
+
+def test_an_unreadable_metric_counts_as_missing(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said, keep_top_k=1, metric_name="val:accuracy")
+    save(store, 10, **{"val:accuracy": "high"})
+    save(store, 20, **{"val:accuracy": True})
+    save(store, 30, **{"val:accuracy": 0.1})
+    save(store, 40)
+    assert store.steps() == [30, 40]
+
+
+# --- a reader beside the writer ---
+
+
+def test_a_reader_finds_a_complete_checkpoint_at_every_moment_of_repeated_swaps(tmp_path: Path, said: Said) -> None:
+    store = make_store(tmp_path, said)
+    save(store, 10, b"version 0")
+    stop = threading.Event()
+    failures: list[str] = []
+    looks = 0
+
+    def read() -> None:
+        nonlocal looks
+        heard = Said()
+        reader = make_store(tmp_path, heard)
+        while not stop.is_set():
+            found = reader.latest()
+            looks += 1
+            if found is None:
+                failures.append(f"nothing found; said {heard.text}")
+            if "damaged" in heard.text:
+                failures.append(heard.text)
+            heard.clear()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for version in range(1, 40):
+            save(store, 10, f"version {version}".encode())
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures
+    assert looks > 0
+    assert store.latest() == tmp_path / "step_10"
+
+
+def test_a_checkpoint_renamed_while_the_folder_is_listed_is_not_missed(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path, said)
+    listings = iter([["step_10"], ["step_10", "old_step_20"]])
+    monkeypatch.setattr(store_module.os, "listdir", lambda folder: next(listings))
+    assert store.steps() == [10, 20]
+
+
+def test_a_swap_that_ends_between_two_looks_hides_nothing(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path, said)
+    save(store, 10)
+    looks: list[str] = []
+    stat = Path.stat
+
+    def in_the_middle_of_a_swap(path: Path, **options: bool) -> object:
+        if path.parent == tmp_path:
+            looks.append(path.name)
+            if len(looks) == 1:  # the old one has just lost its name, the new one gets it right after this look
+                raise FileNotFoundError
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", in_the_middle_of_a_swap)
+    assert store.latest() == tmp_path / "step_10"
+    assert looks[:3] == ["step_10", "old_step_10", "step_10"]

@@ -1,0 +1,106 @@
+"""Signals as requests to save and stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+from posttrain.checkpointing import Interruption
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
+def test_the_first_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with Interruption() as interruption:
+        assert interruption.active
+        assert not interruption.requested
+        assert interruption.exit_code == 0
+        send(number)
+        assert interruption.requested
+        assert interruption.signal is number
+    assert interruption.exit_code == code
+    assert interruption.requested, "the loop may look after it has left the block"
+    assert f"{number.name} received: saving at the next safe point" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    with Interruption() as interruption:
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert interruption.exit_code == 130
+
+
+def test_further_sigterms_change_nothing_and_the_first_signal_decides_the_exit_code() -> None:
+    with Interruption() as interruption:
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        send(signal.SIGINT)  # the first of its kind is a request, too
+        assert interruption.signal is signal.SIGTERM
+        assert interruption.exit_code == 85
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_the_handlers_that_were_there_come_back_even_after_an_exception() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    interruption = Interruption()
+
+    def fail_inside() -> None:
+        with interruption:
+            assert signal.getsignal(signal.SIGTERM) != before[0]
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_inside()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert not interruption.active
+
+
+def test_outside_the_main_thread_it_is_inactive() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[bool] = []
+
+    def run() -> None:
+        with Interruption() as interruption:
+            seen.append(interruption.active)
+            seen.append(signal.getsignal(signal.SIGTERM) is before)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_forked_child_dies_of_the_signal_instead_of_waiting_for_a_safe_point(number: signal.Signals) -> None:
+    with Interruption() as interruption:
+        child = os.fork()
+        if child == 0:
+            try:
+                send(number)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
+        assert not interruption.requested
+
+
+def test_a_request_may_arrive_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's buffered files refuse to be entered twice, and the interrupted code may be inside one."""
+
+    class Busy:
+        def write(self, text: str) -> int:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    monkeypatch.setattr(sys, "stderr", Busy())
+    monkeypatch.setattr(sys, "stdout", Busy())
+    with Interruption() as interruption:
+        send(signal.SIGTERM)
+        assert interruption.requested

@@ -1,0 +1,162 @@
+"""Rows come out of every supported file with their place, and what is wrong with a file is said with its name and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain.data.errors import DataError
+from posttrain.data.sources import Row, read_hub, read_local
+
+RECORDS = [{"input": "a b", "output": "1"}, {"input": "ü, \u2028 x", "output": "2"}]
+
+
+def lines(records: list[dict[str, str]]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def write_all_formats(folder: Path) -> list[Path]:
+    import pyarrow
+    from pyarrow import parquet
+
+    (folder / "a.jsonl").write_text(lines(RECORDS), encoding="utf-8")
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines(RECORDS).encode()))
+    (folder / "list.json").write_text(json.dumps(RECORDS), encoding="utf-8")
+    (folder / "lines.json").write_text(lines(RECORDS), encoding="utf-8")
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS), folder / "a.parquet")
+    (folder / "a.csv").write_text('input,output\na b,1\n"ü, \u2028 x",2\n', encoding="utf-8-sig")
+    return sorted(folder.iterdir())
+
+
+def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+    files = write_all_formats(tmp_path)
+    assert len(files) == 6
+    for file in files:
+        assert [row.values for row in read_local(str(file))] == RECORDS, file.name
+
+
+def test_blank_lines_are_skipped_and_lines_keep_their_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("\ufeff" + lines(RECORDS[:1]) + "\n\n" + lines(RECORDS[1:]), encoding="utf-8")
+    assert [row.number for row in read_local(str(file))] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a\.jsonl:2: broken JSON"),
+        ("a.jsonl", b"[1, 2]\n", r"a\.jsonl:1: expected an object with keys, found list"),
+        ("a.json", b'["x"]', r"a\.json:1: expected an object"),
+        ("a.json", b'[{"a": 1', r"a\.json: broken JSON"),
+        ("a.jsonl", b"", "the file is empty"),
+        ("a.jsonl", b"\n \n", "the file is empty"),
+        ("a.json", b"[]", "the file is empty"),
+        ("a.csv", b"a,b\n", "the file is empty"),
+        ("a.csv", b"a,b\n1,2,3\n", r"a\.csv:2: more cells"),
+        ("a.jsonl", b'{"a": "\xff"}\n', "not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], "broken gzip file"),
+        ("a.jsonl.gz", b'{"a": 1}\n', "broken gzip file"),
+        ("a.parquet", b"no parquet", "not a readable parquet file"),
+        ("a.txt", b"text", r"files of this kind are not read; expected one of \.jsonl"),
+    ],
+)
+def test_bad_file_is_named_with_what_is_wrong(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=complaint):
+        list(read_local(str(tmp_path / name)))
+
+
+def test_missing_file_is_named_with_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(lines(RECORDS))
+    with pytest.raises(DataError, match=r"not found: .*trian\.jsonl \(did you mean 'train\.jsonl'\?\)"):
+        list(read_local(str(tmp_path / "trian.jsonl")))
+
+
+def test_folder_gives_the_files_of_the_split(tmp_path: Path) -> None:
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "my_test", "training_notes"):
+        (tmp_path / f"{name}.jsonl").write_text(lines([{"name": name}]))
+    (tmp_path / "README.md").write_text("no data")
+
+    def names(split: str | None, default_split: str = "train") -> list[str]:
+        return [row.values["name"] for row in read_local(str(tmp_path), split, default_split=default_split)]
+
+    assert names(None) == names("train") == ["train-00000-of-00002", "train-00001-of-00002"]
+    assert names("test") == names(None, "test") == ["my_test"]
+    with pytest.raises(DataError, match=r"no file for the split 'validation' among my_test\.jsonl"):
+        names("validation")
+    with pytest.raises(DataError, match="a slice works for hub datasets only"):
+        names("train[:10]")
+
+
+def test_folder_without_splits_is_read_whole(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.jsonl").write_text(lines([{"name": name}]))
+    assert [row.values["name"] for row in read_local(str(tmp_path))] == ["a", "b"]
+    with pytest.raises(DataError, match="no file for the split 'test'"):
+        list(read_local(str(tmp_path), "test"))
+
+
+def test_subset_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "main").mkdir()
+    (tmp_path / "main" / "rows.jsonl").write_text(lines(RECORDS))
+    assert len(list(read_local(str(tmp_path), subset="main"))) == 2
+    with pytest.raises(DataError, match="no folder for the subset 'other'"):
+        list(read_local(str(tmp_path), subset="other"))
+    with pytest.raises(DataError, match="is a single file and has no subset"):
+        list(read_local(str(tmp_path / "main" / "rows.jsonl"), subset="main"))
+
+
+def test_folder_without_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no data file in this folder"):
+        list(read_local(str(tmp_path)))
+
+
+def test_patterns_and_urls_are_read(tmp_path: Path) -> None:
+    import fsspec
+
+    (tmp_path / "a1.jsonl").write_text(lines(RECORDS))
+    (tmp_path / "a2.jsonl").write_text(lines(RECORDS))
+    assert len(list(read_local(str(tmp_path / "a*.jsonl")))) == 4
+    with pytest.raises(DataError, match="no data file matches"):
+        list(read_local(str(tmp_path / "b*.jsonl")))
+    with fsspec.open("memory://bucket/rows.jsonl", "w") as remote:
+        remote.write(lines(RECORDS))
+    rows = list(read_local("memory://bucket/rows.jsonl"))
+    assert [row.values for row in rows] == RECORDS
+    assert rows[0].where == "memory://bucket/rows.jsonl, row 1"
+
+
+def test_saved_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS)}).save_to_disk(str(tmp_path / "saved"))
+    assert [row.values for row in read_local(str(tmp_path / "saved"))] == RECORDS
+    with pytest.raises(DataError, match="no split 'test'; it has train"):
+        list(read_local(str(tmp_path / "saved"), "test"))
+
+
+def test_unreachable_hub_dataset_says_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"nobody/nothing.*Point `data_path` at local files"):
+        list(read_hub("nobody/nothing", (None,), "train"))
+
+
+def test_missing_key_names_file_row_keys_and_setting() -> None:
+    row = Row({"question": "?", "answer": None}, "d.jsonl", 7)
+    with pytest.raises(
+        DataError, match=r"d\.jsonl, row 7: no key 'questions' .did you mean 'question'.*'question', 'answer'"
+    ):
+        row.field("questions")
+    with pytest.raises(DataError, match="name the right one with `input_key`"):
+        row.field("input", setting="input_key")
+    with pytest.raises(DataError, match=r"d\.jsonl, row 7: 'answer' is null"):
+        row.field("answer")
+
+
+def test_field_takes_the_first_name_present_and_reaches_into_records() -> None:
+    row = Row({"a": {"b": 3}, "a.c": 4}, "d.jsonl", 1)
+    assert row.field("x", "a.b") == 3
+    assert row.field("a.c") == 4
+    assert row.get("a.b.c") is None

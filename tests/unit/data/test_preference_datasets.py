@@ -1,0 +1,153 @@
+"""Pairs: every shape in use is recognised; ties and over-long pairs are left out and counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizers import CHATML, byte_tokenizer
+
+from posttrain.data.chat import ChatFormat
+from posttrain.data.conversations import NO_SHARED_PROMPT, TIE
+from posttrain.data.datasets import PairDataset, load_pair_dataset
+from posttrain.data.errors import DataError
+
+CHAT = ChatFormat(byte_tokenizer(CHATML))
+PREFERENCES = Path(__file__).parents[3].parent / "shared" / "data" / "preferences"
+
+ASKED = [{"role": "user", "content": "Hi?"}]
+GOOD, BAD = {"role": "assistant", "content": "Yes."}, {"role": "assistant", "content": "No."}
+
+
+def load(folder: Path, rows: list[dict[str, Any]], limit: int = 1000, **entry: Any) -> PairDataset:
+    file = folder / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return load_pair_dataset({"data_path": str(file), **entry}, None, CHAT, max_total_tokens=limit, seed=0)
+
+
+def texts(pairs: PairDataset, index: int = 0) -> tuple[str, str, str]:
+    pair = pairs[index]
+    prompt, chosen, rejected = (
+        CHAT.tokenizer.decode(ids) for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)
+    )
+    return prompt, chosen, rejected
+
+
+EXPECTED = (CHAT.prompt(ASKED)[0], "Yes.<|im_end|>", "No.<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("PreferenceDataset", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}),
+        ("BinaryPreferenceDataset", {"prompt": ASKED, "chosen": "Yes.", "rejected": "No."}),
+        ("PreferenceDataset", {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}),
+        ("NeMo-Aligner", {"prompt": "Hi?", "chosen_response": "Yes.", "rejected_response": "No."}),
+        (None, {"prompt": "Hi?", "chosen_response": "Yes.", "rejected_response": "No."}),
+        ("Tulu3Preference", {"prompt": "Hi?", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}),
+        ("UltraFeedback", {"prompt": "Hi?", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD], "score_chosen": 8.0}),
+        (None, {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}),
+        ("HelpSteer3", {"context": ASKED, "response1": "No.", "response2": "Yes.", "overall_preference": 2}),
+        ("HelpSteer3", {"context": ASKED, "response1": "Yes.", "response2": "No.", "overall_preference": -1}),
+        (
+            "PreferenceDataset",
+            {"context": ASKED, "completions": [{"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": [GOOD]}]},
+        ),
+    ],
+)
+def test_shapes_of_preference_rows_give_the_same_pair(tmp_path: Path, name: str | None, row: dict[str, Any]) -> None:
+    assert texts(load(tmp_path, [row], dataset_name=name)) == EXPECTED
+
+
+def test_own_keys_are_used(tmp_path: Path) -> None:
+    row = {"q": "Hi?", "good": "Yes.", "bad": "No."}
+    assert texts(load(tmp_path, [row], prompt_key="q", chosen_key="good", rejected_key="bad")) == EXPECTED
+
+
+def test_many_turn_prompt_is_kept_whole(tmp_path: Path) -> None:
+    turns = [*ASKED, GOOD, {"role": "user", "content": "Sure?"}]
+    prompt, _, _ = texts(load(tmp_path, [{"prompt": turns, "chosen": "a", "rejected": "b"}]))
+    assert prompt == CHAT.prompt(turns)[0]
+
+
+def test_both_answers_follow_the_tokens_of_the_prompt_alone(tmp_path: Path) -> None:
+    pair = load(tmp_path, [{"prompt": ASKED, "chosen": "Yes.", "rejected": "No."}])[0]
+    assert list(pair.prompt_ids) == CHAT.prompt(ASKED)[1]
+    assert pair.chosen_ids[-1] == pair.rejected_ids[-1] == CHAT.tokenizer.eos_token_id
+
+
+def test_ties_are_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "Hi?", "chosen": "Yes.", "rejected": "Yes."},
+        {"context": ASKED, "response1": "a", "response2": "b", "overall_preference": 0},
+        {"context": ASKED, "completions": [{"rank": 0, "completion": "a"}, {"rank": 0, "completion": "b"}]},
+        {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."},
+    ]
+    pairs = load(tmp_path, rows)
+    assert len(pairs) == 1
+    assert pairs.dropped == {TIE: 3}
+    assert pairs[0].id == "pairs:3"
+
+
+def test_answers_to_different_conversations_are_dropped_and_counted(tmp_path: Path) -> None:
+    other = [{"role": "user", "content": "Bye?"}]
+    rows = [
+        {"chosen": [*ASKED, GOOD], "rejected": [*other, BAD]},
+        {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+    ]
+    pairs = load(tmp_path, rows)
+    assert len(pairs) == 1
+    assert pairs.dropped == {NO_SHARED_PROMPT: 1}
+
+
+def test_pair_is_left_out_when_its_longer_answer_does_not_fit(tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi?", "chosen": "y" * 10, "rejected": "n" * length} for length in (10, 11, 5)]
+    frame = len(CHAT.prompt(ASKED)[1]) + 1  # the end of the turn
+    pairs = load(tmp_path, rows, limit=frame + 10)
+    assert len(pairs) == 2
+    assert pairs.dropped == {f"longer than {frame + 10} tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        (
+            {"prompt": "Hi?", "chosen": "a"},
+            "row 1: no key 'rejected'; the row has the keys 'prompt', 'chosen'; .*rejected_key",
+        ),
+        ({"chosen": "a", "rejected": "b"}, "row 1: no key 'prompt'"),
+        ({"prompt": "p", "completion": "c", "label": True}, "row 1: no key 'chosen'.*'completion', 'label'"),
+        ({"prompt": "p", "chosen": ["a"], "rejected": "b"}, "'chosen' must be text"),
+        ({"prompt": "p", "chosen": ASKED, "rejected": "b"}, "'chosen' must end with an assistant's turn"),
+        ({"prompt": [{"content": "p"}, {}], "chosen": "a", "rejected": "b"}, "message 1 of 'prompt' needs the texts"),
+        ({"context": "p", "completions": [{"rank": 0}]}, "'completions' needs two records"),
+    ],
+)
+def test_row_that_is_no_preference_is_located(tmp_path: Path, row: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        load(tmp_path, [row])
+
+
+@pytest.mark.parametrize(
+    ("file", "rows"),
+    [
+        ("hh_harmless_train.jsonl.gz", 1499),
+        ("hh_harmless_test.jsonl.gz", 500),
+        ("ultrafeedback_test.jsonl.gz", 199),
+        ("pandalm_human.jsonl.gz", 836),
+        ("llmbar.jsonl", 419),
+        ("dpo_en_demo.jsonl.gz", 300),
+    ],
+)
+def test_real_preference_files_load_whole(file: str, rows: int) -> None:
+    if not PREFERENCES.is_dir():
+        pytest.skip(f"the shared data is not here: {PREFERENCES}")
+    entry = {"dataset_name": "PreferenceDataset", "data_path": str(PREFERENCES / file)}
+    pairs = load_pair_dataset(entry, None, CHAT, max_total_tokens=100_000, seed=0)
+    assert len(pairs) == rows
+    assert pairs.dropped == {}
+    shorter = load_pair_dataset(entry, None, CHAT, max_total_tokens=2000, seed=0)
+    assert len(shorter) + sum(shorter.dropped.values()) == rows
+    assert all(len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids)) <= 2000 for p in shorter)

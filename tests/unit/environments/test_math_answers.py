@@ -1,0 +1,164 @@
+"""Is the final answer right? Against math-verify's own test vectors and the references of real datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.environments import build_environments
+from posttrain.environments.item import ScoringItem, Unscored
+from posttrain.environments.math_answers import dapo_score, last_boxed, math_scorer, normalised
+from posttrain.types import Completion, Task
+
+SHARED_DATA = Path(__file__).parents[3].parent / "shared" / "data"
+
+# `1,22` in a box is the two numbers 1 and 22. Outside of one, math-verify takes the comma for a decimal point.
+COMMA_CASE = "mv-006"
+
+
+@pytest.fixture(scope="module")
+def hf_score(request: pytest.FixtureRequest) -> Callable[[ScoringItem], float]:
+    # The memory limit is for worker processes; this one has torch in it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
+        return math_scorer("hf_math_verify", "math")
+
+
+def item(response: str, reference: Any) -> ScoringItem:
+    return ScoringItem(prompt="", response=response, reference=reference)
+
+
+def read_jsonl(name: str) -> list[dict[str, Any]]:
+    path = SHARED_DATA / name
+    if not path.exists():
+        pytest.skip(f"the shared data file {name} is not here")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_agrees_with_math_verify_on_its_own_cases(hf_score: Callable[[ScoringItem], float]) -> None:
+    cases = read_jsonl("math_verify_cases.jsonl")
+    different = [case["id"] for case in cases if hf_score(item(case["answer"], case["gold"])) != case["tool_default"]]
+    assert len(cases) > 100
+    assert different == [COMMA_CASE]
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "reward"),
+    [
+        ("so 240 * 0.15 = 36\nThe answer is 36.", "36", 1.0),
+        (r"\boxed{\frac{2}{4}}", "1/2", 1.0),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"First I found \boxed{3}. Checking gave \boxed{4}.", "4", 1.0),
+        (r"First I found \boxed{4}. Checking gave \boxed{3}.", "4", 0.0),
+        (r"\boxed{1} and \boxed{2}", r"\{1, 2\}", 1.0),
+        (r"The final answer is 7. I mean \boxed{8}", "8", 1.0),
+        (r"\boxed{8}. The final answer is 7", "8", 1.0),
+        ("#### 18", "18", 1.0),
+        ("#### 1,234", "1234", 1.0),
+        ("She has 12 eggs and sells 7 of them", "7", 1.0),
+        ("#### 18", "19", 0.0),
+        ("I do not know", "18", 0.0),
+        ("", "18", 0.0),
+        (r"\boxed{\frac{1}{", r"\frac12", 0.0),
+        (r"\boxed{5}", r"\boxed{5}", 1.0),
+        (r"\boxed{5}", 5, 1.0),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        (r"\boxed{\{1, 2\}}", r"\{2,1\}", 1.0),
+    ],
+)
+def test_math_verify(hf_score: Callable[[ScoringItem], float], response: str, reference: Any, reward: float) -> None:
+    assert hf_score(item(response, reference)) == reward
+
+
+@pytest.mark.parametrize("impl", ["hf_math_verify", "dapo_math_verify"])
+@pytest.mark.parametrize("reference", [None, "", "  "])
+def test_without_a_reference_the_completion_is_unscored(
+    hf_score: Callable[[ScoringItem], float], impl: str, reference: Any
+) -> None:
+    score = hf_score if impl == "hf_math_verify" else dapo_score
+    with pytest.raises(Unscored, match="no reference answer"):
+        score(item(r"\boxed{5}", reference))
+
+
+def test_a_reference_that_is_no_mathematics_is_unscored(hf_score: Callable[[ScoringItem], float]) -> None:
+    with pytest.raises(Unscored, match="cannot be read as mathematics"):
+        hf_score(item(r"\boxed{5}", r"\boxed{}"))
+
+
+def test_an_error_in_the_verifier_is_raised_unless_another_reading_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify
+
+    def verify(truth: Any, answer: Any, **_: Any) -> bool:
+        if not isinstance(answer, str):
+            raise TypeError("cannot compare")
+        return bool(truth == answer)
+
+    monkeypatch.setattr(math_verify, "verify", verify)
+    monkeypatch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
+    score = math_scorer("hf_math_verify", "math")
+    assert score(item(r"\boxed{5}", "5")) == 1.0  # equal as text
+    with pytest.raises(TypeError, match="cannot compare"):
+        score(item(r"\boxed{5.0}", "5"))
+
+
+@pytest.mark.parametrize("form", ["\\boxed{%s}", "#### %s", "The answer is %s."])
+def test_the_gold_answer_of_every_gsm8k_problem_scores_one(hf_score: Callable[[ScoringItem], float], form: str) -> None:
+    rows = read_jsonl("gsm8k/test.jsonl")
+    assert len(rows) == 1055
+    answers = {row["final_answer"] for row in rows}  # many problems have the same
+    assert [answer for answer in answers if hf_score(item(form % answer, answer)) != 1.0] == []
+
+
+def test_the_gold_answer_of_math500_scores_one_and_another_rows_does_not(
+    hf_score: Callable[[ScoringItem], float],
+) -> None:
+    answers = [row["answer"] for row in read_jsonl("math/math500_test.jsonl")][:200]
+    assert [a for a in answers if hf_score(item(f"\\boxed{{{a}}}", a)) != 1.0] == []
+    shifted = zip(answers, answers[1:] + answers[:1], strict=True)
+    taken_for_right = [pair for pair in shifted if hf_score(item(f"\\boxed{{{pair[0]}}}", pair[1])) != 0.0]
+    assert all(normalised(one) == normalised(other) for one, other in taken_for_right)
+
+
+def test_an_answer_too_large_to_compute_is_unscored_and_the_next_is_judged() -> None:
+    responses = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{1}"]
+    tasks = [Task(n, str(n), "", (), "1", "math") for n in range(2)]
+    with build_environments({"math": {"timeout_s": 2, "num_workers": 1}}) as environment:
+        scores = environment.score(tasks, [Completion((), (), text, "stop") for text in responses])
+    assert scores[0].reward is None
+    assert scores[0].error in ("timeout after 2 s", "MemoryError")
+    assert scores[1].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "reward"),
+    [
+        ("Answer: 34", "34", 1.0),
+        ("Answer: 12\nNo wait.\nanswer: $34$.", "34", 1.0),
+        (r"Answer: \boxed{34}", "34", 1.0),
+        (r"**Answer:** 34", "34", 1.0),
+        (r"so \boxed{1,234}", "1234", 1.0),
+        (r"so \boxed{\dfrac12}", r"\frac{1}{2}", 1.0),
+        (r"so \boxed{\frac{a_{1}}{2}}", r"\frac{a_{1}}{2}", 1.0),
+        (r"\boxed{5}. Answer: 6", "6", 1.0),
+        (r"Answer: 5, or rather \boxed{6}", "6", 1.0),
+        ("Answer: 0.5", "1/2", 0.0),  # text, not mathematics
+        ("34", "34", 0.0),
+        ("Answer: 34" + " and so on" * 40, "34", 0.0),  # not among the last 300 characters
+        (r"\boxed{x = 5}", "5", 1.0),
+        ("Answer: 30^\\circ", "30", 1.0),
+        ("Answer: 12 dollars", "12", 1.0),
+        ("Answer: 7.0", "7", 1.0),
+        ("Answer: -7", "7", 0.0),
+    ],
+)
+def test_dapo_verifier(response: str, reference: str, reward: float) -> None:
+    assert dapo_score(item(response, reference)) == reward
+
+
+def test_last_box_has_balanced_braces() -> None:
+    assert last_boxed(r"\boxed{1} \boxed{\frac{a}{b}} \boxed{open") == r"\frac{a}{b}"
+    assert last_boxed("none") is None

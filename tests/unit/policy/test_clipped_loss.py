@@ -1,0 +1,242 @@
+"""The clipped policy-gradient loss, value and gradient, against the slow reference, option by option."""
+
+import math
+import pickle
+
+import pytest
+import torch
+from slow_reference import Case, random_case, slow_policy_gradient
+
+from posttrain.policy.objectives import ClippedPolicyGradient
+
+GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+SEQUENCE = {"token_level_loss": False}
+CORRECTED = {"use_importance_sampling_correction": True}
+KL = {"reference_policy_kl_penalty": 0.3}
+
+ACTORS = {
+    "defaults": {},
+    "sequence level": SEQUENCE,
+    "wide upper clip": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.5},
+    "narrow clips": {"ratio_clip_min": 0.01, "ratio_clip_max": 0.02},
+    "lower clip of 1": {"ratio_clip_min": 1.0, "ratio_clip_max": 4.0},
+    "dual clip": {"ratio_clip_c": 1.4},
+    "dual clip, sequence level": {"ratio_clip_c": 1.4, **SEQUENCE},
+    "dual clip below the upper clip": {"ratio_clip_c": 1.1, "ratio_clip_max": 0.6},
+    "gspo": GSPO,
+    "gspo with dual clip": {**GSPO, "ratio_clip_c": 1.3, "ratio_clip_min": 0.05, "ratio_clip_max": 0.08},
+    "cispo": {"use_cispo": True, "ratio_clip_max": 0.4},
+    "reinforce": {"disable_ppo_ratio": True},
+    "reinforce, sequence level": {"disable_ppo_ratio": True, **SEQUENCE},
+}
+CORRECTIONS = {
+    "untruncated": CORRECTED,
+    "tis": {
+        **CORRECTED,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 1.1,
+    },
+    "tis with a floor": {
+        **CORRECTED,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 1.1,
+        "truncated_importance_sampling_ratio_min": 0.95,
+    },
+    "icepop": {
+        **CORRECTED,
+        "truncated_importance_sampling_type": "icepop",
+        "truncated_importance_sampling_ratio": 1.2,
+        "truncated_importance_sampling_ratio_min": 0.85,
+    },
+    "seq-mask-tis": {
+        **CORRECTED,
+        "truncated_importance_sampling_type": "seq-mask-tis",
+        "truncated_importance_sampling_ratio": 1.05,
+        "truncated_importance_sampling_ratio_min": 0.95,
+    },
+}
+PENALTIES = {
+    **{f"{kind}{where}": {**KL, "reference_policy_kl_type": kind, **level}
+       for kind in ("k1", "k2", "k3") for where, level in (("", {}), (", sequence level", SEQUENCE))},
+    **{f"{kind} clamped before": {**KL, "reference_policy_kl_type": kind, "kl_input_clamp_value": 0.4}
+       for kind in ("k1", "k2", "k3")},
+    **{f"{kind} clamped after": {**KL, "reference_policy_kl_type": kind, "kl_output_clamp_value": 0.1}
+       for kind in ("k1", "k2", "k3")},
+    **{f"{kind} never clamped": {**KL, "reference_policy_kl_type": kind, "kl_input_clamp_value": None,
+                                 "kl_output_clamp_value": None} for kind in ("k1", "k2", "k3")},
+    **{f"{kind} weighted by the sampler": {**KL, "reference_policy_kl_type": kind,
+                                           "use_on_policy_kl_approximation": True} for kind in ("k1", "k2", "k3")},
+    "k3 weighted and clamped twice": {**KL, "use_on_policy_kl_approximation": True, "kl_input_clamp_value": 0.5,
+                                      "kl_output_clamp_value": 0.2},
+    "k3 with gspo": {**KL, **GSPO},
+    "k3 with cispo": {**KL, "use_cispo": True},
+    "k3 with reinforce and correction": {**KL, "disable_ppo_ratio": True, **CORRECTED},
+}  # fmt: skip
+
+
+def assert_equals_reference(case: Case, **options: object) -> None:
+    logprobs = case.logprobs
+    loss, metrics = ClippedPolicyGradient(**options)(logprobs, case.batch)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    expected_loss, expected_gradient, expected_metrics = slow_policy_gradient(case, **options)
+    assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
+    for name, value in expected_metrics.items():
+        if name == "kl_penalty" and not options.get("reference_policy_kl_penalty"):
+            continue
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("options", ACTORS.values(), ids=ACTORS.keys())
+def test_actor_equals_the_slow_reference(options: dict[str, object], seed: int) -> None:
+    assert_equals_reference(random_case(seed), **options)
+
+
+@pytest.mark.parametrize("options", ACTORS.values(), ids=ACTORS.keys())
+def test_without_old_logprobs_the_old_policy_is_the_current_one_without_gradient(options: dict[str, object]) -> None:
+    assert_equals_reference(random_case(3, previous=False), **options)
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+@pytest.mark.parametrize("actor", ["defaults", "sequence level", "dual clip", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("options", CORRECTIONS.values(), ids=CORRECTIONS.keys())
+def test_importance_correction_equals_the_slow_reference(options: dict[str, object], actor: str, seed: int) -> None:
+    assert_equals_reference(random_case(seed), **{**ACTORS[actor], **options})
+
+
+@pytest.mark.parametrize("options", CORRECTIONS.values(), ids=CORRECTIONS.keys())
+def test_importance_weights_carry_no_gradient_when_the_old_policy_is_the_current_one(
+    options: dict[str, object],
+) -> None:
+    assert_equals_reference(random_case(6, previous=False), **options)
+
+
+@pytest.mark.parametrize("previous", [True, False], ids=["old logprobs", "on policy"])
+@pytest.mark.parametrize("options", PENALTIES.values(), ids=PENALTIES.keys())
+def test_kl_penalty_equals_the_slow_reference(options: dict[str, object], previous: bool) -> None:
+    assert_equals_reference(random_case(7, previous=previous), **options)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("distance", [-35.0, -25.0, 15.0, 25.0, 40.0])
+def test_default_clamps_hold_far_from_the_reference(kind: str, distance: float) -> None:
+    case = random_case(8)
+    case.reference = [[c + distance for c in row] for row in case.current]
+    assert_equals_reference(case, **KL, reference_policy_kl_type=kind)
+
+
+def test_the_options_that_are_compared_really_come_into_play() -> None:
+    """Guards the cases above: each clip, clamp and truncation fires for some token and not for another."""
+    case = random_case(7)
+    counted = [
+        (c, p, g, r, a)
+        for i, a in enumerate(case.advantages)
+        for c, p, g, r, m in zip(
+            case.current[i], case.previous[i], case.sampler[i], case.reference[i], case.mask[i], strict=True
+        )
+        if m
+    ]
+    ratios = [math.exp(c - p) for c, p, *_ in counted]
+    assert min(ratios) < 0.8 < 1.2 < max(ratios)
+    assert any(0.8 < ratio < 1.2 for ratio in ratios)
+    assert any(a < 0 and ratio > 1.4 for ratio, (*_, a) in zip(ratios, counted, strict=True))
+    weights = [math.exp(p - g) for _, p, g, *_ in counted]
+    assert min(weights) < 0.85 < 1.2 < max(weights)
+    gaps = [abs(r - c) for c, _, _, r, _ in counted]
+    assert min(gaps) < 0.4 < max(gaps)
+
+
+# -- what the definition implies --------------------------------------------------------------------------------------
+
+
+def test_on_policy_gradient_is_the_policy_gradient() -> None:
+    """With ratio 1 everywhere, d loss / d logprob = -advantage / number of tokens."""
+    case = random_case(9, previous=False)
+    logprobs = case.logprobs
+    loss, metrics = ClippedPolicyGradient()(logprobs, case.batch)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    batch = case.batch
+    expected = -batch.columns["advantages"] * batch.columns["mask"] / case.num_tokens
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
+    assert float(metrics["probs_ratio"]) == pytest.approx(1.0)
+    assert float(metrics["probs_ratio_min"]) == float(metrics["probs_ratio_max"]) == 1.0
+
+
+def test_kl_at_the_reference_is_zero_and_so_is_its_gradient() -> None:
+    case = random_case(10, previous=False)
+    case.reference = [list(row) for row in case.current]
+    case.advantages = [0.0] * len(case.advantages)
+    logprobs = case.logprobs
+    loss, metrics = ClippedPolicyGradient(reference_policy_kl_penalty=1.0)(logprobs, case.batch)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert float(loss.detach()) == 0.0
+    assert float(metrics["kl_penalty"]) == 0.0
+    assert gradient.abs().max() == 0.0
+
+
+def test_the_kl_factor_adds_the_score_function_gradient() -> None:
+    """exp(lc - stop(lc)) is 1, but contributes kl * d lc: the gradient of a k1 penalty is (k1 + 1) / tokens, not 1."""
+    case = random_case(11, previous=False)
+    case.advantages = [0.0] * len(case.advantages)
+    logprobs = case.logprobs
+    loss, _ = ClippedPolicyGradient(reference_policy_kl_penalty=1.0, reference_policy_kl_type="k1")(
+        logprobs, case.batch
+    )
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    batch = case.batch
+    k1 = logprobs.detach() - batch.columns["reference_logprobs"]
+    torch.testing.assert_close(gradient, (k1 + 1) * batch.columns["mask"] / case.num_tokens, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{}, SEQUENCE, GSPO, {**KL}, {**CORRECTED}, {**KL, **SEQUENCE}])
+def test_masked_tokens_have_no_influence(options: dict[str, object]) -> None:
+    case = random_case(12)
+    garbled = random_case(12)
+    for i, mask in enumerate(case.mask):
+        for t, counted in enumerate(mask):
+            if not counted:
+                garbled.current[i][t], garbled.previous[i][t] = -9.0, -0.5
+                garbled.sampler[i][t], garbled.reference[i][t] = -3.0, -6.0
+    results = []
+    for version in (case, garbled):
+        logprobs = version.logprobs
+        loss, metrics = ClippedPolicyGradient(**options)(logprobs, version.batch)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        results.append((loss.detach(), gradient, metrics))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1])
+    torch.testing.assert_close(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("options", [{}, SEQUENCE, GSPO, {**KL}])
+def test_a_batch_with_nothing_to_train_on_has_loss_zero(options: dict[str, object]) -> None:
+    case = random_case(13)
+    case.mask = [[0.0] * len(row) for row in case.mask]
+    logprobs = case.logprobs
+    loss, _ = ClippedPolicyGradient(**options)(logprobs, case.batch)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert float(loss.detach()) == 0.0
+    assert gradient.abs().max() == 0.0
+
+
+def test_a_sampler_logprob_of_minus_infinity_gets_weight_zero() -> None:
+    case = random_case(14)
+    case.sampler[1][2] = -math.inf
+    logprobs = case.logprobs
+    loss, _ = ClippedPolicyGradient(**CORRECTED)(logprobs, case.batch)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert math.isfinite(float(loss.detach()))
+    place = len(case.current[0]) + 2
+    assert gradient[place] == 0.0
+    assert gradient.isfinite().all()
+
+
+def test_the_reference_is_needed_exactly_when_kl_has_a_price() -> None:
+    assert not ClippedPolicyGradient().needs_reference
+    assert ClippedPolicyGradient(reference_policy_kl_penalty=0.01).needs_reference
+
+
+def test_travels_by_pickle() -> None:
+    objective = ClippedPolicyGradient(ratio_clip_c=3.0, reference_policy_kl_penalty=0.01)
+    assert pickle.loads(pickle.dumps(objective)) == objective

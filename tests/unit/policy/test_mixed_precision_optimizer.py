@@ -1,0 +1,313 @@
+"""The optimizer: fp32 masters under bf16 parameters, schedules, skipped steps, and state that survives a restart."""
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from posttrain.policy.optimizer import MixedPrecisionOptimizer
+
+ADAMW = ("torch.optim.AdamW", {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8})
+SGD = ("torch.optim.SGD", {"lr": 1.0})
+WARMUP = [
+    {
+        "name": "torch.optim.lr_scheduler.LinearLR",
+        "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50},
+    },
+    {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 10000000000}},
+    {"milestones": [50]},
+]
+
+
+class Net(nn.Module):
+    """Two tensors, one frozen, so that names matter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.a = nn.Parameter(torch.randn(4, 3, generator=generator).bfloat16().to(dtype))
+        self.b = nn.Parameter(torch.randn(3, generator=generator).bfloat16().to(dtype))
+        self.frozen = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+
+
+def build(
+    dtype: torch.dtype, kind: tuple[str, dict[str, Any]] = ADAMW, scheduler: Any = None
+) -> tuple[Net, MixedPrecisionOptimizer]:
+    net = Net(dtype)
+    return net, MixedPrecisionOptimizer(net, *kind, scheduler)
+
+
+def give(net: Net, optimizer: MixedPrecisionOptimizer, seed: int, scale: float = 1.0) -> None:
+    """Leave a gradient on the parameters, as one backward pass of a micro-batch would."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in (net.a, net.b):
+        # Rounded to bf16 in both precisions: the two runs then differ in nothing but the optimizer.
+        gradient = (scale * torch.randn(parameter.shape, generator=generator)).bfloat16().to(parameter.dtype)
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    optimizer.collect_gradients()
+
+
+def values(net: Net) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_parameters_follow_an_fp32_run_to_their_last_bit() -> None:
+    low, low_optimizer = build(torch.bfloat16, scheduler=WARMUP)
+    full, full_optimizer = build(torch.float32, scheduler=WARMUP)
+    for step in range(60):
+        for net, optimizer in ((low, low_optimizer), (full, full_optimizer)):
+            give(net, optimizer, step)
+            optimizer.step(1.0)
+            optimizer.end_step()
+    for name in ("a", "b"):
+        torch.testing.assert_close(low_optimizer.masters[name], full_optimizer.masters[name], rtol=1e-6, atol=1e-7)
+        assert torch.equal(getattr(low, name), low_optimizer.masters[name].bfloat16())
+    assert not torch.equal(full.a, Net(torch.float32).a)
+
+
+def test_updates_below_bf16_resolution_add_up_in_the_masters() -> None:
+    net, optimizer = build(torch.bfloat16, ("torch.optim.SGD", {"lr": 1e-4}))
+    start = net.a.detach().float().clone()
+    for _ in range(2000):
+        net.a.grad = torch.ones_like(net.a)
+        optimizer.collect_gradients()
+        optimizer.step(None)
+    # 2000 steps of 1e-4: each is lost when added to a bf16 number near 1, all together they are 0.2.
+    torch.testing.assert_close(optimizer.masters["a"].detach(), start - 0.2, rtol=0, atol=1e-3)
+    torch.testing.assert_close(net.a.detach().float(), start - 0.2, rtol=1e-2, atol=1e-2)
+
+
+def test_gradients_of_micro_batches_add_up_in_fp32() -> None:
+    net, optimizer = build(torch.bfloat16, SGD)
+    for _ in range(1024):
+        net.a.grad = torch.full_like(net.a, 0.01)
+        optimizer.collect_gradients()
+        assert net.a.grad is None
+    one = float(torch.tensor(0.01).bfloat16())
+    gradient = optimizer.masters["a"].grad
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(gradient, torch.full((4, 3), 1024 * one), rtol=1e-5, atol=0)
+
+
+def test_fp32_parameters_have_no_second_copy() -> None:
+    net, optimizer = build(torch.float32)
+    assert optimizer.masters["a"] is net.a
+    assert not [key for key in optimizer.state_tensors() if key.startswith("master/")]
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    net, optimizer = build(torch.bfloat16)
+    assert set(optimizer.masters) == {"a", "b"}
+    give(net, optimizer, 0)
+    optimizer.step(1.0)
+    assert torch.equal(net.frozen, torch.ones(2, dtype=torch.bfloat16))
+
+
+# -- clipping and skipping ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [None, 0.5, 1e6])
+def test_the_norm_is_over_all_parameters_and_clipping_scales_all_alike(dtype: torch.dtype, limit: float | None) -> None:
+    net, optimizer = build(dtype, SGD)
+    before = {name: m.detach().clone() for name, m in optimizer.masters.items()}
+    give(net, optimizer, 3)
+    gradients = {name: m.grad.clone() for name, m in optimizer.masters.items()}
+    expected_norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+    norm, taken = optimizer.step(limit)
+    assert taken
+    assert norm == pytest.approx(expected_norm, rel=1e-5)  # before clipping
+    factor = 1.0 if limit is None else min(1.0, limit / expected_norm)
+    for name, master in optimizer.masters.items():
+        torch.testing.assert_close(master.detach(), before[name] - factor * gradients[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_forgotten(
+    dtype: torch.dtype, poison: float, limit: float | None
+) -> None:
+    net, optimizer = build(dtype)
+    give(net, optimizer, 0)
+    optimizer.step(limit)
+    before, state = values(net), {k: v.clone() for k, v in optimizer.state_tensors().items()}
+
+    give(net, optimizer, 1)
+    optimizer.masters["b"].grad[1] = poison
+    norm, taken = optimizer.step(limit)
+    assert not taken
+    assert not math.isfinite(norm)
+    assert all(torch.equal(value, before[name]) for name, value in values(net).items())
+    assert all(torch.equal(value, state[key]) for key, value in optimizer.state_tensors().items())
+    assert all(p.grad is None for p in (*net.parameters(), *optimizer.masters.values()))
+
+    # The run goes on as if that batch had not been.
+    twin, twin_optimizer = build(dtype)
+    for seed in (0, 2):
+        give(twin, twin_optimizer, seed)
+        twin_optimizer.step(limit)
+    give(net, optimizer, 2)
+    optimizer.step(limit)
+    assert all(torch.equal(value, values(net)[name]) for name, value in values(twin).items())
+
+
+def test_a_step_forgets_its_gradients() -> None:
+    net, optimizer = build(torch.bfloat16, SGD)
+    give(net, optimizer, 0)
+    optimizer.step(None)
+    before = values(net)
+    norm, _ = optimizer.step(None)
+    assert norm == 0.0
+    assert all(torch.equal(value, before[name]) for name, value in values(net).items())
+
+
+# -- schedules -----------------------------------------------------------------------------------------------------------
+
+
+def learning_rates(scheduler: Any, steps: int, lr: float = 5e-6) -> list[float]:
+    net, optimizer = build(torch.float32, ("torch.optim.AdamW", {"lr": lr}), scheduler)
+    rates = []
+    for step in range(steps):
+        rates.append(optimizer.learning_rate)
+        give(net, optimizer, step)
+        optimizer.step(None)
+        optimizer.end_step()
+    return rates
+
+
+def test_linear_warmup_then_constant() -> None:
+    rates = learning_rates(WARMUP, 61)
+    assert rates[0] == pytest.approx(0.1 * 5e-6)
+    assert rates[25] == pytest.approx(0.55 * 5e-6)
+    assert rates[49] == pytest.approx((0.1 + 0.9 * 49 / 50) * 5e-6)
+    assert rates[50] == pytest.approx(5e-6)
+    assert rates[60] == pytest.approx(5e-6)
+    expected = [5e-6 * (0.1 + 0.9 * min(step, 50) / 50) for step in range(61)]
+    assert rates == pytest.approx(expected)
+
+
+def test_one_scheduler_by_name_and_none_at_all() -> None:
+    step_down = {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 2, "gamma": 0.5}}
+    assert learning_rates(step_down, 5, lr=1.0) == pytest.approx([1, 1, 0.5, 0.5, 0.25])
+    assert learning_rates([step_down], 5, lr=1.0) == pytest.approx([1, 1, 0.5, 0.5, 0.25])
+    assert learning_rates(None, 3, lr=1.0) == [1.0, 1.0, 1.0]
+
+
+def test_three_schedulers_take_turns_at_their_milestones() -> None:
+    spec = [
+        {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": factor, "total_iters": 1000}}
+        for factor in (0.1, 0.2, 0.3)
+    ]
+    assert learning_rates([*spec, {"milestones": [2, 3]}], 5, lr=1.0) == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.3])
+
+
+def test_the_schedule_counts_steps_of_the_algorithm_not_updates() -> None:
+    net, optimizer = build(torch.float32, SGD, WARMUP)
+    for seed in range(4):
+        give(net, optimizer, seed)
+        optimizer.step(None)
+    assert optimizer.learning_rate == pytest.approx(0.1)
+    optimizer.end_step()
+    assert optimizer.learning_rate == pytest.approx(0.1 + 0.9 / 50)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheduler", "field"),
+    [
+        (("torch.optim.AdamV", {}), None, "policy.optimizer.name"),
+        (("AdamW", {}), None, "policy.optimizer.name"),
+        (("torch.optim.AdamW", {"momentum": 0.9}), None, "policy.optimizer.kwargs"),
+        (ADAMW, {"name": "torch.optim.lr_scheduler.Nope"}, "policy.scheduler"),
+        (ADAMW, WARMUP[:2], "policy.scheduler"),
+        (ADAMW, {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"gama": 1}}, "policy.scheduler"),
+    ],
+)
+def test_settings_that_do_not_fit_name_their_field(kind: Any, scheduler: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        build(torch.float32, kind, scheduler)
+
+
+# -- state ---------------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "adamw": ADAMW,
+    "adamw amsgrad": ("torch.optim.AdamW", {"lr": 1e-2, "amsgrad": True}),
+    "sgd": SGD,
+    "sgd with momentum": ("torch.optim.SGD", {"lr": 1e-2, "momentum": 0.9}),
+    "adafactor": ("torch.optim.Adafactor", {"lr": 1e-2}),
+    "nadam": ("torch.optim.NAdam", {"lr": 1e-2}),
+    "rmsprop": ("torch.optim.RMSprop", {"lr": 1e-3}),
+}
+
+
+def advance(net: Net, optimizer: MixedPrecisionOptimizer, seeds: range) -> None:
+    for seed in seeds:
+        give(net, optimizer, seed)
+        optimizer.step(1.0)
+        optimizer.end_step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_saved_and_loaded_the_next_steps_are_bitwise_the_same(
+    kind: tuple[str, dict[str, Any]], dtype: torch.dtype
+) -> None:
+    net, optimizer = build(dtype, kind, WARMUP)
+    advance(net, optimizer, range(30))
+    saved = {key: tensor.clone() for key, tensor in optimizer.state_tensors().items()}
+    schedule, weights = optimizer.schedule_state(), values(net)
+    advance(net, optimizer, range(30, 55))
+
+    fresh, restored = build(dtype, kind, WARMUP)
+    with torch.no_grad():
+        for name, parameter in fresh.named_parameters():
+            parameter.copy_(weights[name])
+    slots = restored.empty_like_saved({key: (tuple(t.shape), t.dtype) for key, t in saved.items()})
+    assert {key: (t.shape, t.dtype) for key, t in slots.items()} == {k: (t.shape, t.dtype) for k, t in saved.items()}
+    for key, slot in slots.items():
+        slot.copy_(saved[key])
+    restored.load_state_tensors(slots)
+    restored.load_schedule_state(schedule)
+    advance(fresh, restored, range(30, 55))
+
+    assert restored.learning_rate == optimizer.learning_rate
+    assert all(torch.equal(value, values(net)[name]) for name, value in values(fresh).items())
+    again = restored.state_tensors()
+    assert all(torch.equal(again[key], tensor) for key, tensor in optimizer.state_tensors().items())
+
+
+def test_masters_come_back_with_more_digits_than_the_weights_have() -> None:
+    net, optimizer = build(torch.bfloat16)
+    advance(net, optimizer, range(3))
+    fresh, restored = build(torch.bfloat16)
+    restored.load_state_tensors({key: t.clone() for key, t in optimizer.state_tensors().items()})
+    assert torch.equal(restored.masters["a"], optimizer.masters["a"])
+    assert not torch.equal(restored.masters["a"], restored.masters["a"].bfloat16().float())
+    assert torch.equal(fresh.a, net.a)  # rounded back into the parameters
+
+
+def test_state_is_named_by_parameter() -> None:
+    net, optimizer = build(torch.bfloat16)
+    advance(net, optimizer, range(1))
+    expected = {f"{kind}/{name}{entry}" for name in "ab" for kind, entry in (
+        ("master", ""), ("state", "/step"), ("state", "/exp_avg"), ("state", "/exp_avg_sq"))}  # fmt: skip
+    assert set(optimizer.state_tensors()) == expected
+
+
+def test_a_schedule_state_is_plain_values() -> None:
+    """It is written with torch.save and read back with weights_only."""
+    net, optimizer = build(torch.float32, scheduler=WARMUP)
+    advance(net, optimizer, range(2))
+
+    buffer = io.BytesIO()
+    torch.save(optimizer.schedule_state(), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True)["groups"][0]["lr"] == optimizer.learning_rate

@@ -1,0 +1,191 @@
+"""A packed row with shared prompts must say of every response exactly what the stock model says of it alone."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, gradients, tiny_model
+from torch import Tensor, nn
+
+from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.packed import PackedRow
+from posttrain.types import TokenBatch
+
+CPU = torch.device("cpu")
+
+
+def random_batch(
+    prompt_lengths: list[int], response_lengths: list[int], prompt_of: list[int], seed: int = 0
+) -> TokenBatch:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist()
+
+    return TokenBatch.build(
+        [ids(n) for n in prompt_lengths],
+        [ids(n) for n in response_lengths],
+        prompt_of,
+        {"mask": torch.ones(sum(response_lengths))},
+    )
+
+
+# Prompts longer and shorter than the sliding window, responses of one token, prompts of one token, groups of one, two and
+# four, and responses that are not sorted by prompt.
+MIXED = random_batch([7, 2, 1, 12], [4, 9, 1, 3, 2, 6, 1, 11], [0, 1, 0, 3, 1, 0, 2, 0])
+LONG = random_batch([3 * SLIDING_WINDOW], [2 * SLIDING_WINDOW + 1, 3], [0, 0], seed=1)
+
+
+def packed_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
+    row = PackedRow.build(batch, CPU)
+    with attention_context(row.attention):
+        return TokenLogprobs(model, chunk)(row, temperature)
+
+
+def alone(stock: nn.Module, batch: TokenBatch, temperature: float = 1.0) -> Tensor:
+    """Each response with its prompt, on its own, through the model's own forward pass."""
+    pieces = []
+    for prompt, response in zip(batch.prompt_of, batch.responses, strict=True):
+        sequence = torch.cat([batch.prompts[prompt], response])
+        logits = stock(input_ids=sequence[None]).logits[0, :-1].float() / temperature
+        logprobs = logits.log_softmax(-1).gather(1, sequence[1:, None])[:, 0]
+        pieces.append(logprobs[len(batch.prompts[prompt]) - 1 :])
+    return torch.cat(pieces)
+
+
+def assert_same_logprobs_and_gradients(
+    family: str, batch: TokenBatch, temperature: float = 1.0, chunk: int | None = None
+) -> None:
+    packed, stock = tiny_model(family), tiny_model(family, attention="eager")
+    weights = torch.randn(sum(batch.response_lengths), generator=torch.Generator().manual_seed(5))
+    expected = alone(stock, batch, temperature)
+    (expected * weights).sum().backward()
+    row = PackedRow.build(batch, CPU)
+    with attention_context(row.attention):
+        actual = TokenLogprobs(packed, chunk)(row, temperature)
+        (actual * weights).sum().backward()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    wanted = gradients(stock)
+    scale = max(float(g.abs().max()) for g in wanted.values())
+    for name, gradient in gradients(packed).items():
+        assert float((gradient - wanted[name]).abs().max()) <= 1e-5 * scale, name
+    assert scale > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_response_sees_what_it_would_see_alone(family: str) -> None:
+    assert_same_logprobs_and_gradients(family, MIXED)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2-sliding", "gemma2", "gemma3"])
+def test_sliding_windows_reach_into_the_shared_prompt_and_no_further(family: str) -> None:
+    assert_same_logprobs_and_gradients(family, LONG)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2-sliding", "gemma2", "gemma3"])
+def test_the_window_of_these_models_is_short_enough_to_matter(family: str) -> None:
+    """Guards the tests above: with a wide window the same weights say something else."""
+    narrow, wide = (tiny_model(family, attention="eager", sliding_window=w) for w in (SLIDING_WINDOW, 200))
+    with torch.no_grad():
+        assert (alone(narrow, LONG) - alone(wide, LONG)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_temperature_divides_the_logits(family: str, temperature: float) -> None:
+    assert_same_logprobs_and_gradients(family, MIXED, temperature=temperature)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma2"])
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_chunking_the_logits_changes_nothing(family: str, chunk: int) -> None:
+    assert_same_logprobs_and_gradients(family, MIXED, temperature=0.9, chunk=chunk)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_scoring_without_gradients_gives_the_same_numbers(family: str) -> None:
+    model = tiny_model(family)
+    with torch.no_grad():
+        scored = packed_logprobs(model, MIXED, chunk=5)
+    torch.testing.assert_close(scored, packed_logprobs(model, MIXED, chunk=5).detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_activation_checkpointing_changes_nothing(family: str) -> None:
+    plain, checkpointed = tiny_model(family).train(), tiny_model(family).train()
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    row = PackedRow.build(MIXED, CPU)
+    for model in (plain, checkpointed):
+        with attention_context(row.attention):
+            TokenLogprobs(model)(row, 1.0).sum().backward()
+    expected = gradients(plain)
+    for name, gradient in gradients(checkpointed).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_change_in_one_response_touches_no_other() -> None:
+    model = tiny_model("llama")
+    responses = list(MIXED.responses)
+    responses[1] = torch.full_like(responses[1], 50)
+    changed = TokenBatch.build(MIXED.prompts, responses, MIXED.prompt_of, MIXED.columns)
+    with torch.no_grad():
+        before = packed_logprobs(model, MIXED).split(MIXED.response_lengths)
+        after = packed_logprobs(model, changed).split(MIXED.response_lengths)
+    for index, (a, b) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(a, b) == (index != 1)
+
+
+def test_logprobs_come_back_in_the_order_of_the_responses_whatever_their_prompts() -> None:
+    model = tiny_model("llama")
+    order = [5, 0, 7, 2, 1, 6, 4, 3]
+    with torch.no_grad():
+        straight = packed_logprobs(model, MIXED).split(MIXED.response_lengths)
+        shuffled = MIXED.select(order)
+        moved = packed_logprobs(model, shuffled).split(shuffled.response_lengths)
+    for place, row in enumerate(order):
+        torch.testing.assert_close(moved[place], straight[row], rtol=0, atol=1e-6)
+
+
+def test_a_row_holds_each_prompt_once_and_no_last_token() -> None:
+    row = PackedRow.build(MIXED, CPU)
+    prompts = sum(len(prompt) for prompt in MIXED.prompts)
+    assert row.num_tokens == prompts + sum(n - 1 for n in MIXED.response_lengths)
+    assert torch.equal(row.targets, torch.cat(MIXED.responses))
+    assert len(row.source) == sum(MIXED.response_lengths)
+
+
+def test_positions_go_on_from_the_prompt_in_every_response() -> None:
+    row = PackedRow.build(random_batch([3], [2, 4], [0, 0]), CPU)
+    assert row.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4, 5]
+
+
+def test_a_model_outside_a_context_refuses_to_run() -> None:
+    with pytest.raises(AssertionError, match="attention_context"):
+        tiny_model("llama")(input_ids=torch.tensor([[3, 4]]))
+
+
+# -- the attention function itself, against a full matrix of scores ----------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 50])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_attention_equals_a_masked_matrix_over_the_whole_row(window: int | None, softcap: float | None) -> None:
+    segments = [Segment(0, 5), Segment(5, 8, 0, 5), Segment(8, 9, 0, 5), Segment(9, 16), Segment(16, 22, 9, 16)]
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, length, head_dim, scale = 4, 2, 22, 8, 0.3
+    q = torch.randn(length, heads, head_dim, generator=generator)
+    k, v = (torch.randn(length, kv_heads, head_dim, generator=generator) for _ in range(2))
+    actual = PackedAttention(segments, CPU).attend(0, q, k, v, scale=scale, window=window, softcap=softcap)
+
+    visible = torch.zeros(length, length, dtype=torch.bool)
+    for s in segments:
+        keys = [*range(s.prefix_start, s.prefix_end), *range(s.start, s.end)]
+        for offset, at in enumerate(range(s.start, s.end)):
+            here = s.prefix_length + offset
+            for position, key in enumerate(keys):
+                visible[at, key] = position <= here and (window is None or here - position < window)
+    for head in range(heads):
+        scores = q[:, head].double() @ k[:, head // 2].double().T * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        expected = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v[:, head // 2].double()
+        torch.testing.assert_close(actual[:, head].double(), expected, rtol=0, atol=1e-5)

@@ -1,0 +1,81 @@
+"""A recorder that writes to a string and reads a clock that the test moves, and reports to feed it with."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.reporting import RunRecorder
+from posttrain.types import Completion, Group, Rollout, Score, StepReport, Task
+
+
+@dataclass
+class FakeClock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Bench:
+    """One run folder, and the recorders that work on it one after another."""
+
+    folder: Path
+    clock: FakeClock = field(default_factory=FakeClock)
+    stream: io.StringIO = field(default_factory=io.StringIO)
+
+    def recorder(self, resumed_step: int = 0, **changes: Any) -> RunRecorder:
+        options: dict[str, Any] = {
+            "algorithm": "grpo",
+            "max_steps": 10,
+            "num_devices": 2,
+            "peak_flops_per_device": None,
+            "flops_per_token": None,
+            "config_yaml": "grpo:\n  max_num_steps: 10\n",
+            "stream": self.stream,
+            "clock": self.clock,
+        }
+        recorder = RunRecorder(self.folder, **(options | changes))
+        recorder.start(resumed_step)
+        return recorder
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def output(self) -> str:
+        return self.stream.getvalue()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "run")
+
+
+def make_group(draw: int = 0, texts: tuple[str, ...] = ("4", "5"), scores: tuple[Score, ...] | None = None) -> Group:
+    scores = scores or tuple(Score(float(index == 0), {"correct": float(index == 0)}) for index in range(len(texts)))
+    task = Task(draw, f"sums:{draw}", "2 + 2 = ", (1, 2, 3), reference="4")
+    completions = [Completion(tuple(range(len(text) + 1)), (0.0,) * (len(text) + 1), text, "stop") for text in texts]
+    return Group(task, tuple(Rollout(c, s) for c, s in zip(completions, scores, strict=True)))
+
+
+def make_report(step: int = 1, *, step_s: float = 8.0, groups: tuple[Group, ...] = (), **metrics: float) -> StepReport:
+    defaults = {"loss": 0.1 / step, "reward": 0.1 * step, "kl_penalty": 0.001 * step, "grad_norm": 1 / 3, "unscored": 0}
+    timings = {"generation": 0.5 * step_s, "policy_training": 0.25 * step_s, "total_step_time": step_s}
+    return StepReport(defaults | metrics, timings, groups, num_tokens=1000, num_samples=20)
+
+
+@pytest.fixture
+def group() -> Any:
+    return make_group
+
+
+@pytest.fixture
+def report() -> Any:
+    return make_report

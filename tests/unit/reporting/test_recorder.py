@@ -1,0 +1,273 @@
+"""What the recorder shows and keeps, seen through its public face."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import Any
+
+import pytest
+
+from posttrain.reporting import RunRecorder
+from posttrain.reporting import recorder as recorder_module
+from posttrain.types import Score, StepReport
+
+
+def test_the_step_block_has_results_timing_with_percent_and_throughput(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(device_word="GPU", flops_per_token=1e10, peak_flops_per_device=1e13, max_steps=100)
+    recorder.begin_step(5)
+    recorder.stage("Generating responses for batch of size 512")
+    recorder.record_step(5, report(5), None)
+    lines = bench.output.splitlines()
+    header = lines.index("========================= Step 5/100 =========================")
+    assert lines[header + 1] == "▶ Generating responses for batch of size 512..."
+    assert lines[header + 2 :][:3] == ["Training Results:", "  • Loss: 0.0200", "  • Avg Reward: 0.5000"]
+    assert "  • Total step time: 8.00s" in lines
+    assert lines.index("  • generation: 4.00s (50.0%)") < lines.index("  • policy_training: 2.00s (25.0%)")
+    assert "  • Throughputs (per GPU):" in lines
+    assert "    - E2E (tokens/s): 62.50" in lines
+    assert "  • Training FLOPS: 5.00 TFLOPS (2.50 TFLOPS per GPU)" in lines
+    assert "  • Training Model Floating Point Utilization: 25.00%" in lines
+
+
+def test_the_header_comes_with_the_results_when_no_one_announced_the_step(bench: Any, report: Any) -> None:
+    recorder = bench.recorder()
+    recorder.record_step(1, report(1), None)
+    assert bench.output.count("= Step 1/10 =") == 1
+
+
+def test_short_steps_get_one_line_each_and_a_block_now_and_then(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(max_steps=100)
+    for step in range(1, 31):
+        bench.clock.now += 1.0
+        recorder.begin_step(step)
+        recorder.stage("Training policy")
+        recorder.record_step(step, report(step, step_s=0.5), report() if step == 25 else None)
+    blocks = [int(step) for step in re.findall(r"= Step (\d+)/100 =", bench.output)]
+    single = [int(step) for step in re.findall(r"^step +(\d+)/100 ", bench.output, re.MULTILINE)]
+    assert blocks == [1, 11, 21, 25]  # the first, every ten seconds, and with a validation
+    assert sorted(blocks + single) == list(range(1, 31))
+    assert bench.output.count("▶ Training policy...") == 1  # only before anybody knew that steps are short
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "metrics", "expected"),
+    [
+        ("dpo", {"accuracy": 0.75, "rewards_chosen_mean": 1.5}, ["Accuracy: 0.7500", "Chosen Reward: 1.5000"]),
+        ("sft", {"lr": 2e-5}, ["Loss: 0.1000", "Learning Rate: 2.00e-05"]),
+    ],
+)
+def test_each_algorithm_shows_its_own_metrics(
+    bench: Any, report: Any, algorithm: Any, metrics: Any, expected: list[str]
+) -> None:
+    bench.recorder(algorithm=algorithm).record_step(1, report(**metrics), None)
+    assert [text for text in expected if f"  • {text}\n" in bench.output] == expected
+    assert "Avg Reward" not in bench.output
+
+
+def test_the_time_left_follows_the_pace_of_the_clock(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(max_steps=10)
+    recorder.record_step(1, report(1), None)
+    assert "Left for the run: about 1m 12s" in bench.output  # nine steps of the 8 s that the first one reports
+    for step in (2, 3):
+        bench.clock.now += 20.0
+        recorder.record_step(step, report(step), None)
+    assert "Left for the run: about 2m 20s" in bench.output  # seven steps at 20 s by the clock
+
+
+def test_validation_before_training_is_a_row_of_step_0(bench: Any, group: Any) -> None:
+    recorder = bench.recorder(num_val_samples_to_print=1)
+    validation = StepReport(
+        {"accuracy": 0.25, "mean_generation_length": 12.34, "reward_std": 0.5},
+        {"total_validation_time": 3.0},
+        (group(),),
+        10,
+        256,
+    )
+    recorder.record_validation(0, validation)
+    assert bench.rows() == [
+        {
+            "step": 0,
+            "validation/accuracy": 0.25,
+            "validation/mean_generation_length": 12.34,
+            "validation/reward_std": 0.5,
+            "timing/validation/total_validation_time": 3.0,
+        }
+    ]
+    assert "  • Accuracy: 0.2500\n  • Average response length: 12.3 tokens\n  • Samples processed: 256" in bench.output
+    assert "    answer │ 4" in bench.output
+    assert (bench.folder / "rollouts" / "validation_step_0.jsonl.gz").exists()
+
+
+def test_a_warning_is_shown_once_counted_and_kept_in_the_report(bench: Any, report: Any) -> None:
+    recorder = bench.recorder()
+    for _ in range(3):
+        recorder.warn("all rewards are equal")
+    recorder.warn("something else")
+    recorder.finish("done")
+    assert bench.output.count("warning: all rewards are equal") == 1
+    assert "3 warnings like: all rewards are equal" in bench.output
+    assert "all rewards are equal" in (bench.folder / "report.html").read_text()
+    resumed = bench.recorder(resumed_step=1)
+    resumed.warn("all rewards are equal")
+    assert bench.output.count("warning: all rewards are equal") == 2  # once per process
+    resumed.finish("done")
+    warnings = json.loads((bench.folder / "run.json").read_text())["warnings"]
+    assert {row["text"]: row["count"] for row in warnings} == {"all rewards are equal": 4, "something else": 1}
+
+
+def test_warnings_that_differ_in_numbers_only_are_one_warning(bench: Any) -> None:
+    recorder = bench.recorder()
+    for step in (3, 4, 11):
+        recorder.warn(f"step {step}: {step + 1} of 64 rollouts are unscored, {step / 8:g} of all")
+    assert re.findall(r"^warning: (.*)", bench.output, re.MULTILINE) == [
+        "step 3: 4 of 64 rollouts are unscored, 0.375 of all"
+    ]
+
+
+def test_a_warning_before_the_start_is_kept(bench: Any) -> None:
+    options = {"algorithm": "sft", "max_steps": 1, "num_devices": 1, "peak_flops_per_device": None}
+    recorder = RunRecorder(
+        bench.folder, **options, flops_per_token=None, config_yaml="", stream=bench.stream, clock=bench.clock
+    )
+    recorder.warn("data.train: 3 rows left out: too long")
+    recorder.start(0)
+    recorder.finish("finished")
+    assert "data.train: 3 rows left out" in (bench.folder / "report.html").read_text()
+
+
+def test_the_first_traceback_is_shown_once_and_reasons_are_counted(bench: Any, group: Any, report: Any) -> None:
+    failed = Score(None, error="ValueError: bad", traceback="Traceback:\n  ValueError: bad\n")
+    late = Score(None, error="timeout after 5 s")
+    recorder = bench.recorder()
+    for step in (1, 2):
+        scores = (failed, failed, late)
+        recorder.record_step(step, report(step, unscored=3, groups=(group(0, ("a", "b", "c"), scores),)), None)
+    assert bench.output.count("Traceback:") == 1
+    assert bench.output.count("Unscored: 3 of 3 (2 × ValueError: bad, 1 × timeout after 5 s)") == 2
+    rows = [json.loads(line) for line in (bench.folder / "unscored.jsonl").read_text().splitlines()]
+    counts = [(row["step"], row["reason"], row["count"], bool(row["traceback"])) for row in rows]
+    assert counts == [
+        (1, "ValueError: bad", 2, True),
+        (1, "timeout after 5 s", 1, False),
+        (2, "ValueError: bad", 2, False),
+        (2, "timeout after 5 s", 1, False),
+    ]
+    bench.recorder(resumed_step=1)
+    assert (bench.folder / "unscored.jsonl").read_text().count('"step": 2') == 0
+
+
+def test_a_reward_that_fails_differently_each_time_does_not_flood_the_folder(
+    bench: Any, group: Any, report: Any
+) -> None:
+    scores = tuple(Score(None, error=f"KeyError: {index}") for index in range(50))
+    bench.recorder().record_step(1, report(unscored=50, groups=(group(0, ("x",) * 50, scores),)), None)
+    rows = [json.loads(line) for line in (bench.folder / "unscored.jsonl").read_text().splitlines()]
+    assert len(rows) == 21
+    assert rows[-1]["reason"] == "other reasons"
+    assert sum(row["count"] for row in rows) == 50
+
+
+def test_quiet_shows_warnings_and_the_end_only(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(quiet=True)
+    recorder.say("hello")
+    recorder.stage("Training")
+    recorder.begin_step(1)
+    with recorder.progress("generation", 10) as advance:
+        bench.clock.now += 100
+        advance(5)
+    recorder.record_step(1, report(), report())
+    assert bench.output == ""
+    recorder.warn("careful")
+    assert bench.output == "warning: careful\n"
+    recorder.finish("max_num_steps reached")
+    assert "max_num_steps reached. 1 steps" in bench.output
+    assert "report.html" in bench.output
+
+
+def test_the_end_names_first_last_and_best(bench: Any, report: Any) -> None:
+    recorder = bench.recorder()
+    for step, reward in enumerate((0.25, 0.75, 0.5), start=1):
+        bench.clock.now += 30
+        recorder.record_step(step, report(step, reward=reward), None)
+    recorder.finish("max_num_steps reached")
+    assert "3 steps, 1m 30s in this process." in bench.output
+    assert "train/reward: 0.2500 → 0.5000, best 0.7500 at step 2" in bench.output
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(
+    bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: object) -> None:
+        raise OSError("disk is full")
+
+    recorder = bench.recorder()
+    monkeypatch.setattr(recorder_module, "write_report", fail)
+    recorder.record_step(1, report(1), None)
+    recorder.finish("done")
+    assert bench.output.count("warning: report.html could not be written: OSError: disk is full") == 1
+    assert len(bench.rows()) == 1
+
+
+def test_the_report_is_refreshed_at_most_every_ten_seconds(
+    bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[float] = []
+    monkeypatch.setattr(recorder_module, "write_report", lambda folder: written.append(bench.clock.now))
+    recorder = bench.recorder(max_steps=100)
+    for step in range(1, 31):
+        bench.clock.now += 1.0
+        recorder.record_step(step, report(step), None)
+    recorder.finish("done")
+    assert written == [1001.0, 1011.0, 1021.0, 1030.0]
+
+
+def test_a_slow_report_is_written_less_often(bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[float] = []
+
+    def slow(folder: object) -> None:
+        written.append(bench.clock.now)
+        bench.clock.now += 1.0
+
+    monkeypatch.setattr(recorder_module, "write_report", slow)
+    recorder = bench.recorder(max_steps=100)
+    for step in range(1, 101):
+        bench.clock.now += 1.0
+        recorder.record_step(step, report(step), None)
+    assert written == [1001.0, 1051.0, 1101.0]  # a second of work in fifty
+
+
+def test_time_before_a_kill_counts_towards_the_run(bench: Any, report: Any) -> None:
+    recorder = bench.recorder()
+    bench.clock.now += 100
+    recorder.record_step(1, report(1), None)  # killed here
+    bench.clock.now += 5000
+    resumed = bench.recorder(resumed_step=1)
+    bench.clock.now += 50
+    resumed.finish("done")
+    info = json.loads((bench.folder / "run.json").read_text())
+    assert info["wall_s"] == 150
+    assert info["resumed_at_steps"] == [1]
+    assert info["status"] == "ended early"  # one step of ten
+
+
+def test_an_interrupted_and_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path: Any, report: Any) -> None:
+    def run(name: str, parts: list[tuple[int, int]]) -> bytes:
+        for resumed_step, last in parts:
+            recorder = RunRecorder(
+                tmp_path / name,
+                algorithm="grpo",
+                max_steps=6,
+                num_devices=1,
+                peak_flops_per_device=None,
+                flops_per_token=None,
+                config_yaml="",
+                stream=io.StringIO(),
+            )
+            recorder.start(resumed_step)
+            for step in range(resumed_step + 1, last + 1):
+                recorder.record_step(step, report(step), None)
+        return (tmp_path / name / "metrics.jsonl").read_bytes()
+
+    assert run("resumed", [(0, 5), (2, 3), (2, 6)]) == run("whole", [(0, 6)])

@@ -1,0 +1,150 @@
+"""The run folder survives a kill at any byte, and a second run in it loses nothing of the first."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+
+from posttrain.reporting.run_files import append_rows, open_run, parse_lines, read_rows
+from posttrain.types import Score
+
+FILES = ("metrics.jsonl", "config.yaml", "run.json", "report.html")
+
+
+def test_a_file_cut_at_any_byte_is_repaired_to_its_complete_rows(tmp_path: Any) -> None:
+    rows = [{"step": step, "train/loss": step / 7} for step in (1, 2, 3)]
+    append_rows(tmp_path / "metrics.jsonl", rows)
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    for size in range(len(whole) + 1):
+        (tmp_path / "metrics.jsonl").write_bytes(whole[:size])
+        open_run(tmp_path, resumed_step=3)
+        # A row is complete with its closing brace; only its line end may be missing, and is then added.
+        num_complete = whole[:size].count(b"}")
+        assert read_rows(tmp_path / "metrics.jsonl") == rows[:num_complete]
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(whole.splitlines(keepends=True)[:num_complete])
+
+
+def test_a_row_appended_after_a_repair_is_readable(tmp_path: Any) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "train/lo')
+    notes = open_run(tmp_path, resumed_step=1)
+    append_rows(path, [{"step": 2}])
+    assert [row["step"] for row in read_rows(path)] == [1, 2]
+    assert any("line 2 was torn" in note for note in notes)
+
+
+def test_rows_after_the_resumed_step_are_cut_and_the_kept_ones_keep_their_bytes(tmp_path: Any) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = b'{"step":1,  "train/loss": 0.30000000000000004}\n'
+    path.write_bytes(kept + b'{"step": 2}\n{"step": 3}\n')
+    notes = open_run(tmp_path, resumed_step=1)
+    assert path.read_bytes() == kept
+    assert any("2 rows after step 1 are cut" in note for note in notes)
+
+
+def test_a_gap_between_the_rows_and_the_checkpoint_is_named(tmp_path: Any) -> None:
+    append_rows(tmp_path / "metrics.jsonl", [{"step": 1}])
+    assert any("ends at step 1 although the run resumes at step 4" in note for note in open_run(tmp_path, 4))
+
+
+def test_what_is_not_an_object_with_a_step_is_not_a_row(tmp_path: Any) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'[1]\n{"loss": 1}\n{"step": "2"}\nnull\n{"step": 3}\n')
+    assert [row for _, row in parse_lines(path)] == [None, None, None, None, {"step": 3}]
+
+
+def test_resuming_removes_rollouts_of_later_steps_and_temporary_files(bench: Any, group: Any, report: Any) -> None:
+    recorder = bench.recorder()
+    for step in (1, 2, 3):
+        recorder.record_step(step, report(step, groups=(group(step),)), report(step, groups=(group(step),)))
+    rollouts = bench.folder / "rollouts"
+    (rollouts / "step_4.jsonl.gz.partial").write_bytes(b"half")
+    (bench.folder / "report.html.partial").write_bytes(b"half")
+    bench.recorder(resumed_step=2)
+    assert {path.name for path in rollouts.iterdir()} == {
+        f"{prefix}step_{step}.jsonl.gz" for prefix in ("", "validation_") for step in (1, 2)
+    }
+    assert not list(bench.folder.glob("*.partial"))
+
+
+def test_a_fresh_run_puts_an_earlier_one_aside_and_says_so(bench: Any, group: Any, report: Any) -> None:
+    for _ in range(3):
+        recorder = bench.recorder()
+        recorder.record_step(1, report(groups=(group(),)), None)
+        recorder.finish("done")
+    assert sorted(path.name for path in bench.folder.glob("earlier_*")) == ["earlier_001", "earlier_002"]
+    for earlier in bench.folder.glob("earlier_*"):
+        assert {path.name for path in earlier.iterdir()} == {*FILES, "rollouts"}
+        assert (earlier / "rollouts" / "step_1.jsonl.gz").exists()
+    assert len(bench.rows()) == 1
+    assert "its files are now in earlier_002/" in bench.output
+
+
+def test_an_interrupted_move_is_finished_in_the_same_folder(bench: Any, report: Any) -> None:
+    bench.recorder().record_step(1, report(), None)
+    (bench.folder / "earlier_001").mkdir()
+    (bench.folder / "run.json").rename(bench.folder / "earlier_001" / "run.json")  # killed after the first file
+    bench.recorder()
+    assert {path.name for path in (bench.folder / "earlier_001").iterdir()} == set(FILES)
+    assert not (bench.folder / "earlier_002").exists()
+
+
+def test_resuming_with_another_config_keeps_the_old_one(bench: Any, report: Any) -> None:
+    bench.recorder(config_yaml="lr: 1\n").record_step(1, report(), None)
+    bench.recorder(resumed_step=1, config_yaml="lr: 1\n")
+    assert not list(bench.folder.glob("config_until*"))
+    bench.recorder(resumed_step=1, config_yaml="lr: 2\n")
+    assert (bench.folder / "config.yaml").read_text() == "lr: 2\n"
+    assert (bench.folder / "config_until_step_1.yaml").read_text() == "lr: 1\n"
+
+
+def test_equal_groups_give_equal_bytes(tmp_path: Any, bench: Any, group: Any, report: Any) -> None:
+    recorder = bench.recorder()
+    recorder.record_step(1, report(groups=(group(),)), None)
+    recorder.record_step(2, report(groups=(group(),)), None)
+    one, two = (bench.folder / "rollouts" / f"step_{step}.jsonl.gz" for step in (1, 2))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_rollout_row_holds_the_group(bench: Any, group: Any, report: Any) -> None:
+    scores = (Score(1.0, {"correct": 1.0}), Score(None, error="timeout after 5 s"))
+    one = group(7, texts=("ja \ud800 ü\u2028", ""), scores=scores).with_advantages([0.5, float("nan")])
+    bench.recorder().record_step(1, report(groups=(one, group(8))), None)
+    with gzip.open(bench.folder / "rollouts" / "step_1.jsonl.gz", "rb") as lines:
+        first, second = (json.loads(line) for line in lines)
+    assert first == {
+        "draw": 7,
+        "id": "sums:7",
+        "prompt": "2 + 2 = ",
+        "reference": "4",
+        "completions": [
+            {
+                "text": "ja \ud800 ü\u2028",
+                "reward": 1.0,
+                "parts": {"correct": 1.0},
+                "advantage": 0.5,
+                "error": None,
+                "finish_reason": "stop",
+                "num_tokens": 8,
+            },
+            {
+                "text": "",
+                "reward": None,
+                "parts": {},
+                "advantage": None,
+                "error": "timeout after 5 s",
+                "finish_reason": "stop",
+                "num_tokens": 1,
+            },
+        ],
+    }
+    assert second["draw"] == 8
+
+
+def test_non_finite_numbers_cannot_reach_a_file(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        append_rows(tmp_path / "metrics.jsonl", [{"step": 1, "train/loss": float("nan")}])
+    assert not (tmp_path / "metrics.jsonl").exists()
