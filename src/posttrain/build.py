@@ -72,7 +72,7 @@ class Run:
     def _build(self) -> TrainingLoop:
         config = self.config
         if isinstance(config, GrpoRunConfig):
-            check_environments(config.env, Path.cwd())
+            check_environments(self._environments(config), Path.cwd())
         check_model_exists(config.policy.model_name)
         tokenizer = load_tokenizer(config.policy.tokenizer.name)
         self.chat = ChatFormat(
@@ -145,15 +145,14 @@ class Run:
         train = load(data.train)
         if data.validation is not None:
             return train, load(data.validation)
-        size = _split_size(data.train)
-        return train.split(size, seed) if size else (train, None)
+        return train.held_out()
 
     def _workers(self, seed: int) -> WorkerGroup:
         config = self.config
         needs_reference = isinstance(config, DpoRunConfig) or (
             isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty != 0
         )
-        setup = WorkerSetup(config.policy, seed, needs_reference)
+        setup = WorkerSetup(config.policy, seed, needs_reference, self.chat.template)
         cluster = config.cluster
         size = cluster.num_nodes * cluster.gpus_per_node
         if cluster.launcher == "local" or (cluster.launcher == "auto" and size == 1):
@@ -243,6 +242,12 @@ class Run:
             return Dpo(config.policy.train_global_batch_size, objective, policy, stream, held_out)
         return Sft(config.policy.train_global_batch_size, policy, stream, held_out)
 
+    @staticmethod
+    def _environments(config: GrpoRunConfig) -> dict[str, Any]:
+        """Those that some dataset names: the others need no worker processes. A name without settings is told later."""
+        named = {entry.env_name for entry in [*config.data.train_sets(), *config.data.validation_sets()]}
+        return {name: settings for name, settings in config.env.items() if name in named} or dict(config.env)
+
     def _grpo(
         self,
         config: GrpoRunConfig,
@@ -253,10 +258,10 @@ class Run:
         recorder: RunRecorder,
     ) -> Grpo:
         grpo, estimator = config.grpo, config.grpo.adv_estimator
-        environment = build_environments(config.env, base_folder=Path.cwd())
+        environment = build_environments(self._environments(config), base_folder=Path.cwd())
         self._cleanup.callback(environment.close)
         generator = ShardedGenerator(workers)
-        sampling = _sampling(config.policy)
+        sampling = _sampling(config.policy, self.chat.stop_token_ids)
         rollouts = FreshRollouts(
             stream,
             generator,
@@ -272,7 +277,7 @@ class Run:
             generator,
             environment,
             num_samples=grpo.val_num_generations_per_prompt,
-            sampling=_sampling(config.policy, validation=True),
+            sampling=_sampling(config.policy, self.chat.stop_token_ids, validation=True),
             seed=grpo.seed + 1,  # other noise than training's
             show_progress=recorder.progress,
             label="validation",
@@ -304,7 +309,7 @@ def _options(section: Any, target: type) -> dict[str, Any]:
     return {name: getattr(section, name) for name in target.__dataclass_fields__}  # type: ignore[attr-defined]
 
 
-def _sampling(policy: PolicyConfig, *, validation: bool = False) -> Sampling:
+def _sampling(policy: PolicyConfig, end_of_turn_ids: Sequence[int], *, validation: bool = False) -> Sampling:
     generation = policy.generation
     assert generation is not None
     prefix = "val_" if validation else ""
@@ -315,16 +320,10 @@ def _sampling(policy: PolicyConfig, *, validation: bool = False) -> Sampling:
         top_p=getattr(generation, f"{prefix}top_p"),
         top_k=top_k if top_k and top_k > 0 else 0,
         stop_token_ids=tuple(generation.stop_token_ids or ()),
+        end_of_turn_ids=tuple(end_of_turn_ids),
         stop_strings=tuple(generation.stop_strings or ()),
         ignore_eos=generation.ignore_eos,
     )
-
-
-def _split_size(entries: Any) -> float:
-    """`split_validation_size` of the training data: a share below 1, or a number of rows."""
-    first = entries[0] if isinstance(entries, list) else entries
-    values = first.model_dump() if hasattr(first, "model_dump") else first
-    return float(values.get("split_validation_size") or 0)
 
 
 def _first_rows(dataset: Any, count: int) -> list[Any]:

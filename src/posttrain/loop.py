@@ -76,6 +76,7 @@ class TrainingLoop:
     def _train(self, first: int, interruption: Interruption) -> str:
         """Steps until there is a reason to stop; the reason, in words."""
         for step in range(first, self.settings.max_steps + 1):
+            self.recorder.begin_step(step)
             report = self._with_checkpoint_time(self.algorithm.step(step))
             self.total_tokens += report.num_tokens
             last = step == self.settings.max_steps
@@ -183,7 +184,7 @@ class TrainingLoop:
 def _lookup(name: str, report: StepReport, validation: StepReport | None) -> float | None:
     """The value of "val:accuracy" or "train:reward"; None if it was not measured at this step."""
     where, _, metric = name.rpartition(":")
-    metric = metric.removeprefix("validation-default_")
+    metric = metric.removeprefix("validation-default_").removeprefix("val_")  # as DPO and SFT name them
     if where == "train":
         return report.metrics.get(metric)
     return validation.metrics.get(metric) if validation is not None else None

@@ -43,7 +43,8 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # empty: the model's ends of sequence, and those of the turn
+    end_of_turn_ids: tuple[int, ...] = ()  # what the chat template ends an answer with
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False  # sample exactly max_new_tokens; for benchmarks
 

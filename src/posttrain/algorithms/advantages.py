@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EPSILON = 1e-6
+SAME = 1e-9  # rewards closer than this, relatively, differ by the rounding of their parts, not in what they say
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class GroupAdvantages:
 
 
 def _standard_deviation(values: Sequence[float]) -> float:
-    if len(values) < 2 or max(values) == min(values):
+    if len(values) < 2 or max(values) - min(values) <= SAME * max(abs(v) for v in values):
         return 0.0
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))

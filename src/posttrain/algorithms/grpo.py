@@ -84,7 +84,8 @@ class Grpo:
         tasks, completions = self.validation.sample(self.settings.num_validation_prompts, step)
         groups = self.validation.score(tasks, completions)
         metrics = rollout_metrics(groups)
-        metrics["accuracy"] = metrics["reward"]
+        if "reward" in metrics:
+            metrics["accuracy"] = metrics["reward"]
         if len(groups[0].rollouts) > 1:
             passed = [any((reward or 0) > 0 for reward in group.rewards) for group in groups]
             metrics[f"pass_{len(groups[0].rollouts)}"] = sum(passed) / len(groups)

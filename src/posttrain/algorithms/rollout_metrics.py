@@ -41,7 +41,6 @@ def rollout_warnings(groups: Sequence[Group], step: int) -> list[str]:
     if not rewards:
         first = next((r.score.error for r in rollouts if r.score.error), "no reason given")
         return [f"step {step}: none of the {len(rollouts)} rollouts could be scored, so nothing was learnt ({first})"]
-    warnings = []
     if len(set(rewards)) == 1:
         truncated = statistics.fmean(r.truncated for r in rollouts)
         hint = (
@@ -49,9 +48,7 @@ def rollout_warnings(groups: Sequence[Group], step: int) -> list[str]:
             if truncated > 0.5
             else "the prompts are too easy or too hard for the model, or the reward does not see what differs"
         )
-        warnings.append(
+        return [
             f"step {step}: all {len(rewards)} rewards are {rewards[0]:g}, so every advantage is 0 and nothing is learnt; {hint}"
-        )
-    if len(rewards) < len(rollouts):
-        warnings.append(f"step {step}: {len(rollouts) - len(rewards)} of {len(rollouts)} rollouts are unscored")
-    return warnings
+        ]
+    return []

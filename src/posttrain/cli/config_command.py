@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config import KINDS, ConfigError, LoadedConfig, guess_kind, load_config
 
 SHOW_EPILOG = """\
@@ -26,22 +26,10 @@ what deserves attention; exits with 64 and says what is wrong if the config cann
 """
 
 
-class _OverridesParser(argparse.ArgumentParser):
-    """Takes overrides before, between and after options; argparse alone stops at the first option that follows one."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        parsed, rest = super().parse_known_args(args, namespace)
-        words = [word for word in rest if not word.startswith("-")]
-        parsed.words = [*(getattr(parsed, "words", None) or []), *words]
-        return parsed, [word for word in rest if word.startswith("-")]
-
-
 def add_parser(subparsers: Any) -> None:
     summary = "show or check the config of a run"
     parser = subparsers.add_parser("config", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OverridesParser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     show = _add_command(commands, "show", "print every value and where it came from", SHOW_EPILOG)
     show.add_argument("--all-origins", action="store_true", help="remark on defaults too")
     show.add_argument("--json", action="store_true", help="print {key: {value, origin}} instead of YAML")

@@ -11,6 +11,7 @@ import traceback
 
 from posttrain import __version__
 from posttrain.cli import config_command, demo_command, models_command, train_command
+from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.errors import InputError
 
 EXIT_BAD_INPUT = 64
@@ -40,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     for command in (train_command, demo_command, config_command, models_command):
         command.add_parser(commands)
     return parser

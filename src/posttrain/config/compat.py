@@ -82,7 +82,12 @@ RENAMES: tuple[Rename, ...] = (
     Rename("policy.megatron_cfg.converter_type", reason="the model's own config says what it is"),
     Rename("policy.refit_buffer_size_gb", reason="sampler and trainer share their weights"),
     Rename("policy.fsdp_offload_enabled", reason="weights stay where they are trained"),
-    Rename("policy.generation", reason="nothing is sampled in this kind of run", kinds=("dpo", "sft")),
+    Rename(
+        "policy.generation",
+        reason="nothing is sampled in this kind of run",
+        applies=lambda value: value is not None,
+        kinds=("dpo", "sft"),
+    ),
 )
 
 

@@ -20,7 +20,15 @@ from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
 from posttrain.config.render import plain_values, to_yaml_text, with_override_marks
 from posttrain.config.runs import KINDS, RUN_CONFIGS, DpoRunConfig, GrpoRunConfig, Kind, RunConfig, SftRunConfig
-from posttrain.config.schema import describe_unknown, find, is_field, schema_defaults, schema_of, unknown_keys
+from posttrain.config.schema import (
+    describe_unknown,
+    find,
+    is_field,
+    schema_defaults,
+    schema_of,
+    sections_that_are_not_maps,
+    unknown_keys,
+)
 from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, overlay
 from posttrain.config.unimplemented import foreign_environments, review
 from posttrain.config.yaml_files import read_built_in, read_with_defaults
@@ -39,7 +47,7 @@ class LoadedConfig(Generic[C]):
 
     def to_yaml(self) -> str:
         """Every value, as YAML that `load_config` reads back to the same config."""
-        return to_yaml_text(with_override_marks(self._values(), built_in_defaults(self.kind).values))
+        return to_yaml_text(self._marked_values())
 
     def flat(self) -> dict[str, Any]:
         """Every value by its dotted key."""
@@ -49,12 +57,16 @@ class LoadedConfig(Generic[C]):
         """The same with a remark at each value that is not a default (or at all of them)."""
 
         def remark(path: Path) -> str:
-            origin = self.origins.get(dotted(path), DEFAULT)
-            parts = [f"from {origin}"] if all_origins or origin != DEFAULT else []
+            origin = self.origins.get(dotted(path), "")
+            parts = [f"from {origin}"] if origin and (all_origins or origin != DEFAULT) else []
             expression = self.expressions.get(dotted(path))
             return ", ".join([*parts, expression] if expression else parts)
 
-        return to_yaml_text(self._values(), remark)
+        return to_yaml_text(self._marked_values(), remark)
+
+    def _marked_values(self) -> dict[str, Any]:
+        marked: dict[str, Any] = with_override_marks(self._values(), built_in_defaults(self.kind).values)
+        return marked
 
     def _values(self) -> dict[str, Any]:
         """The algorithm's own sections first."""
@@ -65,9 +77,13 @@ class LoadedConfig(Generic[C]):
 
 def built_in_defaults(kind: Kind) -> Tree:
     """The defaults of the schema with the packaged YAML file over them, nothing resolved."""
+    return _built_in_defaults(kind).copy()
+
+
+@cache
+def _built_in_defaults(kind: Kind) -> Tree:
     schema = Tree.from_one_origin(schema_defaults(RUN_CONFIGS[kind]), DEFAULT)
-    file = read_built_in(kind)
-    merged = overlay(schema, file, lambda path: _keeps_null(kind, path), over_built_in=True)
+    merged = overlay(schema, read_built_in(kind), lambda path: _keeps_null(kind, path), over_built_in=True)
     return Tree.from_one_origin(merged.values, DEFAULT)
 
 
@@ -100,8 +116,8 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
         has_default=lambda key: is_field(schema_of(known), key),
     )
     _refuse_unknown(known, tree)
-    _adjust_defaults(known, tree)
-    config = _validated(known, resolve(tree), tree)
+    _forget_unfitting_validation(tree)
+    config = _validated(known, _resolved_with_fitting_batch(known, tree), tree)
     errors, notices = review(config.model_dump(by_alias=True), tree, _default_test(tree, defaults))
     errors += check_run(config, lambda key: tree.origin(tuple(key.split("."))) != DEFAULT)
     if errors:
@@ -151,28 +167,45 @@ def _with_file(kind: Kind, defaults: Tree, path: FilePath, warnings: list[str]) 
 
 
 def _refuse_unknown(kind: Kind, tree: Tree) -> None:
-    foreign = foreign_environments(tree)
-    unknown = [path for path in unknown_keys(schema_of(kind), tree.values) if not (foreign and path[0] == "env")]
-    lines = [f"{tree.origin(path)}: {describe_unknown(kind, path)}" for path in unknown]
+    """Everything that has the wrong shape, before values are looked at."""
+    schema, foreign = schema_of(kind), foreign_environments(tree)
+    lines = [
+        f"{tree.origin(path)}: {describe_unknown(kind, path)}"
+        for path in unknown_keys(schema, tree.values)
+        if path[:2] not in foreign
+    ]
+    lines += [
+        f"{tree.origin(path)}: `{dotted(path)}` = {tree.get(path)!r}: must be a map of settings"
+        for path in sections_that_are_not_maps(schema, tree.values)
+    ]
     if lines or foreign:
-        raise ConfigError("\n".join([*lines, *foreign]))
+        raise ConfigError("\n".join([*lines, *foreign.values()]))
 
 
-def _adjust_defaults(kind: Kind, tree: Tree) -> None:
-    """Defaults that only fit other defaults: the validation set of another dataset, the batch size of other groups."""
+def _forget_unfitting_validation(tree: Tree) -> None:
+    """The built-in validation set belongs to the built-in training set; it goes when you choose another one."""
     validation = ("data", "validation")
-    if tree.get(validation) is not None and tree.origin(validation) == DEFAULT:
-        train = tree.get(("data", "train"))
-        chosen = [("data", "train", key) for key in ("dataset_name", "data_path")]
-        if isinstance(train, list) or any(tree.origin(key) != DEFAULT for key in chosen if tree.get(key) is not None):
-            tree.put(validation, None, DEFAULT)
-    if kind == "grpo" and tree.origin(BATCH_SIZE) == DEFAULT:
-        resolved = resolve(tree)
-        counts = [resolved["grpo"].get(key) for key in ("num_prompts_per_step", "num_generations_per_prompt")]
-        if all(isinstance(count, int) and count > 0 for count in counts):
-            samples = counts[0] * counts[1]
-            if samples % resolved["policy"]["train_global_batch_size"]:
-                tree.put(BATCH_SIZE, samples, "grpo.num_prompts_per_step * grpo.num_generations_per_prompt")
+    if tree.get(validation) is None or tree.origin(validation) != DEFAULT:
+        return
+    chosen = [("data", "train", key) for key in ("dataset_name", "data_path")]
+    is_list = isinstance(tree.get(("data", "train")), list)
+    if is_list or any(tree.origin(key) != DEFAULT for key in chosen if tree.get(key) is not None):
+        tree.put(validation, None, DEFAULT)
+
+
+def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> dict[str, Any]:
+    """The resolved values. A batch size that nobody set and that does not divide the samples becomes all of them."""
+    values = resolve(tree)
+    if kind != "grpo" or tree.origin(BATCH_SIZE) != DEFAULT:
+        return values
+    counts = [values["grpo"].get(key) for key in ("num_prompts_per_step", "num_generations_per_prompt")]
+    if not all(isinstance(count, int) and count > 0 for count in counts):
+        return values  # validation says what is wrong with them
+    samples = counts[0] * counts[1]
+    if samples % values["policy"]["train_global_batch_size"] == 0:
+        return values
+    tree.put(BATCH_SIZE, samples, "grpo.num_prompts_per_step * grpo.num_generations_per_prompt")
+    return resolve(tree)
 
 
 def _validated(kind: Kind, values: dict[str, Any], tree: Tree) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import yaml
 
 from posttrain.config.base import Section
 from posttrain.config.data import DatasetConfig
-from posttrain.config.tree import OVERRIDE_MARK, Path
+from posttrain.config.tree import OVERRIDE_MARK, REPLACES_BUILT_IN, Path
+from posttrain.config.yaml_files import parse_value
 
 REMARK_COLUMN = 60
 
@@ -34,11 +36,11 @@ def plain_values(value: Any) -> Any:
     return value
 
 
-def with_override_marks(values: Any, defaults: Any) -> Any:
+def with_override_marks(values: Any, defaults: Any, path: Path = ()) -> Any:
     """`values` with `_override_: true` in maps that lack a key of the default, which loading would bring back otherwise."""
-    if not isinstance(values, dict) or not isinstance(defaults, dict):
+    if not isinstance(values, dict) or not isinstance(defaults, dict) or path in REPLACES_BUILT_IN:
         return values
-    marked = {key: with_override_marks(inner, defaults.get(key)) for key, inner in values.items()}
+    marked = {key: with_override_marks(inner, defaults.get(key), (*path, key)) for key, inner in values.items()}
     return {OVERRIDE_MARK: True, **marked} if set(defaults) - set(values) and values else marked
 
 
@@ -71,13 +73,16 @@ def _with_remark(line: str, remark: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that might be read as something else, and keeps `${` of a resolved value as it is."""
+    """Quotes every text that is not plainly a word, and keeps `${` of a resolved value from being resolved again."""
+
+
+_WORD = re.compile(r"[A-Za-z_./][A-Za-z0-9_./\-]*")
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    escaped = text.replace("${", "\\${")  # it has been resolved already
-    looks_special = any(character in text for character in ":\\${}[],&*#?|<>=!%@\n'\"") or text != text.strip()
-    return dumper.represent_scalar("tag:yaml.org,2002:str", escaped, style='"' if looks_special else None)
+    is_word = _WORD.fullmatch(text) is not None and parse_value(text) == text
+    escaped = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", escaped, style=None if is_word else '"')
 
 
 _Dumper.add_representer(str, _represent_text)

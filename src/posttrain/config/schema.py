@@ -115,6 +115,21 @@ def unknown_keys(root: Node, values: Any, path: Path = ()) -> Iterator[Path]:
             yield from unknown_keys(node, value, here)
 
 
+def sections_that_are_not_maps(root: Node, values: Any, path: Path = ()) -> Iterator[Path]:
+    """Sections that were given a plain value, such as `grpo: 3`."""
+    if isinstance(values, list) and root.listed:
+        values = {str(index): value for index, value in enumerate(values)}
+    is_reference = isinstance(values, str) and "${" in values
+    if not isinstance(values, dict):
+        if not is_reference and not (values is None and root.nullable):
+            yield path
+        return
+    for key, value in values.items():
+        node = root.child(str(key))
+        if node is not None and node.shape in ("section", "named"):
+            yield from sections_that_are_not_maps(node, value, (*path, str(key)))
+
+
 def nearest_key(root: Node, path: Path) -> str | None:
     """The known key that was most likely meant: a similar name in the same section, or the same name elsewhere."""
     known = (_with_names_of(path, key) for key in known_keys(root))

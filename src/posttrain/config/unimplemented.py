@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from posttrain.config.tree import Path, Tree, dotted
@@ -103,7 +104,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "checkpointing.ft_*", lambda value: value is None, "extra saves against crashes; use checkpointing.save_period"
     ),
-    Rule("checkpointing.pretrained_checkpoint*", lambda value: value is None, "starting from a Megatron checkpoint"),
+    Rule("checkpointing.pretrained_checkpoint", _off, "starting from a Megatron checkpoint"),
+    Rule("checkpointing.pretrained_checkpoint.*", _nothing, "starting from a Megatron checkpoint"),
     Rule("checkpointing.model_save_format", lambda value: value != "torch_save", "other formats than safetensors"),
     Rule("checkpointing.model_cache_dir", _anything, _NOT_NEEDED),
     Rule("checkpointing.model_repo_id", _anything, _NOT_NEEDED),
@@ -112,14 +114,16 @@ RULES: tuple[Rule, ...] = (
     # policy
     Rule("policy.precision", lambda value: value != "float16", "training in float16; use bfloat16 or float32"),
     Rule("policy.offload_optimizer_for_logprob", _anything, _MEMORY),
-    Rule("policy.quant_cfg*", _off, "quantisation-aware training"),
+    Rule("policy.quant_cfg", _off, "quantisation-aware training"),
+    Rule("policy.quant_cfg.*", _nothing, "quantisation-aware training"),
     Rule("policy.dtensor_cfg.enabled", _anything, "posttrain always trains with PyTorch"),
     Rule("policy.dtensor_cfg.*_parallel_size", _at_most_one, _ONE_SHARE),
     Rule("policy.dtensor_cfg.dp_replicate_size", _at_most_one, _ONE_SHARE),
     Rule("policy.dtensor_cfg.sequence_parallel", _off, _ONE_SHARE),
     Rule("policy.dtensor_cfg.cpu_offload", _off, "keeping weights in CPU memory"),
     Rule("policy.dtensor_cfg.custom_parallel_plan", lambda value: value is None, _ONE_SHARE),
-    Rule("policy.dtensor_cfg.moe_parallelizer*", lambda value: value is None, _ONE_SHARE),
+    Rule("policy.dtensor_cfg.moe_parallelizer", _off, _ONE_SHARE),
+    Rule("policy.dtensor_cfg.moe_parallelizer.*", _nothing, _ONE_SHARE),
     Rule("policy.dtensor_cfg.automodel_kwargs", _anything, _NOT_NEEDED),
     Rule("policy.dtensor_cfg.automodel_kwargs.force_hf", _anything, _NOT_NEEDED),
     Rule("policy.dtensor_cfg.automodel_kwargs.use_liger_kernel", _anything, _NOT_NEEDED),
@@ -138,7 +142,8 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.generation.backend", lambda value: value in ("native", "vllm"), "other engines than native"),
     Rule("policy.generation.colocated.enabled", bool, "sampling on GPUs of its own"),
     Rule("policy.generation.bad_words", _off, "forbidden words"),
-    Rule("policy.generation.quant_cfg*", _off, "quantised sampling"),
+    Rule("policy.generation.quant_cfg", _off, "quantised sampling"),
+    Rule("policy.generation.quant_cfg.*", _nothing, "quantised sampling"),
     Rule("policy.generation.real_quant", _off, "quantised sampling"),
     Rule("policy.generation.vllm_*", _anything, _OWN_ENGINE),
     Rule("policy.generation.mcore_generation_config*", _anything, _OWN_ENGINE),
@@ -160,8 +165,10 @@ RULES: tuple[Rule, ...] = (
     Rule("cluster.segment_size", _anything, _NOT_NEEDED),
     Rule("data_plane*", _anything, "batches travel in the process or through Ray; NeMo's data plane is not used"),
     Rule("reward_penalties.penalize_*", _off, "reward penalties"),
-    Rule("on_policy_distillation*", _off, "distillation"),
-    Rule("async_rl*", _off, "the single-controller mode"),
+    Rule("on_policy_distillation", _off, "distillation"),
+    Rule("on_policy_distillation.*", _nothing, "distillation"),
+    Rule("async_rl", _off, "the single-controller mode"),
+    Rule("async_rl.*", _nothing, "the single-controller mode"),
 )
 
 
@@ -179,6 +186,7 @@ def every_value(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield from every_value(value, (*path, str(key)))
 
 
+@lru_cache(maxsize=4096)
 def rule_for(key: str) -> Rule | None:
     return next((rule for rule in RULES if fnmatchcase(key, rule.pattern)), None)
 
@@ -211,17 +219,17 @@ def review(
     return errors, warnings
 
 
-def foreign_environments(tree: Tree) -> list[str]:
-    """Judges of NeMo RL that posttrain does not have; their settings are not part of the schema either."""
+def foreign_environments(tree: Tree) -> dict[Path, str]:
+    """What to say about judges of NeMo RL that posttrain does not have; their settings are not in the schema either."""
     environments = tree.get(("env",))
     if not isinstance(environments, dict):
-        return []
-    return [
-        f"{tree.origin(('env', name))}: `env.{name}` is not implemented: use `env.math`, or `env.{name}.function` with a "
-        "Python reward function"
+        return {}
+    return {
+        ("env", name): f"{tree.origin(('env', name))}: `env.{name}` is not implemented: use `env.math`, or "
+        f"`env.{name}.function` with a Python reward function"
         for name, settings in environments.items()
         if name in FOREIGN_ENVIRONMENTS and not (isinstance(settings, dict) and settings.get("function"))
-    ]
+    }
 
 
 def _listed(keys: list[str]) -> str:

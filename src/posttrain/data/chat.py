@@ -102,12 +102,20 @@ class ChatFormat:
                 continue
             marked = [*messages[:index], {**message, "content": _PLACEHOLDER}, *messages[index + 1 :]]
             before, found, after = self._write(marked, opens_answer=False).partition(_PLACEHOLDER)
+            # What stands between the usual opening and the content (an empty chain of thought, say) is the assistant's
+            # as well: when sampling, the assistant writes it.
+            opened = before.rfind(self._answer_header, spans[-1].stop if spans else 0) if self._answer_header else -1
+            if opened >= 0:
+                before = before[: opened + len(self._answer_header)]
             if not found or not text.startswith(before) or not text.endswith(after):
                 raise DataError(
                     f"the chat template does not write turn {index + 1} (assistant) as it is, so its tokens cannot be told "
                     "from the prompt's; train on the last turn only, or use another template"
                 )
-            spans.append(self._span(text, len(before), len(text) - len(after), spans[-1].stop if spans else 0))
+            stop = len(text) - len(after)
+            if self._end_of_turn and text.startswith(self._end_of_turn, stop):
+                stop += len(self._end_of_turn)
+            spans.append(TrainedSpan(len(before), stop))
         closed = self._close(text[: spans[-1].stop])
         spans[-1] = TrainedSpan(spans[-1].start, len(closed))
         return closed, spans
@@ -156,16 +164,6 @@ class ChatFormat:
             whole, alone = self._encode([text[:end], text[edge:end]])
             pieces.append(whole[len(before) :] if whole[: len(before)] == before else alone)
         return pieces
-
-    def _span(self, text: str, start: int, stop: int, earliest: int) -> TrainedSpan:
-        # What the template puts between its usual opening and the content (an empty chain of thought, say) is the
-        # assistant's as well: when sampling, the assistant writes it.
-        opened = text.rfind(self._answer_header, earliest, start) if self._answer_header else -1
-        if opened >= 0:
-            start = opened + len(self._answer_header)
-        if self._end_of_turn and text.startswith(self._end_of_turn, stop):
-            stop += len(self._end_of_turn)
-        return TrainedSpan(start, stop)
 
     @cached_property
     def _answer_header(self) -> str:

@@ -41,6 +41,9 @@ class TaskReader:
     def __init__(self, entry: Entry, spec: ResponseSpec, chat: ChatFormat, max_prompt_tokens: int | None) -> None:
         self._entry, self._spec, self._chat, self._limit = entry, spec, chat, max_prompt_tokens
         self._prompts = entry.prompts
+        answer = () if callable(spec.answer) else spec.answer
+        # The other columns go along, for reward functions that want them.
+        self._spoken_for = {*spec.question, *answer, *spec.solution, entry.input_key, entry.output_key}
 
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Task]]:
         conversations = [self._messages(row) for _, row in rows]
@@ -67,7 +70,7 @@ class TaskReader:
                     reference=expected,
                     environment=self._entry.env_name or DEFAULT_ENVIRONMENT,
                     messages=tuple(messages),
-                    metadata={"id": row.values["id"]} if "id" in row.values else {},
+                    metadata={name: value for name, value in row.values.items() if name not in self._spoken_for},
                 )
                 outcomes.append(Read(task, {"prompt_ids": ids}))
         return outcomes

@@ -67,6 +67,7 @@ class OutputHead:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    @torch.no_grad()
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
         """Refuse the model if its own forward pass made `expected` of `hidden` and we would make something else."""
         ours, theirs = self.logits(hidden).float(), expected.float()

@@ -39,7 +39,10 @@ def build_scheduler(optimizer: Optimizer, spec: Any) -> LRScheduler | None:
         return None
     field = "policy.scheduler"
     if isinstance(spec, Mapping):
-        return resolve(spec["name"], field)(optimizer, **dict(spec.get("kwargs") or {}))
+        try:
+            return resolve(spec["name"], field)(optimizer, **dict(spec.get("kwargs") or {}))
+        except TypeError as error:
+            raise InputError(f"{field}: the kwargs do not fit {spec['name']}: {error}") from error
     parts = [item for item in spec if "name" in item]
     milestones = [m for item in spec if "milestones" in item for m in item["milestones"]]
     schedulers = [build_scheduler(optimizer, part) for part in parts]
@@ -121,7 +124,9 @@ class MixedPrecisionOptimizer:
             parameter = self.masters[_parameter_of(key)]
             same_shape = tuple(shape) == tuple(parameter.shape)
             tensors[key] = (
-                torch.empty_like(parameter.detach(), dtype=dtype) if same_shape else torch.empty(*shape, dtype=dtype)
+                torch.empty_like(parameter.detach(), dtype=dtype)
+                if same_shape
+                else torch.empty(tuple(shape), dtype=dtype)
             )
         return tensors
 

@@ -41,6 +41,7 @@ class PackedRow:
             positions.append(torch.arange(length))
             at = prompt_end
             for row in rows:
+                assert len(batch.responses[row]) > 0, "a response has at least one token"
                 fed = batch.responses[row][:-1]
                 source[row] = torch.tensor([prompt_end - 1, *range(at, at + len(fed))])
                 if len(fed):

@@ -48,6 +48,7 @@ class WorkerSetup:
     policy: PolicyConfig
     seed: int
     needs_reference: bool
+    chat_template: str | None = None  # the one the data was written with: it travels with the checkpoints
     trains: bool = True  # False: no optimizer, for sampling and evaluation only
 
 
@@ -62,6 +63,7 @@ class PolicyWorker:
         if self.temperature == 0:
             self.temperature = 1.0  # greedy sampling has no temperature to train under
         self.tokenizer = load_tokenizer(config.tokenizer.name)
+        self.tokenizer.chat_template = setup.chat_template
         self.model: nn.Module = load_model(
             config.model_name, DTYPES[config.precision], self.device, config.hf_config_overrides
         )

@@ -114,7 +114,9 @@ def test_a_key_below_a_value_is_an_error() -> None:
 
 
 def test_entries_of_a_list_can_be_named() -> None:
-    config = grpo("data.train=[{dataset_name: gsm8k}, {dataset_name: DeepScaler}]", "data.train[1].data_path=x.jsonl").config
+    config = grpo(
+        "data.train=[{dataset_name: gsm8k}, {dataset_name: DeepScaler}]", "data.train[1].data_path=x.jsonl"
+    ).config
     assert [entry.data_path for entry in config.data.train_sets()] == [None, "x.jsonl"]
     with pytest.raises(ConfigError, match=r"data\.train` is a list of 1"):
         grpo("data.train=[{dataset_name: gsm8k}]", "data.train.data_path=x")

@@ -15,8 +15,10 @@ CHATML = (
 # Like Qwen3's: history without thoughts, a last answer with an empty thought when it has none.
 THINKING = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if loop.last and message['role'] == 'assistant' %}{{ '<think></think>' }}{% endif %}"
-    "{{ message['content'].split('</think>')[-1] + '<|im_end|>\n' }}"
+    "{% set answer = message['content'].split('</think>')[-1] %}"
+    "{% if loop.last and message['role'] == 'assistant' %}"
+    "{{ (message['content'] if '</think>' in message['content'] else '<think></think>' + answer) + '<|im_end|>\n' }}"
+    "{% else %}{{ answer + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

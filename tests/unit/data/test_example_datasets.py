@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,11 @@ def test_template_that_rewrites_history_is_followed(tmp_path: Path) -> None:
     text, trained = show(load(tmp_path, [{"messages": TALK}], chat)[0], chat)
     assert text == chat.tokenizer.apply_chat_template(TALK[:5], tokenize=False).removesuffix("\n")
     assert trained == "|a<|im_end|>|<think></think>a<|im_end|>"
+
+    thoughtful = [{**turn, "content": "<think>hm</think>a"} if turn["role"] == "assistant" else turn for turn in TALK]
+    text, trained = show(load(tmp_path, [{"messages": thoughtful}], chat)[0], chat)
+    assert text == chat.tokenizer.apply_chat_template(thoughtful[:5], tokenize=False).removesuffix("\n")
+    assert trained == "|a<|im_end|>|<think>hm</think>a<|im_end|>"
 
 
 def test_text_after_the_last_end_of_turn_is_left_out(tmp_path: Path) -> None:
@@ -156,17 +162,15 @@ def test_turns_keep_their_tokens_when_the_tokenizer_merges_across_them(
     assert list(example.response_ids[: len(answer) - 1]) == answer[:-1]
 
 
-def test_real_conversations_train_what_the_assistant_said() -> None:
+def test_real_conversations_train_what_the_assistant_said(tmp_path: Path) -> None:
     file = Path(__file__).parents[3].parent / "shared" / "data" / "traces" / "tau_airline_gpt4o.jsonl.gz"
     if not file.is_file():
         pytest.skip(f"the shared data is not here: {file}")
-    entry = {"data_path": str(file)}
-    examples = load_example_dataset(entry, None, CHAT, max_total_tokens=25_000, only_unmask_final=False, seed=0)
-    assert len(examples) + sum(examples.dropped.values()) == 200
-    assert len(examples) > 50
     with gzip.open(file) as lines:
-        rows = {f"tau_airline_gpt4o:{index}": json.loads(line) for index, line in enumerate(lines)}
-    for example in examples:
-        said = [turn["content"] for turn in rows[example.id]["messages"] if turn["role"] == "assistant"]
+        rows = [json.loads(line) for line in islice(lines, 8)]
+    examples = load(tmp_path, rows, limit=100_000)
+    assert len(examples) == 8
+    for example, row in zip(examples, rows, strict=True):
+        said = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
         ids = [token for token, trained in zip(example.response_ids, example.mask, strict=True) if trained]
         assert CHAT.tokenizer.decode(ids) == "".join(f"{content}<|im_end|>" for content in said if content)

@@ -18,7 +18,6 @@ from posttrain.data.sampler import Stream
 from posttrain.data.shuffling import keyed_order
 from posttrain.types import Task
 
-
 FROZEN_ORDER = [7, 1, 6, 4, 3, 5, 0, 2]
 
 

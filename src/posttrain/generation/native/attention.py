@@ -21,6 +21,9 @@ from posttrain.generation.native.pages import pages_for
 from posttrain.generation.native.scheduler import Sample
 from posttrain.policy.attention import PackedAttention, Segment, causal_attention
 
+# Growing a dense copy means filling it again from the pages: not for every token.
+_HEADROOM_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class PrefillPiece:
@@ -80,11 +83,12 @@ class DenseDecode:
     """Decoding on a CPU, over a dense copy of the active sequences' pages.
 
     Row r of the copy belongs to the r-th active sample. A row is filled from the pages when another sample than before
-    stands there; after that each step adds its own token. Rows are as long as the longest sequence has been so far.
+    stands there; after that each step adds its own token. Rows grow with the longest sequence, up to `max_length`.
     """
 
-    def __init__(self, cache: PagedKvCache) -> None:
+    def __init__(self, cache: PagedKvCache, max_length: int) -> None:
         self.cache = cache
+        self.max_length = max_length
         self.keys: dict[int, Tensor] = {}  # layer -> [rows, length, heads, dim]
         self.values: dict[int, Tensor] = {}
         self.num_rows, self.row_length = 0, 0
@@ -134,7 +138,8 @@ class DenseDecode:
             return
         page_size = self.cache.page_size
         if length > self.row_length:
-            self.row_length = pages_for(max(length, self.row_length * 3 // 2), page_size) * page_size
+            roomy = max(length + _HEADROOM_TOKENS, self.row_length * 3 // 2)
+            self.row_length = pages_for(min(roomy, self.max_length), page_size) * page_size
         self.num_rows = max(num_rows, self.num_rows)
         self.admissions = []  # the pages have everything: nothing is carried over
         for layer, shape in self.cache.layers.items():

@@ -117,7 +117,7 @@ class NativeEngine:
         cache = PagedKvCache(layers, num_pages, settings.page_size, device)
         rows = min(settings.max_batch_size, len(samples))
         decode = (
-            DenseDecode(cache)
+            DenseDecode(cache, longest)
             if device.type == "cpu"
             else PagedDecode(cache, rows, pages_for(longest, settings.page_size))
         )

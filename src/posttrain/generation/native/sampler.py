@@ -1,10 +1,11 @@
 """Draws one token per row of logits, with keyed noise, and says how probable it was.
 
 **The draw** is the Gumbel-max trick on two levels: blocks of about sqrt(V) tokens compete with the log of their mass, then
-the tokens of the winning block compete with each other. That is an exact sample of the softmax for 2*sqrt(V) noises instead of
-V. Inverting the distribution function with one uniform would be cheaper still, but its V boundaries all move when a
-logit is rounded differently (another batch size, another number of ranks): with a vocabulary of 50,000 about one draw in
-a few hundred would then change. An argmax changes only if its two best candidates are equal to rounding.
+the tokens of the winning block compete with each other. That is an exact sample of the softmax for 2*sqrt(V) noises instead
+of V. Inverting the distribution function would take a single one, but all of its V boundaries move when logits are rounded
+differently (another batch size, another number of ranks). Measured with SmolLM2-135M in fp32, logits computed in one pass
+against token by token: 31 of 18,000 draws changed that way, none this way, because an argmax changes only if its two
+best candidates are equal to rounding.
 
 **The log-probability** is that of the full row of logits divided by the temperature, before top-k and top-p and with the
 padding of the vocabulary: what a trainer computes from the same logits. At temperature 0 it is taken at temperature 1.
@@ -39,16 +40,19 @@ class TokenSampler:
         scores = logits.float()
         if temperature not in (0.0, 1.0):
             scores = scores * (1.0 / temperature)
-        candidates = scores[:, : self.vocab_size]
+        candidates, padding = scores[:, : self.vocab_size], scores[:, self.vocab_size :]
         top = candidates.amax(dim=-1, keepdim=True)
-        masses = (scores - top).exp_()
+        masses = (candidates - top).exp_()
         if temperature == 0.0:
             tokens = candidates.argmax(dim=-1)
         else:
-            tokens = self._sample(candidates, masses[:, : self.vocab_size], token_keys(sequence_keys, token_index))
-        chosen = scores.gather(1, tokens[:, None])
-        logprobs = (chosen - top).squeeze(1) - masses.sum(dim=-1).log()
-        return tokens, logprobs
+            tokens = self._sample(candidates, masses, token_keys(sequence_keys, token_index))
+        # Everything relative to the best score: large logits would cost digits.
+        total = masses.sum(dim=-1, keepdim=True).log()
+        if padding.shape[1]:
+            total = torch.logaddexp(total, padding.logsumexp(dim=-1, keepdim=True) - top)
+        logprobs = scores.gather(1, tokens[:, None]) - top - total
+        return tokens, logprobs.squeeze(1)
 
     def _sample(self, scores: Tensor, masses: Tensor, keys: Tensor) -> Tensor:
         if self.sampling.top_k or self.sampling.top_p < 1.0:

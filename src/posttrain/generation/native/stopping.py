@@ -10,7 +10,7 @@ from posttrain.types import FinishReason, Sampling
 
 
 def stop_token_ids(model: Any, tokenizer: Any, sampling: Sampling) -> frozenset[int]:
-    """Those of the request; without any, every end-of-sequence id of the model's generation config and the tokenizer."""
+    """Those of the request; without any, the end of the turn and every end of sequence that model and tokenizer name."""
     if sampling.ignore_eos:
         return frozenset()
     if sampling.stop_token_ids:
@@ -18,6 +18,7 @@ def stop_token_ids(model: Any, tokenizer: Any, sampling: Sampling) -> frozenset[
     generation_config = getattr(model, "generation_config", None)
     listed = getattr(generation_config, "eos_token_id", None)
     ids = set(listed) if isinstance(listed, list | tuple) else {listed}
+    ids.update(sampling.end_of_turn_ids)
     ids.add(getattr(tokenizer, "eos_token_id", None))
     return frozenset(int(token) for token in ids if token is not None)
 

@@ -31,7 +31,7 @@ class PreferenceLoss:
     keeps_groups_whole = True
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        num_pairs = batch.num_sequences / 2
+        num_pairs = max(batch.num_sequences / 2, 1.0)
         mask = batch.columns["mask"].to(logprobs.device)
         reference = batch.columns["reference_logprobs"].to(logprobs.device)
         ids, count = sequence_ids(batch, logprobs.device), len(batch.responses)
@@ -39,16 +39,18 @@ class PreferenceLoss:
 
         rewards = per_sequence((logprobs - reference) * mask, ids, count)
         if self.preference_average_log_probs:
-            rewards = rewards / lengths
+            rewards = rewards / lengths.clamp(min=1)
         chosen, rejected = rewards[0::2], rewards[1::2]
-        preference = -F.logsigmoid(self.reference_policy_kl_penalty * (chosen - rejected)).sum() / num_pairs
+        counts = (lengths[0::2] > 0).float()  # a pair that is masked altogether takes no part
+        margins = chosen - rejected
+        preference = -(F.logsigmoid(self.reference_policy_kl_penalty * margins) * counts).sum() / num_pairs
         loss = self.preference_loss_weight * preference
 
         sft = torch.zeros((), device=logprobs.device)
         if self.sft_loss_weight > 0:
             nll = -per_sequence(logprobs * mask, ids, count)
             if self.sft_average_log_probs:
-                nll = nll / lengths
+                nll = nll / lengths.clamp(min=1)
             sft = nll[0::2].sum() / num_pairs
             loss = loss + self.sft_loss_weight * sft
         metrics = {
@@ -58,6 +60,6 @@ class PreferenceLoss:
             "accuracy": (chosen > rejected).float().sum() / num_pairs,
             "rewards_chosen_mean": chosen.sum() / num_pairs,
             "rewards_rejected_mean": rejected.sum() / num_pairs,
-            "rewards_margin_mean": (chosen - rejected).sum() / num_pairs,
+            "rewards_margin_mean": margins.sum() / num_pairs,
         }
         return loss, {name: value.detach() for name, value in metrics.items()}

@@ -1,0 +1,108 @@
+"""The native engine on a GPU: what a CPU samples, the trainer's log-probabilities in bf16, and memory that comes back."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
+from torch import nn
+
+from posttrain.generation.native import NativeEngine, NativeSettings
+from posttrain.generation.native.noise import sequence_key, token_keys, uniform
+from posttrain.generation.native.sampler import TokenSampler
+from posttrain.policy.attention import attention_context
+from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.packed import PackedRow
+from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TOKENIZER = byte_tokenizer()
+KEY = NoiseKey(2, 3)
+SAMPLING = Sampling(20, temperature=0.9, stop_token_ids=(11, 12, 13))
+SETTINGS = NativeSettings(page_size=4, max_batch_size=7, max_prefill_tokens=16)
+
+
+def make_tasks() -> list[Task]:
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in (6, 20, 8, 1)]
+    return [Task(draw, f"t:{draw}", "", tuple(prompt.tolist())) for draw, prompt in enumerate(prompts)]
+
+
+def trainer_logprobs(model: nn.Module, completions: list[list[Completion]], temperature: float) -> torch.Tensor:
+    responses = [completion.token_ids for group in completions for completion in group]
+    mask = torch.ones(sum(len(response) for response in responses))
+    prompt_of = [prompt for prompt, group in enumerate(completions) for _ in group]
+    batch = TokenBatch.build([task.prompt_ids for task in make_tasks()], responses, prompt_of, {"mask": mask})
+    row = PackedRow.build(batch, torch.device("cuda"))
+    with torch.no_grad(), attention_context(row.attention):
+        return TokenLogprobs(model)(row, temperature).float().cpu()
+
+
+def test_noise_is_the_same_bit_for_bit() -> None:
+    keys = torch.tensor([sequence_key(1, 2, draw, 3) for draw in range(50)])
+    index = torch.arange(50)
+    columns = torch.arange(1000)
+    cpu = uniform(token_keys(keys, index)[:, None], columns)
+    cuda = uniform(token_keys(keys.cuda(), index.cuda())[:, None], columns.cuda())
+    assert torch.equal(cpu, cuda.cpu())
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1), Sampling(1, temperature=0.0), Sampling(1, top_k=20), Sampling(1, top_p=0.8)], ids=str
+)
+def test_the_same_logits_give_the_same_tokens(sampling: Sampling) -> None:
+    logits = torch.randn(256, 5000, generator=torch.Generator().manual_seed(0)) * 3
+    keys = torch.tensor([sequence_key(1, 2, 3, sample) for sample in range(256)])
+    index = torch.arange(256)
+    sampler = TokenSampler(sampling, 4990)
+    tokens, logprobs = sampler.draw(logits, keys, index)
+    on_gpu, gpu_logprobs = sampler.draw(logits.cuda(), keys.cuda(), index.cuda())
+    assert (tokens != on_gpu.cpu()).sum() <= 1  # an exact tie to rounding is possible, two are not
+    same = tokens == on_gpu.cpu()
+    torch.testing.assert_close(gpu_logprobs.cpu()[same], logprobs[same], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3"])
+def test_fp32_samples_what_a_cpu_samples(family: str) -> None:
+    cpu = NativeEngine(tiny_model(family), TOKENIZER, SETTINGS).generate(make_tasks(), 3, SAMPLING, KEY)
+    cuda = NativeEngine(tiny_model(family).cuda(), TOKENIZER, SETTINGS).generate(make_tasks(), 3, SAMPLING, KEY)
+    for one, other in zip(cpu, cuda, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.token_ids == b.token_ids
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "qwen3", "gemma2", "gemma3"])
+def test_bf16_logprobs_are_the_trainers(family: str) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16).cuda()
+    completions = NativeEngine(model, TOKENIZER, SETTINGS).generate(make_tasks(), 8, SAMPLING, KEY)
+    ours = torch.tensor([logprob for group in completions for c in group for logprob in c.logprobs])
+    difference = (ours - trainer_logprobs(model, completions, SAMPLING.temperature)).abs()
+    assert difference.exp().mean() <= 1.02
+
+
+def test_running_out_of_pages_loses_nothing() -> None:
+    model = tiny_model("llama").cuda()
+    roomy = NativeEngine(model, TOKENIZER, SETTINGS).generate(make_tasks(), 3, SAMPLING, KEY)
+    page_bytes = 4 * 2 * 2 * 2 * 8 * 4
+    tight = NativeSettings(page_size=4, kv_cache_gib=16 * page_bytes / 2**30)
+    engine = NativeEngine(model, TOKENIZER, tight)
+    few = engine.generate(make_tasks(), 3, SAMPLING, KEY)
+    assert engine.num_preemptions > 0
+    assert [[c.token_ids for c in group] for group in few] == [[c.token_ids for c in group] for group in roomy]
+
+
+def test_memory_of_the_cache_is_given_back() -> None:
+    model = tiny_model("llama").cuda()
+    engine = NativeEngine(model, TOKENIZER)
+    engine.generate(make_tasks(), 2, SAMPLING, KEY)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    engine.generate(make_tasks(), 2, SAMPLING, KEY)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before

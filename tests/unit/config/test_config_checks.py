@@ -1,0 +1,125 @@
+"""Fields that must agree with each other: refused when the config is loaded, with both fields and the remedy."""
+
+import pytest
+
+from posttrain.config import ConfigError, load_config
+
+IS_CORRECTED = "loss_fn.use_importance_sampling_correction=true"
+TIS = "loss_fn.truncated_importance_sampling_type"
+
+REFUSED = [
+    (["policy.train_global_batch_size=7"], ["num_prompts_per_step", "train_global_batch_size", "512"]),
+    (["policy.train_global_batch_size=1024"], ["num_generations_per_prompt", "is larger than"]),
+    (["grpo.num_generations_per_prompt=1"], ["num_generations_per_prompt", "grpo.normalize_rewards=false"]),
+    (
+        ["grpo.num_generations_per_prompt=1", "grpo.normalize_rewards=false"],
+        ["use_leave_one_out_baseline", "at least 2"],
+    ),
+    (
+        ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
+        ["force_on_policy_ratio", "train_global_batch_size=512"],
+    ),
+    (["loss_fn.sequence_level_importance_ratios=true"], ["GSPO", "token_level_loss=false"]),
+    (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], ["use_cispo", "ratio_clip_c"]),
+    (["loss_fn.use_cispo=true", "loss_fn.disable_ppo_ratio=true"], ["use_cispo", "disable_ppo_ratio"]),
+    (["loss_fn.use_cispo=true", "loss_fn.force_on_policy_ratio=true"], ["use_cispo", "force_on_policy_ratio"]),
+    (["loss_fn.use_cispo=true", "loss_fn.token_level_loss=false"], ["use_cispo", "token_level_loss"]),
+    ([f"{TIS}=tis", "loss_fn.truncated_importance_sampling_ratio=2"], ["use_importance_sampling_correction"]),
+    ([f"{TIS}=tis", IS_CORRECTED], ["truncated_importance_sampling_ratio, the upper bound"]),
+    (
+        [f"{TIS}=icepop", IS_CORRECTED, "loss_fn.truncated_importance_sampling_ratio=2"],
+        ["icepop", "truncated_importance_sampling_ratio_min"],
+    ),
+    (
+        [f"{TIS}=seq-mask-tis", IS_CORRECTED, "loss_fn.truncated_importance_sampling_ratio=2"],
+        ["seq-mask-tis", "truncated_importance_sampling_ratio_min"],
+    ),
+    (
+        ["policy.generation.max_new_tokens=600"],
+        ["policy.generation.max_new_tokens = 600", "policy.max_total_sequence_length = 512"],
+    ),
+    (["policy.generation.temperature=0"], ["policy.generation.temperature", "val_temperature"]),
+    (
+        ["grpo.skip_reference_policy_logprobs_calculation=true"],
+        ["skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"],
+    ),
+    (["grpo.stop_at_validation_metric=accuracy"], ["stop_at_validation_metric", "stop_at_validation_threshold"]),
+    (["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=-1"], ["advantage_clip_low", "advantage_clip_high"]),
+    (["data.default.env_name=mine"], ["env_name 'mine'", "env.mine.function", "there: math"]),
+    (["data.train=null"], ["data.train is empty"]),
+    (["data.train=[{split: train}]"], ["needs `dataset_name` or `data_path`"]),
+    (["~policy.optimizer.kwargs.lr"], ["policy.optimizer.kwargs.lr is not set"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=lambda value: str(value)[:60])
+def test_contradictions_name_the_fields_and_the_remedy(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", None, overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
+        ["loss_fn.use_cispo=true"],
+        ["loss_fn.disable_ppo_ratio=true", "loss_fn.reference_policy_kl_penalty=0"],
+        [f"{TIS}=tis", IS_CORRECTED, "loss_fn.truncated_importance_sampling_ratio=2"],
+        ["loss_fn.force_on_policy_ratio=true"],
+        ["policy.train_global_batch_size=128"],
+        ["env.mine.function=r.py:f", "data.default.env_name=mine"],
+        ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.9"],
+    ],
+)
+def test_what_fits_together_is_accepted(overrides: list[str]) -> None:
+    assert load_config("grpo", None, overrides).warnings == []
+
+
+def test_the_default_batch_size_follows_the_samples_where_it_does_not_divide_them() -> None:
+    small = load_config("grpo", None, ["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=6"])
+    assert small.config.policy.train_global_batch_size == 24
+    assert "num_prompts_per_step" in small.origins["policy.train_global_batch_size"]
+    large = load_config("grpo", None, ["grpo.num_prompts_per_step=64"])
+    assert large.config.policy.train_global_batch_size == 512
+    with pytest.raises(ConfigError, match="is larger than"):
+        load_config("grpo", None, ["grpo.num_prompts_per_step=4", "policy.train_global_batch_size=512"])
+
+
+def test_a_group_of_one_without_normalisation_is_allowed_with_a_warning() -> None:
+    loaded = load_config(
+        "grpo",
+        None,
+        ["grpo.num_generations_per_prompt=1", "grpo.normalize_rewards=false", "grpo.use_leave_one_out_baseline=false"],
+    )
+    assert "nothing is learnt" in loaded.warnings[0]
+
+
+def test_micro_batches_that_were_typed_must_divide_their_batch() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.train_global_batch_size = 8 pairs.*train_micro_batch_size = 3"):
+        load_config("dpo", None, ["policy.train_global_batch_size=8", "policy.train_micro_batch_size=3"])
+    with pytest.raises(ConfigError, match=r"dpo\.val_global_batch_size = 8 pairs.*val_micro_batch_size = 3"):
+        load_config("dpo", None, ["dpo.val_micro_batch_size=3"])
+    with pytest.raises(ConfigError, match=r"sft\.val_global_batch_size = 32 examples"):
+        load_config("sft", None, ["sft.val_micro_batch_size=5"])
+    assert load_config("dpo", None, ["policy.train_global_batch_size=3"]).config.policy.train_micro_batch_size == 2
+
+
+def test_a_metric_that_nothing_measures_is_mentioned() -> None:
+    loaded = load_config("dpo", None, ["data.train={data_path: x.jsonl}"])
+    assert "checkpointing.metric_name" in loaded.warnings[0]
+    assert load_config("dpo", None, ["data.train={data_path: x.jsonl, split_validation_size: 0.1}"]).warnings == []
+
+
+def test_the_deadline_is_in_seconds() -> None:
+    config = load_config("grpo", None, ["checkpointing.checkpoint_must_save_by=01:02:03:04"]).config
+    assert config.checkpointing.must_save_by_s == 86400 + 2 * 3600 + 3 * 60 + 4
+    assert load_config("grpo", None, []).config.checkpointing.must_save_by_s is None
+
+
+def test_schedules_must_be_well_formed() -> None:
+    with pytest.raises(ConfigError, match="2 schedules, which need 1 milestones"):
+        load_config("grpo", None, ["policy.scheduler=[{name: a.B}, {name: a.C}]"])
+    with pytest.raises(ConfigError, match=r"policy\.scheduler"):
+        load_config("grpo", None, ["policy.scheduler=[{nam: a.B}]"])
