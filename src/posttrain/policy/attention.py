@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from posttrain.errors import InputError
+
 ATTENTION = "posttrain"
 _DENSE_BLOCK_TOKENS = 192  # up to here a masked product over all pairs is cheaper than one call per segment
 
@@ -65,8 +67,10 @@ def _attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
+    if options.get("s_aux") is not None:
+        raise InputError("this model's attention has sinks, which posttrain does not compute; it cannot be trained here")
     context = _active
     assert context is not None, "a model with posttrain's attention ran outside attention_context()"
     batch, heads, length, head_dim = query.shape

@@ -59,7 +59,9 @@ class OutputHead:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden size] -> [..., vocabulary] in the model's dtype, as the model itself computes them."""
+        """[..., hidden size] -> [..., vocabulary], as the model itself computes them; fp32 where that costs nothing."""
+        if self.is_plain_linear:
+            return project(hidden, self.weight)
         logits: Tensor = self.module(hidden)
         if self.factor != 1.0:
             logits = logits * self.factor
@@ -78,6 +80,18 @@ class OutputHead:
                 "this model changes its logits after the output head in a way that posttrain does not know "
                 f"(largest logit {spread:.4g} in the model's own forward pass, {float(ours.abs().max()):.4g} in ours)"
             )
+
+
+def project(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden @ weight.T. On a GPU the products of bf16 numbers are added up in fp32 and stay so.
+
+    Rounding them to bf16 would leave logits of 16 and more in steps of 1/8, which is most of what separates the sampler's
+    log-probabilities from the trainer's.
+    """
+    if hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled():
+        flat = torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32)
+        return flat.unflatten(0, hidden.shape[:-1])
+    return hidden @ weight.T
 
 
 def without_adapter_wrapper(model: nn.Module) -> Any:

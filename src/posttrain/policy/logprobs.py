@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.policy.head import OutputHead
+from posttrain.policy.head import OutputHead, project
 from posttrain.policy.packed import PackedRow
 
 # One chunk of fp32 logits takes 128 MiB.
@@ -80,5 +80,5 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-    logits = (hidden @ weight.T).float()
+    logits = project(hidden, weight).float()
     return logits if scale == 1.0 else logits.mul_(scale)

@@ -170,8 +170,8 @@ class PagedDecode:
         self.num_filled = [0] * max_rows
         self.kernel = _load_kernel(cache.device)
 
-    def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
-        """Make ready for one step of `samples`, whose new tokens belong into `slots`."""
+    def update_table(self, samples: Sequence[Sample]) -> None:
+        """Enter the pages that `samples` have got since the last step."""
         for row, sample in enumerate(samples):
             if self.admissions[row] != sample.admission:
                 self.admissions[row], self.num_filled[row] = sample.admission, 0
@@ -179,6 +179,10 @@ class PagedDecode:
             if filled < len(sample.pages):
                 self.host_table[row, filled : len(sample.pages)] = sample.pages[filled:]
                 self.num_filled[row] = len(sample.pages)
+
+    def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
+        """Make ready for one step of `samples`, whose new tokens belong into `slots`."""
+        self.update_table(samples)
         device = self.cache.device
         lengths = [sample.num_cached + 1 for sample in samples]
         self.longest = max(lengths)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from posttrain.generation.native.attention import DenseDecode, PagedDecode, PrefillAttention, PrefillPiece
 from posttrain.generation.native.forward import ForwardPass
+from posttrain.generation.native.graphs import DecodeGraphs
 from posttrain.generation.native.kv_cache import PagedKvCache
 from posttrain.generation.native.sampler import TokenSampler
 from posttrain.generation.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
@@ -32,6 +33,7 @@ class GenerationCall:
         stop: StopRules,
         max_prefill_tokens: int,
         progress: Progress | None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.forward = forward
         self.cache = cache
@@ -41,6 +43,7 @@ class GenerationCall:
         self.stop = stop
         self.max_prefill_tokens = max_prefill_tokens
         self.progress = progress
+        self.graphs = graphs
 
     def run(self) -> None:
         while self.scheduler.unfinished:
@@ -91,6 +94,9 @@ class GenerationCall:
 
     def _step(self, samples: Sequence[Sample]) -> None:
         """One more token for each of `samples`."""
+        if self.graphs is not None:
+            self._keep(samples, self.graphs.step(samples))
+            return
         size = self.cache.page_size
         last = [sample.token_ids[-1] for sample in samples]
         at = [sample.num_cached for sample in samples]
@@ -108,10 +114,14 @@ class GenerationCall:
         index = [len(sample.token_ids) for sample in samples]
         noise = torch.tensor([keys, index], dtype=torch.long).to(self.cache.device, non_blocking=True)
         tokens, logprobs = self.sampler.draw(logits, noise[0], noise[1])
-        # The only wait for the device in a step; float64 holds every token id and every float32.
-        drawn = torch.stack([tokens.double(), logprobs.double()]).tolist()
+        # float64 holds every token id and every float32.
+        self._keep(samples, torch.stack([tokens.double(), logprobs.double()]))
+
+    def _keep(self, samples: Sequence[Sample], drawn: Tensor) -> None:
+        """Append what was drawn, and let those leave who are finished."""
         num_finished = 0
-        for sample, token, logprob in zip(samples, *drawn, strict=True):
+        # The only wait for the device in a step.
+        for sample, token, logprob in zip(samples, *drawn.tolist(), strict=True):
             if math.isnan(logprob):
                 raise FloatingPointError(
                     f"the logits for token {len(sample.token_ids)} of task {sample.group.task.id!r} are not numbers: "

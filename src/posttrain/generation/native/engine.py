@@ -17,6 +17,7 @@ from posttrain.errors import InputError
 from posttrain.generation.native.attention import DenseDecode, PagedDecode
 from posttrain.generation.native.call import GenerationCall
 from posttrain.generation.native.forward import ForwardPass, evaluation_mode
+from posttrain.generation.native.graphs import DecodeGraphs
 from posttrain.generation.native.kv_cache import PagedKvCache, num_pages_for_call
 from posttrain.generation.native.noise import sequence_key
 from posttrain.generation.native.pages import pages_for
@@ -114,7 +115,7 @@ class NativeEngine:
             wanted=_pages_wanted(groups, len(samples) // len(groups), settings),
             least=max(pages_needed(group, settings.page_size) for group in groups),
         )
-        cache = PagedKvCache(layers, num_pages, settings.page_size, device)
+        cache = PagedKvCache(layers, num_pages + 1, settings.page_size, device)  # one that belongs to nobody
         rows = min(settings.max_batch_size, len(samples))
         decode = (
             DenseDecode(cache, longest)
@@ -123,8 +124,13 @@ class NativeEngine:
         )
         scheduler = Scheduler(samples, num_pages, settings.page_size, settings.max_batch_size)
         sampler = TokenSampler(sampling, self._vocab_size)
+        graphs = (
+            DecodeGraphs(self.forward, decode, sampler, rows, scratch_page=num_pages)
+            if isinstance(decode, PagedDecode) and device.type == "cuda"
+            else None
+        )
         GenerationCall(
-            self.forward, cache, scheduler, decode, sampler, stop, settings.max_prefill_tokens, progress
+            self.forward, cache, scheduler, decode, sampler, stop, settings.max_prefill_tokens, progress, graphs
         ).run()
         self.num_preemptions = scheduler.num_preemptions
 

@@ -123,7 +123,8 @@ class Scheduler:
         """Whether the sample can start and leave a page for everybody's next step. Alone, it must be able to."""
         if not self.active:
             while self._pages_to_start(sample) > self.pages.num_free:
-                assert self._drop_prompt(spare=sample.group), "the cache was checked to hold any sequence alone"
+                dropped = self._drop_prompt(spare=sample.group)
+                assert dropped, "the cache was checked to hold any sequence alone"
             return True
         return self._pages_to_start(sample) + len(self.active) + 1 <= self.pages.num_free
 
@@ -168,7 +169,8 @@ class Scheduler:
         if len(self.active) > 1:
             self._preempt(max(self.active, key=lambda sample: sample.admission))
             return
-        assert self._drop_prompt(), "the cache was checked to hold any sequence alone"
+        dropped = self._drop_prompt()
+        assert dropped, "the cache was checked to hold any sequence alone"
 
     def _drop_prompt(self, *, idle: bool = False, spare: PromptGroup | None = None) -> bool:
         """Let go of the youngest prompt that is kept for samples still waiting."""
