@@ -70,7 +70,9 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     if options.get("s_aux") is not None:
-        raise InputError("this model's attention has sinks, which posttrain does not compute; it cannot be trained here")
+        raise InputError(
+            "this model's attention has sinks, which posttrain does not compute; it cannot be trained here"
+        )
     context = _active
     assert context is not None, "a model with posttrain's attention ran outside attention_context()"
     batch, heads, length, head_dim = query.shape

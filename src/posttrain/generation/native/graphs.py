@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -81,14 +82,14 @@ class DecodeGraphs:
 
     def _record(self, size: int) -> _Recording:
         # Running the step more than once is harmless: it writes the same keys and values to the same places.
-        side = torch.cuda.Stream()
+        side = _recording_stream(self.inputs.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_NUM_WARM_UPS):
                 self._compute(size)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, stream=side):
             drawn = self._compute(size)
         return _Recording(graph, drawn)
 
@@ -100,6 +101,12 @@ class DecodeGraphs:
         hidden = self.forward.hidden(self.decode, inputs[_TOKEN], inputs[_POSITION])
         tokens, logprobs = self.sampler.draw(self.forward.head.logits(hidden), inputs[_KEY], inputs[_INDEX])
         return torch.stack([tokens.double(), logprobs.double()])
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings: the matrix library keeps a workspace for every stream that it has been used on."""
+    return torch.cuda.Stream(device)
 
 
 def batch_sizes(max_rows: int) -> list[int]:

@@ -73,7 +73,9 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         shrink = tl.exp(best - new_best)
         weights = tl.exp(scores - new_best[:, None])
         values = tl.load(value_ptr + at, mask=mask, other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        # Weights keep their digits: rounded to bf16 they would be the largest part of what separates the sampler's
+        # log-probabilities from the trainer's.
+        acc = acc * shrink[:, None] + tl.dot(weights, values.to(tl.float32), input_precision=PRECISION)
         total = total * shrink + tl.sum(weights, 1)
         best = new_best
     acc = acc / total[:, None]
