@@ -15,9 +15,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-LARGEST = 99
+LARGEST = 49  # so that every number and every sum has two digits
 SHARE_HELD_OUT = 0.1
-SHARE_RIGHT = 0.3  # of the answers in the examples
+NUM_CARELESS_ANSWERS = 15  # to each problem, in the examples
+SHARE_RIGHT = 0.35  # of the answers in the examples
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -37,15 +38,19 @@ def problems(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def question(a: int, b: int) -> str:
-    return f"{a} + {b} = ?"
+    return f"{a:02d} + {b:02d} = ?"
+
+
+def answer(value: int) -> str:
+    return f"\\boxed{{{value:02d}}}"
 
 
 def careless_answer(a: int, b: int, rng: random.Random) -> int:
-    """Right now and then; otherwise off by one, off by ten, or a neighbour of those."""
+    """Right now and then; otherwise one or ten too many or too few."""
     right = a + b
     if rng.random() < SHARE_RIGHT:
         return right
-    return max(0, right + rng.choice((-11, -10, -9, -2, -1, 1, 2, 9, 10, 11)))
+    return max(0, right + rng.choice((-10, -1, 1, 10)))
 
 
 def write_data(folder: Path, seed: int) -> None:
@@ -55,8 +60,8 @@ def write_data(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
 
     def examples() -> Iterator[dict[str, str]]:
-        for a, b in train:
-            yield {"input": question(a, b), "output": f"\\boxed{{{careless_answer(a, b, rng)}}}"}
+        for a, b in train * NUM_CARELESS_ANSWERS:
+            yield {"input": question(a, b), "output": answer(careless_answer(a, b, rng))}
 
     _write_jsonl(folder / "examples.jsonl", examples())
     for name, pairs in (("train", train), ("unseen", unseen)):
@@ -88,11 +93,11 @@ def build_model(folder: Path, seed: int) -> int:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=5,
-            num_attention_heads=6,
-            num_key_value_heads=6,
+            hidden_size=128,
+            intermediate_size=1024,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
             max_position_embeddings=256,
             tie_word_embeddings=True,
             eos_token_id=tokenizer.eos_token_id,

@@ -214,6 +214,9 @@ def _this_rank(device: torch.device) -> torch.device:
         return device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
+    # Small batches, as in decoding, are split along the inner dimension; adding the parts up in bf16 would make the
+    # sampler's numbers differ from the trainer's.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return device
 
 

@@ -1,0 +1,135 @@
+"""Runs the demo: make a model, teach it carelessly, let GRPO mend it, and say what happened."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from posttrain.build import Run
+from posttrain.config import load_config
+from posttrain.demo.arithmetic import SHARE_RIGHT, build_model, write_data
+
+SFT_STEPS = 500
+GRPO_STEPS = 200
+WARM_UP_STEPS = 20
+
+
+def show(folder: Path, seed: int, steps: int | None) -> int:
+    started = time.monotonic()
+    for name in ("taught", "grpo"):
+        shutil.rmtree(folder / name, ignore_errors=True)  # the demo always starts from the beginning
+    num_parameters = build_model(folder / "model", seed)
+    write_data(folder / "data", seed)
+    print(f"A model of {num_parameters / 1e6:.1f} million random weights, and sums of two numbers to learn.\n")
+
+    print(
+        f"1. Teaching it the format, with examples of which {SHARE_RIGHT:.0%} are right (SFT, {SFT_STEPS} steps)",
+        flush=True,
+    )
+    code = _train("sft", folder, _sft_overrides(folder, seed))
+    if code:
+        return code
+    steps = steps or GRPO_STEPS
+    print(f"\n2. Letting it find out which answers are right (GRPO, {steps} steps)", flush=True)
+    code = _train("grpo", folder, _grpo_overrides(folder, seed, steps))
+    if code:
+        return code
+    _summarise(folder / "grpo", time.monotonic() - started)
+    return 0
+
+
+def _train(kind: str, folder: Path, overrides: list[str]) -> int:
+    return Run(load_config(kind, None, overrides), title=f"posttrain demo: {kind.upper()} on arithmetic").execute()
+
+
+def _common(folder: Path, model: Path, run: str, learning_rate: float, warm_up: int) -> list[str]:
+    return [
+        f"policy.model_name={model}",
+        "policy.precision=float32",
+        "policy.device=cpu",
+        "policy.max_total_sequence_length=64",
+        "policy.sequence_packing.enabled=true",
+        "policy.sequence_packing.train_mb_tokens=8192",
+        "policy.sequence_packing.logprob_mb_tokens=8192",
+        "policy.optimizer.name=torch.optim.AdamW",
+        f"policy.optimizer.kwargs={{lr: {learning_rate}, weight_decay: 0.01, betas: [0.9, 0.98]}}",
+        "policy.scheduler=["
+        f"{{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{start_factor: 0.1, total_iters: {warm_up}}}}}, "
+        "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 1000000}}, "
+        f"{{milestones: [{warm_up}]}}]",
+        f"checkpointing.checkpoint_dir={folder / run}",
+        "cluster.launcher=local",
+    ]
+
+
+def _sft_overrides(folder: Path, seed: int) -> list[str]:
+    return [
+        *_common(folder, folder / "model", "taught", learning_rate=1e-3, warm_up=WARM_UP_STEPS),
+        f"sft.max_num_steps={SFT_STEPS}",
+        "sft.max_num_epochs=100",
+        f"sft.seed={seed}",
+        "sft.val_at_start=false",
+        "sft.val_period=0",
+        "policy.train_global_batch_size=64",
+        f"data.train={{dataset_name: ResponseDataset, data_path: {folder / 'data/examples.jsonl'}}}",
+        "data.validation=null",
+        f"checkpointing.save_period={SFT_STEPS}",
+        "checkpointing.metric_name=null",
+    ]
+
+
+def _grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
+    taught = folder / f"taught/step_{SFT_STEPS}/policy"
+    return [
+        *_common(folder, taught / "weights/model", "grpo", learning_rate=5e-4, warm_up=5),
+        f"policy.tokenizer.name={taught / 'tokenizer'}",
+        f"grpo.max_num_steps={steps}",
+        "grpo.max_num_epochs=1000",
+        f"grpo.seed={seed}",
+        "grpo.num_prompts_per_step=32",
+        "grpo.num_generations_per_prompt=8",
+        "grpo.use_leave_one_out_baseline=false",
+        "grpo.val_at_start=true",
+        "grpo.val_at_end=true",
+        "grpo.val_period=20",
+        "grpo.max_val_samples=250",
+        "loss_fn.reference_policy_kl_penalty=0.001",
+        "policy.generation.max_new_tokens=8",
+        f"data.train={{dataset_name: ResponseDataset, data_path: {folder / 'data/train.jsonl'}}}",
+        f"data.validation={{dataset_name: ResponseDataset, data_path: {folder / 'data/unseen.jsonl'}}}",
+        "data.default={env_name: math}",
+        "env.math.num_workers=2",
+        f"checkpointing.save_period={max(1, steps // 3)}",
+        "checkpointing.keep_top_k=1",
+    ]
+
+
+def _summarise(run: Path, seconds: float) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    first, last = (_groups(run / f"rollouts/step_{row['step']}.jsonl.gz") for row in (rows[1], rows[-1]))
+    print("\nThree groups of answers to the same kind of question, before and after:")
+    for when, groups in (("first step", first), ("last step", last)):
+        for group in groups[:3]:
+            answers = "  ".join(f"{_shown(c['text'])}{'✓' if c['reward'] else '✗'}" for c in group["completions"])
+            print(f"  {when:10}  {_question(group['prompt'])}   {answers}")
+    print(f"\nAccuracy on problems it has never seen: {accuracy[0]:.1%} before GRPO, {accuracy[-1]:.1%} after.")
+    print(f"All of it took {seconds / 60:.1f} minutes. The curves and the samples: {run / 'report.html'}")
+
+
+def _groups(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _question(prompt: str) -> str:
+    return prompt.replace("<|ask|>", "").replace("<|answer|>", "")
+
+
+def _shown(text: str) -> str:
+    """The number in the box, or the text if there is none."""
+    return text.removeprefix("\\boxed{").removesuffix("}") if text.startswith("\\boxed{") else text[:12]
