@@ -77,7 +77,9 @@ def _attend(
     assert context is not None, "a model with posttrain's attention ran outside attention_context()"
     batch, heads, length, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling
-    q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[3]) for x in (query, key, value))
+    # Rotation leaves queries and keys in fp32 where the residual stream is; values have the precision of the weights.
+    rows = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.reshape(batch * length, x.shape[2], x.shape[3]) for x in rows)
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = context.attend(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap)
     return out.view(batch, length, heads, out.shape[-1]), None

@@ -35,6 +35,7 @@ class OutputHead:
         base = without_adapter_wrapper(model)
         config: Any = base.config.get_text_config()
         self.decoder: nn.Module = base.get_decoder()
+        self.embedding: nn.Module = base.get_input_embeddings()
         self.module: Any = base.get_output_embeddings()
         if self.module is None or self.decoder is base:
             raise UnsupportedModelError(f"{type(base).__name__} has no output head: a causal language model is needed")
@@ -58,11 +59,28 @@ class OutputHead:
             type(self.module) is nn.Linear and self.module.bias is None and self.softcap is None and self.factor == 1.0
         )
 
+    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Hidden states [tokens, hidden size] of one packed row, inside whatever attention context is active.
+
+        With weights in bf16 the matrix products are bf16, and what is handed from layer to layer stays fp32. Rounding
+        that too would add up over the layers, differently in the sampler and in the trainer.
+        """
+        embedded = self.embedding(input_ids)
+        reduced = embedded.dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(
+            embedded.device.type, embedded.dtype if reduced else None, enabled=reduced, cache_enabled=False
+        ):
+            output = self.decoder(
+                inputs_embeds=embedded.float() if reduced else embedded, position_ids=position_ids, use_cache=False
+            )
+        states: Tensor = output.last_hidden_state[0]
+        return states
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [..., vocabulary], as the model itself computes them; fp32 where that costs nothing."""
         if self.is_plain_linear:
             return project(hidden, self.weight)
-        logits: Tensor = self.module(hidden)
+        logits: Tensor = self.module(hidden.to(self.weight.dtype))
         if self.factor != 1.0:
             logits = logits * self.factor
         if self.softcap is not None:
@@ -83,15 +101,17 @@ class OutputHead:
 
 
 def project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T. On a GPU the products of bf16 numbers are added up in fp32 and stay so.
+    """hidden @ weight.T, added up in fp32 and left so, also for bf16 numbers. Not for use under autograd.
 
-    Rounding them to bf16 would leave logits of 16 and more in steps of 1/8, which is most of what separates the sampler's
+    Rounded to bf16, logits of 16 and more would come in steps of 1/8, which is most of what can separate the sampler's
     log-probabilities from the trainer's.
     """
-    if hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled():
-        flat = torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32)
-        return flat.unflatten(0, hidden.shape[:-1])
-    return hidden @ weight.T
+    if weight.dtype == torch.float32:
+        return hidden @ weight.T
+    hidden = hidden.to(weight.dtype)
+    if weight.device.type == "cuda":
+        return torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
+    return hidden.float() @ weight.float().T
 
 
 def without_adapter_wrapper(model: nn.Module) -> Any:

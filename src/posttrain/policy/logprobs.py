@@ -30,8 +30,8 @@ class TokenLogprobs(nn.Module):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, row: PackedRow, temperature: float) -> Tensor:
-        output = self.head.decoder(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False)
-        hidden = output.last_hidden_state[0].index_select(0, row.source)
+        hidden = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
+        hidden = hidden.to(self.head.weight.dtype)
         chunk = self.chunk_tokens or max(16, _CHUNK_ELEMENTS // self.head.vocab_size)
         if self.head.is_plain_linear:
             logprobs = _LinearLogprobs.apply(hidden, self.head.weight, row.targets, 1.0 / temperature, chunk)
@@ -80,5 +80,5 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-    logits = project(hidden, weight).float()
+    logits = project(hidden, weight)
     return logits if scale == 1.0 else logits.mul_(scale)

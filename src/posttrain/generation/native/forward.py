@@ -44,9 +44,7 @@ class ForwardPass:
     def hidden(self, context: AttentionContext, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [tokens, hidden size] of one packed row; `context` decides who sees whom."""
         with attention_context(context):
-            output = self.head.decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+            return self.head.hidden(token_ids[None], positions[None])
 
     def layers(self) -> dict[int, LayerShape]:
         """What each attention layer keeps of a token, seen by running one. Also compares our logits with the model's."""

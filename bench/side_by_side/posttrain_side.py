@@ -1,0 +1,143 @@
+"""The job with posttrain: `python -m side_by_side.posttrain_side JOB.json RESULT.json`.
+
+A config file and `posttrain.build.Run`, as the command line has it: run folder, scoring processes and report are written
+as for any user. The only thing added is a watch around the step of the algorithm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from posttrain import __version__
+from posttrain.algorithms.dpo import Dpo, PairStream
+from posttrain.build import Run
+from posttrain.cli.train_command import quieten_libraries
+from posttrain.config import load_config
+from posttrain.roles import Algorithm
+from posttrain.types import Pair, StepReport
+from side_by_side import rewards
+from side_by_side.job import GRPO, Job, StepTime, write_result
+
+
+class WatchedPairs:
+    """A stream that remembers what it handed out."""
+
+    def __init__(self, pairs: PairStream) -> None:
+        self.pairs = pairs
+        self.taken: Sequence[Pair] = ()
+
+    def take(self, count: int) -> Sequence[Pair]:
+        self.taken = self.pairs.take(count)
+        return self.taken
+
+
+class WatchedAlgorithm:
+    """Times each step of `algorithm`, and counts what it worked on."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.pairs: WatchedPairs | None = None
+        if isinstance(algorithm, Dpo):
+            self.pairs = WatchedPairs(algorithm.pairs)
+            algorithm = replace(algorithm, pairs=self.pairs)
+        self.algorithm = algorithm
+        self.steps: list[StepTime] = []
+        self.inputs: list[Sequence[int]] = []
+
+    def step(self, step: int) -> StepReport:
+        wall, cpu = time.perf_counter(), time.process_time()
+        report = self.algorithm.step(step)
+        seconds, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        name, stage = ("reference", "policy_and_reference_logprobs") if self.pairs else ("generation", "generation")
+        stages = {name: report.timings_s[stage], "training": seconds - report.timings_s[stage]}
+        metrics = report.metrics
+        self.steps.append(
+            StepTime(seconds, cpu, report.num_tokens, self._see(report), stages, metrics["loss"], metrics["grad_norm"])
+        )
+        return report
+
+    def validate(self, step: int) -> StepReport | None:
+        return self.algorithm.validate(step)
+
+    def _see(self, report: StepReport) -> int:
+        """Remember the inputs; the tokens that training computes, each prompt once."""
+        computed = 0
+        for group in report.groups:
+            self.inputs.append(group.task.prompt_ids)
+            computed += len(group.task.prompt_ids) + sum(len(r.completion.token_ids) for r in group.rollouts)
+        for pair in self.pairs.taken if self.pairs else ():
+            self.inputs += [pair.prompt_ids + pair.chosen_ids, pair.prompt_ids + pair.rejected_ids]
+            computed += len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
+        return computed
+
+
+def settings(job: Job, folder: Path) -> dict[str, Any]:
+    """The job as a config. What is not said here has posttrain's default."""
+    # A budget is given in tokens of one sequence; a pair, which is what DPO counts, may have twice as many.
+    budget = job.posttrain_micro_batch_tokens // (1 if job.kind == GRPO else 2)
+    policy: dict[str, Any] = {
+        "model_name": job.model,
+        "device": "cpu",
+        "num_threads": job.num_threads,
+        "precision": "float32",
+        "max_grad_norm": job.max_grad_norm,
+        "sequence_packing": {"enabled": True, "train_mb_tokens": budget, "logprob_mb_tokens": budget},
+        "optimizer": {
+            "kwargs": {"lr": job.learning_rate, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1.0e-8},
+        },
+        "scheduler": None,
+    }
+    length = {"max_num_epochs": job.num_steps, "max_num_steps": job.num_steps, "val_period": 0, "val_at_start": False}
+    config: dict[str, Any] = {
+        "policy": policy,
+        "checkpointing": {"enabled": False, "checkpoint_dir": str(folder / "run")},
+    }
+    data_path = str(folder / "data.jsonl")
+    if job.kind == GRPO:
+        policy["train_global_batch_size"] = job.num_prompts * job.num_samples
+        policy["generation"] = {"max_new_tokens": job.num_new_tokens, "temperature": 1.0, "ignore_eos": True}
+        config["grpo"] = {
+            **length,
+            "num_prompts_per_step": job.num_prompts,
+            "num_generations_per_prompt": job.num_samples,
+            "use_leave_one_out_baseline": False,
+        }
+        config["loss_fn"] = {"reference_policy_kl_penalty": 0.0}
+        config["env"] = {"letters": {"function": f"{rewards.__file__}:share_of_letter_e", "num_workers": 1}}
+        train = {"dataset_name": "ResponseDataset", "input_key": "input", "output_key": "input", "env_name": "letters"}
+    else:
+        policy["train_global_batch_size"] = job.num_pairs
+        policy["tokenizer"] = {"chat_template": None}  # plain text, as TRL reads strings
+        policy["max_total_sequence_length"] = job.num_sequence_tokens
+        config["dpo"] = {**length, "reference_policy_kl_penalty": job.dpo_beta}
+        train = {"dataset_name": "PreferenceDataset"}
+    config["data"] = {"train": {**train, "data_path": data_path}, "validation": None}
+    return config
+
+
+def main(job_file: str, result_file: str) -> None:
+    job = Job.read(Path(job_file))
+    quieten_libraries()
+    with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as scratch:
+        folder = Path(scratch)
+        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in job.rows))
+        (folder / "config.yaml").write_text(json.dumps(settings(job, folder)))  # JSON is YAML
+        run = Run(load_config("grpo" if job.kind == GRPO else "dpo", folder / "config.yaml", []), quiet=True)
+        watched = WatchedAlgorithm(run.loop.algorithm)
+        run.loop.algorithm = watched
+        code = run.execute()
+        assert code == 0, f"the run ended with exit code {code}"
+    write_result(Path(result_file), watched.steps, watched.inputs, f"posttrain {__version__}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,141 @@
+"""A run that is killed with `kill -9`, again and again, and resumed by the same command, is the run that was never killed.
+
+Equal means equal bits: every number of training and validation in metrics.jsonl, every sampled text, the bytes of the
+weights of every checkpoint.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_runs import (
+    LORA,
+    command,
+    count_rows,
+    dpo,
+    grpo,
+    results_of,
+    rows_of,
+    run,
+    save_data,
+    save_model,
+    start,
+    wait_until,
+    weights_of,
+)
+
+STEPS, SAVE_PERIOD = 8, 2
+LORA_WITH_DROPOUT = [*LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]  # its noise must come back too
+
+Arguments = Callable[[Path], list[str]]  # run folder -> command line
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.slow
+def test_grpo_killed_ten_times_is_the_run_that_was_never_killed(model: Path, data: Path, tmp_path: Path) -> None:
+    # The uninterrupted run is started as a user starts it; the killed ones are forked, which must make no difference.
+    whole = tmp_path / "whole"
+    finished = subprocess.run(command(grpo(model, data, whole, steps=STEPS)), capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert len({row["train/reward"] for row in rows_of(whole) if "train/reward" in row}) == STEPS, "rewards vary"
+    kill_and_compare(lambda folder: grpo(model, data, folder, steps=STEPS), whole, tmp_path, num_kills=10, seed=1)
+
+
+@pytest.mark.slow
+def test_dpo_killed_ten_times_is_the_run_that_was_never_killed(model: Path, data: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    assert run(dpo(model, data, whole, steps=STEPS)) == 0
+    assert len({row["train/loss"] for row in rows_of(whole) if "train/loss" in row}) == STEPS, "losses vary"
+    kill_and_compare(lambda folder: dpo(model, data, folder, steps=STEPS), whole, tmp_path, num_kills=10, seed=2)
+
+
+@pytest.mark.slow
+def test_grpo_on_adapters_with_dropout_survives_kills_too(model: Path, data: Path, tmp_path: Path) -> None:
+    def arguments(folder: Path) -> list[str]:
+        return [*grpo(model, data, folder, steps=STEPS), *LORA_WITH_DROPOUT]
+
+    whole = tmp_path / "whole"
+    assert run(arguments(whole)) == 0
+    kill_and_compare(arguments, whole, tmp_path, num_kills=4, seed=3)
+
+
+def kill_and_compare(arguments: Arguments, whole: Path, tmp_path: Path, *, num_kills: int, seed: int) -> None:
+    """Kill runs at random moments, `num_kills` times in all, and go on each time. Each run that ends must equal `whole`."""
+    chance = random.Random(seed)
+    folder = tmp_path / "killed"
+    kills = num_resumed = num_finished = 0
+    while kills < num_kills or num_finished == 0:
+        log = tmp_path / f"log_{kills}_{num_finished}"
+        moment = chance.choice(["start", "row", "row", "save"]) if kills < num_kills else "never"
+        exit_code = run_and_kill(arguments(folder), folder, log, moment, chance)
+        num_resumed += "Resuming from" in log.read_text()
+        if exit_code is None:
+            kills += 1
+            continue
+        assert exit_code == 0, log.read_text()
+        assert_same_run(folder, whole)
+        num_finished += 1
+        shutil.rmtree(folder)
+    assert num_resumed >= 3, "most kills came after a checkpoint, so most runs had something to go on from"
+
+
+def run_and_kill(arguments: list[str], folder: Path, log: Path, moment: str, chance: random.Random) -> int | None:
+    """None if the run was killed, its exit code if it ended before."""
+    began = time.time()
+    process = start(arguments, log)
+
+    def has_begun() -> bool:
+        return "run folder" in log.read_text()  # what an earlier one left has been cut by now
+
+    def saves() -> bool:
+        return any(_made_after(path, began) for path in folder.glob("tmp_step_*"))
+
+    if moment == "start":
+        time.sleep(chance.uniform(0, 0.5))
+    elif moment == "row":
+        more = chance.randrange(1, 4)
+        wait_until(has_begun, process)
+        already = count_rows(folder)
+        wait_until(lambda: count_rows(folder) >= already + more, process)
+        time.sleep(chance.uniform(0, 0.1))
+    elif moment == "save":
+        wait_until(saves, process)
+        time.sleep(chance.uniform(0, 0.03))
+    if moment != "never":
+        process.kill()
+    process.join()
+    assert process.exitcode is not None
+    return None if process.exitcode < 0 else process.exitcode
+
+
+def _made_after(path: Path, moment: float) -> bool:
+    try:
+        return path.stat().st_mtime > moment
+    except FileNotFoundError:  # renamed meanwhile: the save is over
+        return False
+
+
+def assert_same_run(folder: Path, whole: Path) -> None:
+    assert results_of(folder) == results_of(whole)
+    assert [row["step"] for row in results_of(folder) if "train/loss" in row] == list(range(1, STEPS + 1))
+    for step in range(SAVE_PERIOD, STEPS + 1, SAVE_PERIOD):
+        if (folder / f"step_{step}").exists():  # one that was torn by a kill is written again, under the same name
+            assert weights_of(folder / f"step_{step}") == weights_of(whole / f"step_{step}")
+    assert weights_of(folder / f"step_{STEPS}") == weights_of(whole / f"step_{STEPS}")
+    samples = {path.name: path.read_bytes() for path in (whole / "rollouts").glob("*")}
+    assert {path.name: path.read_bytes() for path in (folder / "rollouts").glob("*")} == samples

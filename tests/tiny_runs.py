@@ -1,0 +1,267 @@
+"""Whole training runs that take seconds: a model of some ten thousand parameters, its data, and ways to start a run.
+
+A run can be started in this process (`run`), as a user starts it (`command`), or in a process forked from one that has
+imported everything already (`start`): that one is there half a second later instead of six, so that tests can afford to
+kill many.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from posttrain.cli.main import main
+from posttrain.demo.arithmetic import build_tokenizer
+
+Row = dict[str, Any]
+
+# torch logs a line for every tensor that it saves; in the output of a failed test they would hide everything else.
+logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
+
+# The share of characters with an odd code: differs between almost any two answers, and can be raised by training.
+ODD_CHARACTERS = """
+def odd(prompt, response, reference):
+    return sum(ord(c) % 2 for c in response) / max(1, len(response))
+"""
+
+
+def save_model(folder: Path, *, hidden_size: int = 32, num_layers: int = 2, seed: int = 0) -> Path:
+    """A random Llama with the demo's tokenizer, as a Hugging Face folder."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=128,
+            initializer_range=0.2,  # far from uniform: a wrong weight or position shows in every number
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def questions(count: int, seed: int = 0) -> list[Row]:
+    rng = random.Random(seed)
+    sums = [(rng.randrange(50), rng.randrange(50)) for _ in range(count)]
+    return [{"input": f"{a} + {b} = ?", "output": str(a + b)} for a, b in sums]
+
+
+def preferences(count: int, seed: int = 0) -> list[Row]:
+    """The better answer is written with the first letters of the alphabet, the worse with the last."""
+    rng = random.Random(seed)
+
+    def word(letters: str) -> str:
+        return "".join(rng.choice(letters) for _ in range(rng.randrange(3, 8)))
+
+    return [
+        {"prompt": row["input"], "chosen": word("abcdefgh"), "rejected": word("stuvwxyz")}
+        for row in questions(count, seed)
+    ]
+
+
+def common(model: Path, folder: Path) -> list[str]:
+    """Settings that every tiny run needs. One thread: sums of floats must be taken in the same order every time."""
+    return [
+        f"policy.model_name={model}",
+        "policy.precision=float32",
+        "policy.device=cpu",
+        "policy.num_threads=1",
+        "policy.max_total_sequence_length=64",
+        f"checkpointing.checkpoint_dir={folder}",
+    ]
+
+
+def grpo(model: Path, data: Path, folder: Path, *, steps: int = 8, reward: str = "") -> list[str]:
+    """GRPO with two updates a step, KL, warm-up, validation, and more steps than an epoch has. `reward`: file.py:name."""
+    return [
+        "grpo",
+        *common(model, folder),
+        f"grpo.max_num_steps={steps}",
+        "grpo.max_num_epochs=100",
+        "grpo.num_prompts_per_step=4",
+        "grpo.num_generations_per_prompt=4",
+        "policy.train_global_batch_size=8",
+        "policy.generation.max_new_tokens=12",
+        "policy.optimizer.kwargs.lr=1e-2",
+        "grpo.val_period=2",
+        f"data.train={{dataset_name: ResponseDataset, data_path: {data / 'questions.jsonl'}}}",
+        f"data.validation={{dataset_name: ResponseDataset, data_path: {data / 'held_out_questions.jsonl'}}}",
+        "data.default.env_name=mine",
+        f"env.mine.function={reward or data / 'rewards.py:odd'}",
+        "env.mine.num_workers=1",
+        "checkpointing.save_period=2",
+        "checkpointing.keep_top_k=null",
+    ]
+
+
+def dpo(model: Path, data: Path, folder: Path, *, steps: int = 8) -> list[str]:
+    return [
+        "dpo",
+        *common(model, folder),
+        f"dpo.max_num_steps={steps}",
+        "dpo.max_num_epochs=100",
+        "policy.train_global_batch_size=6",
+        "policy.train_micro_batch_size=2",
+        "policy.optimizer.kwargs.lr=1e-2",
+        "dpo.val_period=2",
+        f"data.train={{dataset_name: PreferenceDataset, data_path: {data / 'pairs.jsonl'}}}",
+        f"data.validation={{dataset_name: PreferenceDataset, data_path: {data / 'held_out_pairs.jsonl'}}}",
+        "checkpointing.save_period=2",
+        "checkpointing.keep_top_k=null",
+    ]
+
+
+def sft(model: Path, data: Path, folder: Path, *, steps: int = 8) -> list[str]:
+    return [
+        "sft",
+        *common(model, folder),
+        f"sft.max_num_steps={steps}",
+        "sft.max_num_epochs=100",
+        "policy.train_global_batch_size=8",
+        "policy.train_micro_batch_size=4",
+        "policy.optimizer.kwargs.lr=1e-2",
+        "sft.val_period=10",
+        f"data.train={{dataset_name: ResponseDataset, data_path: {data / 'questions.jsonl'}}}",
+        f"data.validation={{dataset_name: ResponseDataset, data_path: {data / 'held_out_questions.jsonl'}}}",
+        "checkpointing.save_period=100",
+    ]
+
+
+LORA = [
+    "policy.dtensor_cfg.lora_cfg.enabled=true",
+    "policy.dtensor_cfg.lora_cfg.dim=4",
+    "policy.dtensor_cfg.lora_cfg.alpha=16",
+]
+
+
+def save_data(folder: Path) -> Path:
+    """Questions and pairs to train on and to validate with, and a file with a reward function."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rows(folder / "questions.jsonl", questions(22))
+    write_rows(folder / "held_out_questions.jsonl", questions(3, seed=1))
+    write_rows(folder / "pairs.jsonl", preferences(22))
+    write_rows(folder / "held_out_pairs.jsonl", preferences(5, seed=1))
+    (folder / "rewards.py").write_text(ODD_CHARACTERS)
+    return folder
+
+
+FORKED = "forked\n"
+
+
+# -- ways to start a run -----------------------------------------------------------------------------------------------
+
+
+def run(arguments: Sequence[str]) -> int:
+    """In this process; the exit code."""
+    return main([*arguments, "--quiet"])
+
+
+def command(arguments: Sequence[str]) -> list[str]:
+    """As a user starts it."""
+    return [sys.executable, "-m", "posttrain.cli.main", *arguments]
+
+
+@functools.cache
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["posttrain.build", "tiny_runs"])
+    return context
+
+
+def start(arguments: Sequence[str], log: Path) -> BaseProcess:
+    """In a process of its own, forked from one that has imported everything. What it prints goes to `log`."""
+    log.touch()
+    process: BaseProcess = _context().Process(target=_main_with_log, args=(list(arguments), str(log)))
+    process.start()
+    assert wait_until(lambda: log.read_text().startswith(FORKED), process), "the process did not get as far as main"
+    return process
+
+
+def _main_with_log(arguments: list[str], log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.write(1, FORKED.encode())
+    os.setsid()  # so that a signal can be sent to the whole of it, as a terminal does
+    sys.exit(main(arguments))
+
+
+def wait_until(condition: Callable[[], Any], process: BaseProcess, limit_s: float = 120.0) -> bool:
+    """Whether `condition` came true while the process lived."""
+    end = time.monotonic() + limit_s
+    while process.is_alive():
+        if condition():
+            return True
+        assert time.monotonic() < end, "the run has made no progress"
+        time.sleep(0.002)
+    return bool(condition())
+
+
+@contextmanager
+def working_folder(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+# -- what a run has written --------------------------------------------------------------------------------------------
+
+
+def rows_of(folder: Path) -> list[Row]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def count_rows(folder: Path) -> int:
+    """Lines so far, of a file that may be cut or replaced meanwhile."""
+    try:
+        return (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def results_of(folder: Path) -> list[Row]:
+    """The rows without clocks: what must not depend on when and where a run ran."""
+    return [
+        {key: value for key, value in row.items() if key == "step" or key.startswith(("train/", "validation/"))}
+        for row in rows_of(folder)
+    ]
+
+
+def weights_of(checkpoint: Path) -> dict[str, bytes]:
+    """The bytes of the weight files."""
+    files = sorted((checkpoint / "policy" / "weights" / "model").glob("*.safetensors"))
+    assert files, f"no weights in {checkpoint}"
+    return {file.name: file.read_bytes() for file in files}
