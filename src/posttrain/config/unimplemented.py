@@ -155,9 +155,9 @@ RULES: tuple[Rule, ...] = (
     Rule("data.num_prompts_per_dataloader", lambda value: value is None, "drawing from each dataset separately"),
     Rule("data.custom_dataloader", lambda value: value is None, "data loaders of your own"),
     Rule("data.*.processor", lambda value: value is None or value in PROCESSORS, "this processor"),
-    Rule("data.*.chat_key", lambda value: value is None, _OPENAI_FORMAT),
-    Rule("data.*.system_key", lambda value: value is None, _OPENAI_FORMAT),
-    Rule("data.*.system_prompt", lambda value: value is None, "a system message in the config; use system_prompt_file"),
+    Rule("data.add_bos", bool, "leaving out the start token that the chat template writes"),
+    Rule("data.add_eos", bool, "answers without their end"),
+    Rule("data.add_generation_prompt", _anything, "the header of an answer belongs to the prompt and is never trained"),
     Rule("data.*.tool_key", lambda value: value is None, _OPENAI_FORMAT),
     Rule("data.*.use_preserving_dataset", _off, _OPENAI_FORMAT),
     # the rest

@@ -51,6 +51,7 @@ def _common(folder: Path, model: Path, run: str, learning_rate: float, warm_up: 
         f"policy.model_name={model}",
         "policy.precision=float32",
         "policy.device=cpu",
+        "policy.num_threads=1",  # matrices this small gain nothing from a second thread, and lose much on a busy machine
         "policy.max_total_sequence_length=64",
         "policy.sequence_packing.enabled=true",
         "policy.sequence_packing.train_mb_tokens=8192",

@@ -1,0 +1,162 @@
+"""One algorithm, any number of machines: the same config gives the same curves in this process and on one or two Ray
+actors, and a checkpoint of one goes on with the other.
+
+fp32, relative 1e-5: ranks add gradients up in another order than one process does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import LORA, count_rows, dpo, grpo, results_of, rows_of, run, save_data, save_model, start, wait_until
+from transformers import AutoModelForCausalLM
+
+ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+
+STEPS = 6
+LOCAL = ["cluster.launcher=local"]
+ON_ONE = ["cluster.launcher=ray", "cluster.gpus_per_node=1"]
+ON_TWO = ["cluster.launcher=ray", "cluster.gpus_per_node=2"]
+# With one validation prompt the second rank has nothing to sample, and must take part all the same.
+GRPO_SETTINGS = ["grpo.max_val_samples=1"]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    """Started once; the runs join it. Slots are not cores, so that a small machine can hold two ranks."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(
+        num_cpus=4, num_gpus=0, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, address="local"
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_data(tmp_path_factory.mktemp("data"))
+
+
+def assert_same_curves(folder: Path, expected: Path) -> None:
+    """Every number of every step. What is zero up to rounding, such as a sum of advantages, has no relative error."""
+    ours, theirs = results_of(folder), results_of(expected)
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for row, other in zip(ours, theirs, strict=True):
+        assert row.keys() == other.keys()
+        for key, value in row.items():
+            assert value == pytest.approx(other[key], rel=1e-5, abs=1e-7), f"{key} at step {row['step']}"
+
+
+def copy_until(step: int, source: Path, target: Path) -> Path:
+    """A run's folder as it was when checkpoint `step` was the newest."""
+    shutil.copytree(source, target)
+    for checkpoint in target.glob("step_*"):
+        if int(checkpoint.name.removeprefix("step_")) > step:
+            shutil.rmtree(checkpoint)
+    assert (target / f"step_{step}").is_dir()
+    return target
+
+
+def test_grpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Path, tmp_path: Path) -> None:
+    def arguments(name: str) -> list[str]:
+        return [*grpo(model, data, tmp_path / name, steps=STEPS), *GRPO_SETTINGS]
+
+    for name, where in (("local", LOCAL), ("one", ON_ONE), ("two", ON_TWO)):
+        assert run([*arguments(name), *where]) == 0
+    rows = [row for row in results_of(tmp_path / "local") if "train/loss" in row]
+    assert len({row["train/reward"] for row in rows}) == STEPS, "a curve that does not move shows nothing"
+    assert_same_curves(tmp_path / "one", tmp_path / "local")
+    assert_same_curves(tmp_path / "two", tmp_path / "local")
+
+    # Two ranks wrote it, one process goes on; and the other way round.
+    copy_until(2, tmp_path / "two", tmp_path / "two_then_one")
+    assert run([*arguments("two_then_one"), *LOCAL]) == 0
+    assert_same_curves(tmp_path / "two_then_one", tmp_path / "local")
+    copy_until(2, tmp_path / "local", tmp_path / "one_then_two")
+    assert run([*arguments("one_then_two"), *ON_TWO]) == 0
+    assert_same_curves(tmp_path / "one_then_two", tmp_path / "local")
+
+    weights = Path(f"step_{STEPS}", "policy", "weights", "model")
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "local" / weights)
+    for name in ("two", "two_then_one", "one_then_two"):
+        together = AutoModelForCausalLM.from_pretrained(tmp_path / name / weights)
+        for ours, theirs in zip(together.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_dpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Path, tmp_path: Path) -> None:
+    def arguments(name: str) -> list[str]:
+        return dpo(model, data, tmp_path / name, steps=STEPS)
+
+    for name, where in (("local", LOCAL), ("one", ON_ONE), ("two", ON_TWO)):
+        assert run([*arguments(name), *where]) == 0
+    assert_same_curves(tmp_path / "one", tmp_path / "local")
+    assert_same_curves(tmp_path / "two", tmp_path / "local")
+    copy_until(2, tmp_path / "two", tmp_path / "two_then_one")
+    assert run([*arguments("two_then_one"), *LOCAL]) == 0
+    assert_same_curves(tmp_path / "two_then_one", tmp_path / "local")
+
+
+def test_adapters_are_the_same_on_one_process_and_on_two_actors(model: Path, data: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    def arguments(name: str) -> list[str]:
+        return [*grpo(model, data, tmp_path / name, steps=4), *LORA, *GRPO_SETTINGS]
+
+    assert run([*arguments("local"), *LOCAL]) == 0
+    copy_until(2, tmp_path / "local", tmp_path / "two")
+    assert run([*arguments("two"), *ON_TWO]) == 0
+    assert_same_curves(tmp_path / "two", tmp_path / "local")
+
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    logits = {}
+    for name in ("local", "two"):
+        base = AutoModelForCausalLM.from_pretrained(model)
+        adapted = PeftModel.from_pretrained(base, tmp_path / name / "step_4" / "policy" / "weights" / "model")
+        logits[name] = adapted(tokens).logits.detach()
+    torch.testing.assert_close(logits["two"], logits["local"], rtol=1e-3, atol=1e-5)
+
+
+def test_sigterm_saves_under_ray_too(model: Path, data: Path, tmp_path: Path) -> None:
+    """With a Ray of its own, as a user's run has. It goes on in one process, on the same curve."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    arguments = dpo(model, data, folder, steps=200)
+    process = start([*arguments, *ON_ONE], log)
+    assert wait_until(lambda: count_rows(folder) >= 2, process), log.read_text()
+    os.kill(process.pid or 0, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == 85, log.read_text()
+    last = rows_of(folder)[-1]["step"]
+    assert last < 200
+    assert (folder / f"step_{last}").is_dir()
+
+    longer = last + 3
+    assert run([*dpo(model, data, folder, steps=longer), *LOCAL]) == 0
+    assert run([*dpo(model, data, tmp_path / "whole", steps=longer), *LOCAL]) == 0
+    assert_same_curves(folder, tmp_path / "whole")
+
+
+def test_what_a_rank_refuses_is_told_like_any_other_bad_input(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = ["lora_cfg.match_all_linear=false", "lora_cfg.target_modules=[wq]"]
+    arguments = [*dpo(model, data, tmp_path / "run"), *LORA, *(f"policy.dtensor_cfg.{target}" for target in targets)]
+    assert run([*arguments, *ON_ONE]) == 64
+    message = capsys.readouterr().err
+    assert "policy.dtensor_cfg.lora_cfg" in message
+    assert "wq" in message
+    assert "File " not in message, "the remote traceback is for us, not for the user"
