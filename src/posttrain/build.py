@@ -59,7 +59,11 @@ class Run:
         self.quiet = quiet
         self.title = title
         self._cleanup = ExitStack()
-        self.loop = self._build()
+        try:
+            self.loop = self._build()
+        except BaseException:
+            self._cleanup.close()
+            raise
 
     def execute(self) -> int:
         try:
@@ -152,10 +156,14 @@ class Run:
         needs_reference = isinstance(config, DpoRunConfig) or (
             isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty != 0
         )
-        setup = WorkerSetup(config.policy, seed, needs_reference, self.chat.template)
+        setup = WorkerSetup(_with_absolute_folders(config.policy), seed, needs_reference, self.chat.template)
         cluster = config.cluster
         size = cluster.num_nodes * cluster.gpus_per_node
-        if cluster.launcher == "local" or (cluster.launcher == "auto" and size == 1):
+        if cluster.launcher == "local" and size > 1:
+            raise InputError(
+                f"cluster.launcher: local is one process, but num_nodes x gpus_per_node is {size}; use ray or auto"
+            )
+        if size == 1 and cluster.launcher != "ray":
             return LocalWorker(PolicyWorker(setup))
         try:
             from posttrain.orchestration.ray_workers import RayWorkers
@@ -175,7 +183,7 @@ class Run:
             if section.enabled:
                 budget = section.train_mb_tokens if which == "train" else section.logprob_mb_tokens
         return MicroBatching(
-            max_tokens=None if budget is None else budget * per_sample,
+            max_tokens=budget,
             num_responses=size * per_sample,
             algorithm=cast(PackingAlgorithm, policy.sequence_packing.algorithm),
         )
@@ -302,6 +310,16 @@ class Run:
             rollouts,
             validation_rollouts if held_out else None,
         )
+
+
+def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
+    """Ranks may run with another working directory."""
+
+    def absolute(name: str) -> str:
+        return str(Path(name).absolute()) if Path(name).is_dir() else name
+
+    tokenizer = policy.tokenizer.model_copy(update={"name": absolute(policy.tokenizer.name)})
+    return policy.model_copy(update={"model_name": absolute(policy.model_name), "tokenizer": tokenizer})
 
 
 def _options(section: Any, target: type) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from posttrain.types import StepReport
 
 EXIT_DONE = 0
 FINISHED = "finished"
+STOPPED_BY = "stopped by signal"
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,18 @@ class TrainingLoop:
         with Interruption() as interruption:
             if first == 1 and self.settings.val_at_start and (validation := self._validate(0)) is not None:
                 self.recorder.record_validation(0, validation)
+            if interruption.signal is not None:
+                self.recorder.finish(
+                    f"stopped by {interruption.signal.name} before the first step; there is nothing to save"
+                )
+                return 128 + interruption.signal
             self.deadline.start()
             reason = self._train(first, interruption)
         self.recorder.finish(reason)
-        if reason == FINISHED:
-            return EXIT_DONE  # a signal during the last step changes nothing
-        if interruption.signal is not None and not self.settings.save:
-            return 128 + interruption.signal  # 85 would promise a checkpoint
-        return interruption.exit_code
+        if not reason.startswith(STOPPED_BY) or interruption.signal is None:
+            return EXIT_DONE  # a signal that comes when the run ends anyway changes nothing
+        # 85 would promise a checkpoint.
+        return interruption.exit_code if self.settings.save else 128 + interruption.signal
 
     def _train(self, first: int, interruption: Interruption) -> str:
         """Steps until there is a reason to stop; the reason, in words."""
@@ -99,9 +104,7 @@ class TrainingLoop:
         saved = "saved" if self.settings.save else "not saved: checkpointing is off"
         if interruption.requested:
             assert interruption.signal is not None
-            return (
-                f"stopped by {interruption.signal.name} after step {step}, {saved}; the same command goes on from here"
-            )
+            return f"{STOPPED_BY} {interruption.signal.name} after step {step}, {saved}; the same command goes on from here"
         if self.deadline.must_save_now():
             return f"stopped after step {step} by checkpointing.checkpoint_must_save_by, {saved}"
         name, threshold = self.settings.stop_metric, self.settings.stop_threshold

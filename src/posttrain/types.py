@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -43,7 +45,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # empty: the model's ends of sequence, and those of the turn
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own ends of sequence
     end_of_turn_ids: tuple[int, ...] = ()  # what the chat template ends an answer with
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False  # sample exactly max_new_tokens; for benchmarks
@@ -176,6 +178,11 @@ class TokenBatch:
     def response_lengths(self) -> list[int]:
         return [len(response) for response in self.responses]
 
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Where each response begins in the columns, and where the last one ends."""
+        return [0, *accumulate(self.response_lengths)]
+
     def column_parts(self, name: str) -> list[Tensor]:
         """The column cut into one piece per response."""
         return list(self.columns[name].split(self.response_lengths))
@@ -187,10 +194,10 @@ class TokenBatch:
         """The responses `rows`, with the prompts they need. `recount` makes the selection an optimizer batch of its own."""
         prompt_rows = sorted({self.prompt_of[row] for row in rows})
         place = {prompt: index for index, prompt in enumerate(prompt_rows)}
-        parts = {name: self.column_parts(name) for name in self.columns}
+        ends = self._ends
         columns = {
-            name: torch.cat([pieces[row] for row in rows]) if rows else self.columns[name][:0]
-            for name, pieces in parts.items()
+            name: torch.cat([column[ends[row] : ends[row + 1]] for row in rows]) if rows else column[:0]
+            for name, column in self.columns.items()
         }
         chosen = replace(
             self,

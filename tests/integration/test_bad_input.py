@@ -286,7 +286,10 @@ def test_missing_config_file(inputs: Inputs, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("policy.optimizer.name=torch.optim.AdamZ", ["policy.optimizer.name", "torch.optim.AdamZ", "torch.optim.AdamW"]),
+        (
+            "policy.optimizer.name=torch.optim.AdamZ",
+            ["policy.optimizer.name", "torch.optim.AdamZ", "torch.optim.AdamW"],
+        ),
         ("policy.optimizer.name=adam", ["policy.optimizer.name", "'adam'", "torch.optim.AdamW"]),
         ("policy.optimizer.kwargs.learning_rate=1", ["policy.optimizer.kwargs", "learning_rate"]),
         ("policy.optimizer.kwargs.lr=-1.0", ["policy.optimizer.kwargs", "-1"]),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from posttrain.reporting.rollout_rows import read_rollouts
 
 # What happens to an answer depends on its text only, so that the test can tell it beforehand.
-TREACHEROUS = '''
+TREACHEROUS = """
 import os, time, zlib
 
 def f(prompt, response, reference):
@@ -31,7 +31,7 @@ def f(prompt, response, reference):
     if fate == 3:
         return "high"
     return sum(ord(c) % 2 for c in response) / max(1, len(response))
-'''
+"""
 REASONS = {
     0: "ValueError: cannot read this answer",
     1: "timeout after 1 s",

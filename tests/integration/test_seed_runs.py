@@ -8,6 +8,7 @@ import json
 import math
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from tiny_runs import questions, rows_of, run, save_data, save_model, write_rows
 
 REPOSITORY = Path(__file__).parents[2]
 
-LORA_COMMAND = """
+LORA_COMMAND = shlex.split("""
 cluster.num_nodes=2
 cluster.gpus_per_node=8
 grpo.max_num_steps=100
@@ -36,18 +37,18 @@ checkpointing.checkpoint_dir=/shared/grpo-checkpoints
 checkpointing.save_period=10
 logger.wandb_enabled=false
 logger.log_dir=/tmp/grpo-logs
-""".split()
+""")
 
-LLAMA_COMMAND = """
+LLAMA_COMMAND = shlex.split("""
 --config examples/configs/grpo_math_8B.yaml
 logger.wandb_enabled=True
 cluster.num_nodes=2
 cluster.gpus_per_node=8
-logger.wandb.name=llama3.1-8b-deepscaler-grpo-2nodes
+logger.wandb.name='llama3.1-8b-deepscaler-grpo-2nodes'
 grpo.max_num_steps=100
 checkpointing.checkpoint_dir=/data/nemo_rl_llama3_8b_ds_cp
-data.dataset_name=DeepScaler
-""".split()
+data.dataset_name='DeepScaler'
+""")
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +145,7 @@ def test_run_grpo_takes_the_printed_command_line(
 
 
 @pytest.mark.usefixtures("at_the_root")
-def test_run_dpo_takes_a_command_line(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_dpo_takes_a_command_line(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     arguments = [
         "--config",
@@ -177,6 +176,14 @@ def test_run_grpo_math_takes_the_printed_command_line_as_a_process(model: Path, 
     assert ended.returncode == 0, ended.stderr
     assert_two_steps(folder)
     assert "metrics stay in the run folder" in ended.stderr, "W&B is accepted, and said to do nothing"
-    for text in ("Step 2/2", "Training Results:", "Avg Reward", "Timing:", "Total step time", "Performance Metrics:"):
+    for text in (
+        "Step 1/2",
+        "step 2/2",
+        "Training Results:",
+        "Avg Reward",
+        "Timing:",
+        "Total step time",
+        "Performance Metrics:",
+    ):
         assert text in ended.stdout
     assert "Training FLOPS" in ended.stdout

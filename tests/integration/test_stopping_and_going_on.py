@@ -86,9 +86,7 @@ def test_a_signal_saves_at_the_end_of_the_step_and_the_run_goes_on_exactly(
 def test_a_second_ctrl_c_stops_at_once(model: Path, data: Path, tmp_path: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     (tmp_path / "rewards.py").write_text("import time\ndef f(prompt, response, reference):\n    time.sleep(100)\n")
-    process = start(
-        [*grpo(model, data, folder, reward=f"{tmp_path / 'rewards.py'}:f"), "env.mine.timeout_s=100"], log
-    )
+    process = start([*grpo(model, data, folder, reward=f"{tmp_path / 'rewards.py'}:f"), "env.mine.timeout_s=100"], log)
     assert wait_until(lambda: "run folder" in log.read_text(), process)
     os.kill(process.pid or 0, signal.SIGINT)
     assert wait_until(lambda: "SIGINT received" in log.read_text(), process)
@@ -199,6 +197,27 @@ def test_other_data_in_the_same_folder_is_refused(
     message = capsys.readouterr().err
     assert "saved 22, now 21" in message
     assert "new folder" in message
+
+
+def test_a_changed_learning_rate_holds_from_the_resumed_step_on(model: Path, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    constant = "policy.scheduler=null"
+    assert run([*dpo(model, data, folder, steps=2), constant, "policy.optimizer.kwargs.lr=1e-2"]) == 0
+    assert run([*dpo(model, data, folder, steps=4), constant, "policy.optimizer.kwargs.lr=1e-3"]) == 0
+    rates = [row["train/lr"] for row in results_of(folder) if "train/lr" in row]
+    assert rates == [1e-2, 1e-2, 1e-3, 1e-3]
+    assert (folder / "config_until_step_2.yaml").is_file(), "the earlier config is kept"
+
+
+def test_a_checkpoint_without_optimizer_is_no_place_to_go_on_from(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert run([*dpo(model, data, folder, steps=2), "checkpointing.save_optimizer=false"]) == 0
+    assert run(dpo(model, data, folder, steps=4)) == 64
+    message = capsys.readouterr().err
+    assert "checkpointing.save_optimizer" in message
+    assert "policy.model_name" in message, "the remedy"
 
 
 def test_keep_top_k_keeps_the_best_and_the_newest(model: Path, data: Path, whole: Path, tmp_path: Path) -> None:

@@ -35,7 +35,12 @@ def one_ray() -> Iterator[None]:
     """Started once; the runs join it. Slots are not cores, so that a small machine can hold two ranks."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
-        num_cpus=4, num_gpus=0, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, address="local"
+        num_cpus=4,
+        num_gpus=0,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        address="local",
     )
     yield
     ray.shutdown()

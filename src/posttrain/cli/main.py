@@ -11,10 +11,9 @@ import traceback
 
 from posttrain import __version__
 from posttrain.cli import config_command, demo_command, models_command, train_command
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, OverridesParser
 from posttrain.errors import InputError
 
-EXIT_BAD_INPUT = 64
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
 
@@ -34,7 +33,7 @@ after saving · 1 crash. A run that was stopped or killed goes on when the same 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OverridesParser(
         prog="posttrain",
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -41,7 +41,9 @@ class LoraConfig(Section):
         default=0.0, description="Probability of dropping an adapter input."
     )
     dropout_position: Literal["pre", "post"] = Field(default="post", description="Dropout before or after the adapter.")
-    lora_A_init: str = Field(default="xavier", description="How the first adapter matrix starts: xavier or uniform.")
+    lora_A_init: Literal["xavier", "uniform"] = Field(
+        "xavier", description="How the first adapter matrix starts: xavier or uniform."
+    )
     use_triton: bool = Field(default=True, description="Uses Triton kernels for adapters; no effect here.")
 
 

@@ -104,6 +104,8 @@ class PairReader:
                 outcomes.append(preference.problem)
             elif chosen == rejected:
                 outcomes.append(TIE)
+            elif not prompt:
+                outcomes.append("empty prompt")
             elif len(prompt) + max(len(chosen), len(rejected)) > self._limit:
                 outcomes.append(f"longer than {self._limit} tokens")
             else:
@@ -137,7 +139,9 @@ class ExampleReader:
             else:
                 text, spans = _located(row, self._chat.render_conversation, messages)
                 prompt, response, mask = self._chat.encode_conversation(text, spans)
-            if len(prompt) + len(response) > self._limit:
+            if not prompt:
+                outcomes.append("empty prompt")
+            elif len(prompt) + len(response) > self._limit:
                 outcomes.append(f"longer than {self._limit} tokens")
             else:
                 tokens: dict[str, Sequence[int]] = {"prompt_ids": prompt, "response_ids": response, "mask": mask}

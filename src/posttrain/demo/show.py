@@ -12,16 +12,15 @@ from typing import Any
 from posttrain.build import Run
 from posttrain.config import load_config
 from posttrain.demo.arithmetic import SHARE_RIGHT, build_model, write_data
+from posttrain.errors import InputError
 
 SFT_STEPS = 500
-GRPO_STEPS = 200
-WARM_UP_STEPS = 20
+GRPO_STEPS = 120
 
 
 def show(folder: Path, seed: int, steps: int | None) -> int:
     started = time.monotonic()
-    for name in ("taught", "grpo"):
-        shutil.rmtree(folder / name, ignore_errors=True)  # the demo always starts from the beginning
+    _start_over(folder)
     num_parameters = build_model(folder / "model", seed)
     write_data(folder / "data", seed)
     print(f"A model of {num_parameters / 1e6:.1f} million random weights, and sums of two numbers to learn.\n")
@@ -42,11 +41,22 @@ def show(folder: Path, seed: int, steps: int | None) -> int:
     return 0
 
 
+def _start_over(folder: Path) -> None:
+    """Remove what an earlier demo left; the demo always starts from the beginning. Nobody else's runs are touched."""
+    marker = folder / ".posttrain-demo"
+    if folder.exists() and any(folder.iterdir()) and not marker.exists():
+        raise InputError(f"--folder {folder} holds something else than a demo; name an empty or a new folder")
+    for name in ("taught", "grpo"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+
+
 def _train(kind: str, folder: Path, overrides: list[str]) -> int:
     return Run(load_config(kind, None, overrides), title=f"posttrain demo: {kind.upper()} on arithmetic").execute()
 
 
-def _common(folder: Path, model: Path, run: str, learning_rate: float, warm_up: int) -> list[str]:
+def _common(folder: Path, model: Path, run: str, learning_rate: float, warm_up: int, steps: int) -> list[str]:
     return [
         f"policy.model_name={model}",
         "policy.precision=float32",
@@ -60,7 +70,7 @@ def _common(folder: Path, model: Path, run: str, learning_rate: float, warm_up: 
         f"policy.optimizer.kwargs={{lr: {learning_rate}, weight_decay: 0.01, betas: [0.9, 0.98]}}",
         "policy.scheduler=["
         f"{{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{start_factor: 0.1, total_iters: {warm_up}}}}}, "
-        "{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 1000000}}, "
+        f"{{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{start_factor: 1.0, end_factor: 0.05, total_iters: {steps}}}}}, "
         f"{{milestones: [{warm_up}]}}]",
         f"checkpointing.checkpoint_dir={folder / run}",
         "cluster.launcher=local",
@@ -69,7 +79,7 @@ def _common(folder: Path, model: Path, run: str, learning_rate: float, warm_up: 
 
 def _sft_overrides(folder: Path, seed: int) -> list[str]:
     return [
-        *_common(folder, folder / "model", "taught", learning_rate=1e-3, warm_up=WARM_UP_STEPS),
+        *_common(folder, folder / "model", "taught", learning_rate=1.5e-3, warm_up=20, steps=SFT_STEPS),
         f"sft.max_num_steps={SFT_STEPS}",
         "sft.max_num_epochs=100",
         f"sft.seed={seed}",
@@ -86,19 +96,19 @@ def _sft_overrides(folder: Path, seed: int) -> list[str]:
 def _grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
     taught = folder / f"taught/step_{SFT_STEPS}/policy"
     return [
-        *_common(folder, taught / "weights/model", "grpo", learning_rate=5e-4, warm_up=5),
+        *_common(folder, taught / "weights/model", "grpo", learning_rate=1e-3, warm_up=5, steps=steps),
         f"policy.tokenizer.name={taught / 'tokenizer'}",
         f"grpo.max_num_steps={steps}",
         "grpo.max_num_epochs=1000",
         f"grpo.seed={seed}",
-        "grpo.num_prompts_per_step=32",
+        "grpo.num_prompts_per_step=64",
         "grpo.num_generations_per_prompt=8",
         "grpo.use_leave_one_out_baseline=false",
         "grpo.val_at_start=true",
         "grpo.val_at_end=true",
         "grpo.val_period=20",
         "grpo.max_val_samples=250",
-        "loss_fn.reference_policy_kl_penalty=0.001",
+        "loss_fn.reference_policy_kl_penalty=0",  # nothing here is worth staying close to
         "policy.generation.max_new_tokens=8",
         f"data.train={{dataset_name: ResponseDataset, data_path: {folder / 'data/train.jsonl'}}}",
         f"data.validation={{dataset_name: ResponseDataset, data_path: {folder / 'data/unseen.jsonl'}}}",

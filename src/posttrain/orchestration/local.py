@@ -12,6 +12,7 @@ class WorkerGroup(Protocol):
     """N ranks that run the methods of `PolicyWorker` in lockstep."""
 
     size: int
+    in_process: bool  # callbacks reach it
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call `method` on every rank, each with its own arguments; results by rank. An error on a rank is raised here."""
@@ -24,6 +25,7 @@ class LocalWorker:
     """One rank in this process."""
 
     size = 1
+    in_process = True
 
     def __init__(self, worker: PolicyWorker) -> None:
         self.worker = worker

@@ -35,8 +35,8 @@ class RankActor:
             free.bind(("", 0))
             return ray.util.get_node_ip_address(), int(free.getsockname()[1])
 
-    def build(self, setup: WorkerSetup, address: tuple[str, int], local_rank: int) -> None:
-        os.environ["LOCAL_RANK"] = str(local_rank)
+    def build(self, setup: WorkerSetup, address: tuple[str, int]) -> None:
+        os.environ["LOCAL_RANK"] = "0"  # Ray shows each actor only its own GPU
         if self.world_size > 1:
             cuda = torch.cuda.is_available() and setup.policy.device != "cpu"
             torch.distributed.init_process_group(
@@ -55,12 +55,16 @@ class RankActor:
 class RayWorkers:
     """`WorkerGroup` over actors. Joins the cluster of RAY_ADDRESS if there is one, else starts Ray on this machine."""
 
+    in_process = False
+
     def __init__(self, setup: WorkerSetup, num_nodes: int, ranks_per_node: int) -> None:
         self.size = num_nodes * ranks_per_node
-        use_gpu = torch.cuda.is_available() and setup.policy.device != "cpu"
+        wants_gpu = setup.policy.device != "cpu"
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
-            _start_ray(self.size, use_gpu)
+            _start_ray(self.size, wants_gpu and torch.cuda.is_available())
+        # The cluster's GPUs count, not those of the driver: a head node often has none.
+        use_gpu = wants_gpu and ray.cluster_resources().get("GPU", 0) > 0
         self._placement = self._reserve(num_nodes, ranks_per_node, use_gpu)
         num_threads = setup.policy.num_threads or max(1, (os.cpu_count() or 1) // ranks_per_node)
         actor = ray.remote(RankActor)
@@ -74,9 +78,8 @@ class RayWorkers:
             ).remote(rank, self.size, num_threads)
             for rank in range(self.size)
         ]
-        address = ray.get(self._actors[0].address.remote())
-        # Ray shows each actor only its own GPU, which is then device 0.
-        ray.get([a.build.remote(setup, address, 0) for a in self._actors])
+        address = _get([self._actors[0].address.remote()])[0]
+        _get([a.build.remote(setup, address) for a in self._actors])
 
     def _reserve(self, num_nodes: int, ranks_per_node: int, use_gpu: bool) -> Any:
         bundle = {"CPU": float(ranks_per_node)}
@@ -94,7 +97,7 @@ class RayWorkers:
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         # Shared arguments (an objective, a folder) are small; shards differ by rank, so nothing is sent twice.
-        return ray.get([a.call.remote(method, args) for a, args in zip(self._actors, arguments, strict=True)])
+        return _get([a.call.remote(method, args) for a, args in zip(self._actors, arguments, strict=True)])
 
     def close(self) -> None:
         for actor in self._actors:
@@ -102,6 +105,17 @@ class RayWorkers:
         remove_placement_group(self._placement)
         if self._started_ray:
             ray.shutdown()
+
+
+def _get(references: list[Any]) -> list[Any]:
+    """Results by rank. What the user can mend is raised as it was, not wrapped into Ray's frames."""
+    try:
+        results: list[Any] = ray.get(references)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, InputError):
+            raise error.cause from None
+        raise
+    return results
 
 
 def _start_ray(num_ranks: int, use_gpu: bool) -> None:

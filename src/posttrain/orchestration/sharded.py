@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.data.packing import MicroBatching, cost, plan_micro_batches
+from posttrain.errors import InputError
 from posttrain.orchestration.local import WorkerGroup
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.roles import Objective, Progress, ShowProgress, no_progress
@@ -40,7 +41,7 @@ class ShardedPolicy:
         seed = (self.seed * 1_000_003 + self.num_updates) % 2**63
         with self.show_progress("training", len(parts[0])) as progress:
             results = self._call("update", parts, objective, seed, self._local(progress))
-            if self.workers.size > 1:
+            if not self.workers.in_process:
                 progress(len(parts[0]))
         self.num_updates += 1
         same = {name: results[0][name] for name in _SAME_ON_EVERY_RANK}
@@ -49,7 +50,9 @@ class ShardedPolicy:
 
     def evaluate(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
         parts, num_tokens = self._shards(batch, self.score, objective.keeps_groups_whole)
-        return UpdateReport(combine_metrics(self._call("evaluate", parts, objective)), num_tokens)
+        with self.show_progress("validation", len(parts[0])) as progress:
+            results = self._call("evaluate", parts, objective, self._local(progress))
+        return UpdateReport(combine_metrics(results), num_tokens)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         return self._token_column(batch, "logprobs")
@@ -61,10 +64,15 @@ class ShardedPolicy:
         self._call_all("end_step")
 
     def save(self, folder: Path, *, optimizer: bool) -> None:
-        self._call_all("save", str(folder), optimizer)
+        # Ranks may run elsewhere, with another working directory.
+        self._call_all("save", str(folder.absolute()), optimizer)
+        if not (folder / "policy").is_dir():
+            raise InputError(
+                f"checkpointing.checkpoint_dir: {folder.absolute()} is not on a filesystem that the ranks share with this process"
+            )
 
     def load(self, folder: Path) -> None:
-        self._call_all("load", str(folder))
+        self._call_all("load", str(folder.absolute()))
 
     # -- shard, call, merge --------------------------------------------------------------------------------------------
 
@@ -90,7 +98,7 @@ class ShardedPolicy:
 
     def _local(self, progress: Progress) -> Progress | None:
         """A callback cannot travel to another process; there, progress comes when all is done."""
-        return progress if self.workers.size == 1 else None
+        return progress if self.workers.in_process else None
 
     def _call(self, method: str, shards: Sequence[Any], *rest: Any) -> list[Any]:
         return self.workers.call(method, [(shard, *rest) for shard in shards])
@@ -115,7 +123,7 @@ class ShardedGenerator:
     ) -> list[list[Completion]]:
         size = self.workers.size
         shards = [list(tasks[rank::size]) for rank in range(size)]
-        callback = progress if size == 1 else None  # it cannot travel to another process
+        callback = progress if self.workers.in_process else None  # it cannot travel to another process
         results = self.workers.call("generate", [(shard, num_samples, sampling, key, callback) for shard in shards])
         if progress is not None and callback is None:
             progress(len(tasks) * num_samples)

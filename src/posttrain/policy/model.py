@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -69,11 +70,20 @@ def load_model(
     name: str, dtype: torch.dtype, device: torch.device, overrides: Mapping[str, Any] | None = None
 ) -> PreTrainedModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation=ATTENTION, **dict(overrides or {})
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **dict(overrides or {})
         )
     except OSError as error:
         raise _explain_missing(name, "policy.model_name", error) from error
+    except (TypeError, SafetensorError) as error:
+        raise SettingsError(
+            f"policy.model_name {name!r} with policy.hf_config_overrides {overrides}: {error}"
+        ) from error
+    if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
+        raise SettingsError(
+            f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "
+            "which would start as noise. Is it the whole model, and do policy.hf_config_overrides fit it?"
+        )
     model.config.use_cache = False
     return model.to(device)
 

@@ -39,9 +39,15 @@ def build_scheduler(optimizer: Optimizer, spec: Any) -> LRScheduler | None:
         return None
     field = "policy.scheduler"
     if isinstance(spec, Mapping):
+        if spec["name"].endswith("ReduceLROnPlateau"):
+            raise InputError(
+                f"{field}: {spec['name']} waits for a metric; choose a schedule that depends on the step alone"
+            )
         try:
             return resolve(spec["name"], field)(optimizer, **dict(spec.get("kwargs") or {}))
-        except TypeError as error:
+        except InputError:
+            raise
+        except (TypeError, ValueError) as error:
             raise InputError(f"{field}: the kwargs do not fit {spec['name']}: {error}") from error
     parts = [item for item in spec if "name" in item]
     milestones = [m for item in spec if "milestones" in item for m in item["milestones"]]
@@ -63,7 +69,9 @@ class MixedPrecisionOptimizer:
         self.masters = {n: p if p.dtype == torch.float32 else _master(p) for n, p in self.parameters.items()}
         try:
             self.optimizer: Optimizer = resolve(name, "policy.optimizer.name")(list(self.masters.values()), **kwargs)
-        except TypeError as error:
+        except InputError:
+            raise
+        except (TypeError, ValueError) as error:
             raise InputError(f"policy.optimizer.kwargs do not fit {name}: {error}") from error
         self.scheduler = build_scheduler(self.optimizer, scheduler)
 
@@ -117,22 +125,28 @@ class MixedPrecisionOptimizer:
                 tensors[f"state/{name}/{entry}"] = value if isinstance(value, Tensor) else torch.tensor(value)
         return tensors
 
+    @property
+    def _keeps_steps_on_device(self) -> bool:
+        return any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+
     def empty_like_saved(self, saved: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, Tensor]:
         """Tensors to load the saved state into: sharded as the parameters are now, whatever they were when saved."""
         tensors: dict[str, Tensor] = {}
         for key, (shape, dtype) in saved.items():
             parameter = self.masters[_parameter_of(key)]
-            same_shape = tuple(shape) == tuple(parameter.shape)
-            tensors[key] = (
-                torch.empty_like(parameter.detach(), dtype=dtype)
-                if same_shape
-                else torch.empty(tuple(shape), dtype=dtype)
-            )
+            if tuple(shape) == tuple(parameter.shape):
+                tensors[key] = torch.empty_like(parameter.detach(), dtype=dtype)
+            else:
+                device = parameter.device if self._keeps_steps_on_device else "cpu"
+                tensors[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         self.optimizer.state.clear()
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                master.copy_(self.parameters[name])  # a checkpoint of an fp32 run has no masters
         for key, tensor in tensors.items():
             master = self.masters[_parameter_of(key)]
             if key.startswith("master/"):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -24,9 +24,12 @@ def shard(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh | None) -> 
     """Shard each layer on its own, so that only one is whole at a time, and the rest with the root."""
     if mesh is None:
         return
+    in_fp32 = MixedPrecisionPolicy(
+        reduce_dtype=torch.float32
+    )  # gradients are added up over ranks as over micro-batches
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(root, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=in_fp32)
+    fully_shard(root, mesh=mesh, mp_policy=in_fp32)
 
 
 @contextmanager

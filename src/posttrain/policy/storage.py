@@ -92,7 +92,10 @@ def load(
         json.loads((folder / MODEL).read_text()), json.loads(json.dumps(describe(model, tokenizer), default=str))
     )
     parameters = dict(model.named_parameters())
-    for name, value in _saved_weights(folder / WEIGHTS, model).items():
+    saved_weights = _saved_weights(folder / WEIGHTS, model)
+    if lacking := sorted({name for name, p in parameters.items() if p.requires_grad} - saved_weights.keys()):
+        raise CheckpointError(f"{folder}: no weights for {len(lacking)} parameters, among them {lacking[0]}")
+    for name, value in saved_weights.items():
         if name in parameters:
             copy_into(parameters[name], value)
     if optimizer is None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from posttrain.config import PolicyConfig
 from posttrain.generation.native import NativeEngine, NativeSettings
+from posttrain.generation.native.forward import ForwardPass, evaluation_mode
 from posttrain.policy import storage
 from posttrain.policy.attention import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
@@ -75,6 +76,7 @@ class PolicyWorker:
         mesh = data_parallel_mesh(self.device)
         self.reference = self._freeze_reference(mesh) if setup.needs_reference and not lora.enabled else None
         self.forward = self._shardable(self.model, mesh)
+        self._refuse_unsupported()
         self.optimizer: MixedPrecisionOptimizer | None = None
         if setup.trains:
             optimizer = config.optimizer
@@ -90,14 +92,21 @@ class PolicyWorker:
 
     def _shardable(self, model: nn.Module, mesh: Any) -> TokenLogprobs:
         root = TokenLogprobs(model, self.config.logprob_chunk_size)
-        layers: Any = root.head.decoder.layers
-        shard(root, list(layers), mesh)
         if mesh is not None:
+            layers: Any = root.head.decoder.layers
+            shard(root, list(layers), mesh)
             # FSDP wants the first forward pass to enter at the root; the engine enters at the decoder. The root's own
             # parameters stay whole after a pass, and the optimizer must not take hold of them as such.
             self._score(root, [None])
             root.reshard()  # type: ignore[operator]
         return root
+
+    def _refuse_unsupported(self) -> None:
+        """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of the logits."""
+        with torch.no_grad(), evaluation_mode(self.model), whole_parameters(self.forward):
+            inspection = ForwardPass(self.model)
+            inspection.layers()
+            inspection.check_length(self.config.max_total_sequence_length)
 
     def _freeze_reference(self, mesh: Any) -> TokenLogprobs:
         frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
@@ -142,7 +151,9 @@ class PolicyWorker:
         return {**summed, "grad_norm": norm, "update_skipped": float(not taken), "lr": learning_rate}
 
     @torch.no_grad()
-    def evaluate(self, parts: Sequence[TokenBatch | None], objective: Objective) -> dict[str, float]:
+    def evaluate(
+        self, parts: Sequence[TokenBatch | None], objective: Objective, progress: Progress | None = None
+    ) -> dict[str, float]:
         self.model.eval()
         metrics = []
         for part in parts:
@@ -150,6 +161,8 @@ class PolicyWorker:
                 logprobs = self.forward(row, self.temperature)
             if part is not None:
                 metrics.append(_to_floats(objective(logprobs, part)[1]))
+            if progress is not None:
+                progress(1)
         return combine_metrics(metrics)
 
     def end_step(self) -> None:

@@ -7,6 +7,7 @@ leaves, and the loop begins again. The scheduler decides who, this decides nothi
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from posttrain.generation.native.attention import DenseDecode, PagedDecode, PrefillAttention, PrefillPiece
 from posttrain.generation.native.forward import ForwardPass
-from posttrain.generation.native.graphs import DecodeGraphs
+from posttrain.generation.native.graphs import DecodeGraphs, RecordingError
 from posttrain.generation.native.kv_cache import PagedKvCache
 from posttrain.generation.native.sampler import TokenSampler
 from posttrain.generation.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
@@ -95,8 +96,14 @@ class GenerationCall:
     def _step(self, samples: Sequence[Sample]) -> None:
         """One more token for each of `samples`."""
         if self.graphs is not None:
-            self._keep(samples, self.graphs.step(samples))
-            return
+            try:
+                drawn = self.graphs.step(samples)
+            except RecordingError as error:
+                warnings.warn(f"decoding goes on without CUDA graphs, more slowly: {error}", stacklevel=2)
+                self.graphs = None
+            else:
+                self._keep(samples, drawn)
+                return
         size = self.cache.page_size
         last = [sample.token_ids[-1] for sample in samples]
         at = [sample.num_cached for sample in samples]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from posttrain.errors import InputError
 from posttrain.generation.native.attention import DenseDecode, PagedDecode
@@ -61,6 +62,8 @@ class NativeEngine:
         self.tokenizer = tokenizer
         self.settings = settings or NativeSettings()
         self.forward = ForwardPass(model)
+        # Recording is tried until it fails once. Sharded modules bring streams of their own into it.
+        self._may_record = not any(isinstance(module, FSDPModule) for module in model.modules())
         self.num_preemptions = 0  # in the last call: many of them mean that the KV cache is too small
         # Ids up to the tokenizer's highest may be drawn; the rest of the output head is padding.
         self._vocab_size = min(max(tokenizer.get_vocab().values()) + 1, self.forward.head.vocab_size)
@@ -126,13 +129,15 @@ class NativeEngine:
         sampler = TokenSampler(sampling, self._vocab_size)
         graphs = (
             DecodeGraphs(self.forward, decode, sampler, rows, scratch_page=num_pages)
-            if isinstance(decode, PagedDecode) and device.type == "cuda"
+            if isinstance(decode, PagedDecode) and device.type == "cuda" and self._may_record
             else None
         )
-        GenerationCall(
+        call = GenerationCall(
             self.forward, cache, scheduler, decode, sampler, stop, settings.max_prefill_tokens, progress, graphs
-        ).run()
+        )
+        call.run()
         self.num_preemptions = scheduler.num_preemptions
+        self._may_record &= graphs is None or call.graphs is graphs
 
     def _completion(self, sample: Sample) -> Completion:
         assert sample.finish_reason is not None

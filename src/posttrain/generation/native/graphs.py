@@ -25,6 +25,10 @@ _NUM_WARM_UPS = 2  # before recording, so that kernels are compiled and librarie
 _TOKEN, _POSITION, _SLOT, _LENGTH, _KEY, _INDEX = range(6)
 
 
+class RecordingError(RuntimeError):
+    """This model's step cannot be recorded: some layer waits for the device, or asks it for a number."""
+
+
 @dataclass
 class _Recording:
     graph: torch.cuda.CUDAGraph
@@ -89,8 +93,11 @@ class DecodeGraphs:
                 self._compute(size)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=side):
-            drawn = self._compute(size)
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=side):
+                drawn = self._compute(size)
+        except RuntimeError as error:
+            raise RecordingError(str(error).splitlines()[0]) from error
         return _Recording(graph, drawn)
 
     def _compute(self, size: int) -> Tensor:

@@ -10,15 +10,13 @@ from posttrain.types import FinishReason, Sampling
 
 
 def stop_token_ids(model: Any, tokenizer: Any, sampling: Sampling) -> frozenset[int]:
-    """Those of the request; without any, the end of the turn and every end of sequence that model and tokenizer name."""
+    """Those of the request, the end of the turn, and every end of sequence that model and tokenizer name."""
     if sampling.ignore_eos:
         return frozenset()
-    if sampling.stop_token_ids:
-        return frozenset(sampling.stop_token_ids)
     generation_config = getattr(model, "generation_config", None)
     listed = getattr(generation_config, "eos_token_id", None)
     ids = set(listed) if isinstance(listed, list | tuple) else {listed}
-    ids.update(sampling.end_of_turn_ids)
+    ids.update(sampling.stop_token_ids, sampling.end_of_turn_ids)
     ids.add(getattr(tokenizer, "eos_token_id", None))
     return frozenset(int(token) for token in ids if token is not None)
 

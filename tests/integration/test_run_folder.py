@@ -1,0 +1,180 @@
+"""A run is a folder of plain files: the metrics by NeMo RL's names, the samples behind them, the config, one page to read."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+from tiny_runs import command, dpo, grpo, questions, results_of, rows_of, run, save_data, save_model, sft, write_rows
+
+from posttrain.config import load_config
+from posttrain.reporting.rollout_rows import read_rollouts
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a GRPO run, started as a user starts it, its output in console.txt."""
+    folder = tmp_path_factory.mktemp("run")
+    ended = subprocess.run(command(grpo(model, data, folder, steps=STEPS)), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    (folder / "console.txt").write_text(ended.stdout + ended.stderr)
+    return folder
+
+
+def test_metrics_have_one_object_per_step_with_the_promised_keys(folder: Path) -> None:
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        for key in ("reward", "loss", "kl_penalty", "grad_norm", "mean_generation_length", "unscored"):
+            assert isinstance(row[f"train/{key}"], float)
+        for key in ("total_step_time", "generation", "reward_calculation", "policy_training"):
+            assert row[f"timing/train/{key}"] > 0
+        assert row["performance/tokens_per_sec_per_gpu"] > 0
+        assert ("validation/accuracy" in row) == (row["step"] % 2 == 0)
+
+
+def test_rollouts_hold_the_samples_behind_the_metrics(folder: Path) -> None:
+    draws = []
+    for row in rows_of(folder):
+        groups = read_rollouts(folder / "rollouts" / f"step_{row['step']}.jsonl.gz")
+        assert len(groups) == 4
+        draws += [group["draw"] for group in groups]
+        rewards = [completion["reward"] for group in groups for completion in group["completions"]]
+        assert row["train/reward"] == pytest.approx(statistics.fmean(rewards), rel=1e-12)
+        lengths = [completion["num_tokens"] for group in groups for completion in group["completions"]]
+        assert row["train/mean_generation_length"] == pytest.approx(statistics.fmean(lengths))
+        for group in groups:
+            assert group["prompt"].endswith("<|answer|>")
+            assert sum(completion["advantage"] != 0 for completion in group["completions"]) >= 2
+    assert draws == list(range(4 * STEPS)), "each prompt of the run has its own number"
+    validation = read_rollouts(folder / "rollouts" / "validation_step_2.jsonl.gz")
+    assert [group["prompt"] for group in validation] == [f"<|ask|>{row['input']}<|answer|>" for row in questions(3, 1)]
+
+
+def test_the_config_is_whole_and_loads_again(folder: Path, model: Path) -> None:
+    loaded = load_config("grpo", folder / "config.yaml")
+    assert loaded.config.policy.model_name == str(model)
+    assert loaded.config.grpo.max_num_steps == STEPS
+    assert (folder / f"step_{STEPS}" / "config.yaml").read_text() == (folder / "config.yaml").read_text()
+
+
+def test_the_report_is_one_page_that_needs_no_other(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    for word in ("reward", "kl", "length", "grad", "generation"):
+        assert word in page.lower()
+    assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
+    assert "<svg" in page
+    first = read_rollouts(folder / "rollouts" / "step_1.jsonl.gz")[0]
+    assert first["prompt"].removeprefix("<|ask|>").removesuffix("<|answer|>") in page, "sample groups"
+
+
+def test_the_console_is_readable_in_a_log_file(folder: Path) -> None:
+    text = (folder / "console.txt").read_text()
+    assert "\x1b" not in text, "no colours where nobody sees them"
+    assert "\r" not in text, "no bars that overwrite themselves"
+    for part in (
+        f"Step 1/{STEPS}",
+        "Training Results:",
+        "Avg Reward",
+        "Timing:",
+        "Total step time",
+        "%",
+        "Throughputs",
+    ):
+        assert part in text
+    assert "Left for the run" in text
+    assert str(folder / "report.html") in text
+
+
+def test_quiet_prints_the_end_result_only(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(dpo(model, data, tmp_path / "run", steps=2)) == 0
+    captured = capsys.readouterr()
+    assert "Step 1/2" not in captured.out
+    assert "finished" in captured.out
+    assert captured.err == ""
+
+
+def test_supervised_runs_write_the_same_kind_of_folder(model: Path, data: Path, tmp_path: Path) -> None:
+    for name, arguments, keys in (
+        ("dpo", dpo(model, data, tmp_path / "dpo", steps=2), ("loss", "preference_loss", "accuracy", "grad_norm")),
+        ("sft", sft(model, data, tmp_path / "sft", steps=2), ("loss", "grad_norm", "lr")),
+    ):
+        assert run(arguments) == 0
+        rows = rows_of(tmp_path / name)
+        assert [row["step"] for row in rows] == [0, 1, 2], "both validate before they start"
+        assert "validation/loss" in rows[0]
+        assert all(f"train/{key}" in rows[1] for key in keys)
+        assert (tmp_path / name / "report.html").is_file()
+
+
+def test_equal_prompts_make_groups_of_their_own(model: Path, data: Path, tmp_path: Path) -> None:
+    """Groups are formed by the identity of a prompt, never by its text."""
+    path = write_rows(tmp_path / "same.jsonl", [{"input": "1 + 1 = ?", "output": str(n)} for n in range(8)])
+    settings = [f"data.train.data_path={path}", "policy.train_global_batch_size=16"]
+    assert run([*grpo(model, data, tmp_path / "run", steps=1), *settings]) == 0
+    groups = read_rollouts(tmp_path / "run" / "rollouts" / "step_1.jsonl.gz")
+    assert len(groups) == 4
+    assert len({group["reference"] for group in groups}) == 4
+    texts = {tuple(completion["text"] for completion in group["completions"]) for group in groups}
+    assert len(texts) == 4, "and each of them samples answers of its own"
+
+
+def test_prompts_that_are_too_long_are_left_out_counted_and_told(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*questions(9), *({"input": "9" * 100, "output": "1"} for _ in range(5))]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    settings = [f"data.train.data_path={path}", "data.max_input_seq_length=40"]
+    assert run([*grpo(model, data, tmp_path / "run", steps=4), *settings]) == 0
+    assert "data.train: 5 rows left out: prompt longer than 40 tokens" in capsys.readouterr().out
+    for step in range(1, 5):
+        for group in read_rollouts(tmp_path / "run" / "rollouts" / f"step_{step}.jsonl.gz"):
+            assert "9" * 50 not in group["prompt"]
+
+
+def test_a_reward_function_is_found_from_where_the_command_is_given(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(data)
+    assert run(grpo(model, data, tmp_path / "run", steps=1, reward="rewards.py:odd")) == 0
+    assert results_of(tmp_path / "run")[0]["train/unscored"] == 0
+
+
+def test_parts_of_a_reward_are_kept_and_averaged(model: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(
+        "def f(response):\n    return {'short': float(len(response) < 12), 'odd': sum(ord(c) % 2 for c in response) / 12}\n"
+    )
+    arguments = grpo(model, data, tmp_path / "run", steps=1, reward=f"{tmp_path / 'parts.py'}:f")
+    assert run(arguments) == 0
+    (row,) = results_of(tmp_path / "run")
+    assert row["train/reward"] == pytest.approx(row["train/reward/short"] + row["train/reward/odd"])
+    (group, *_) = read_rollouts(tmp_path / "run" / "rollouts" / "step_1.jsonl.gz")
+    assert group["completions"][0]["parts"].keys() == {"short", "odd"}
+
+
+def test_a_folder_of_an_earlier_run_without_checkpoints_is_put_aside(model: Path, data: Path, tmp_path: Path) -> None:
+    arguments = [*sft(model, data, tmp_path / "run", steps=2), "checkpointing.enabled=false"]
+    assert run(arguments) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert run(arguments) == 0
+    assert (tmp_path / "run" / "earlier_001" / "metrics.jsonl").read_bytes() == before
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"

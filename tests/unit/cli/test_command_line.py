@@ -1,0 +1,225 @@
+"""The command line: words in any order, help worth reading, exit codes that mean what the help says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import posttrain
+from posttrain.cli import train_command
+from posttrain.cli.main import main
+from posttrain.config import load_config
+from posttrain.errors import InputError
+
+
+def call(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the training command end in a chosen way, without training anything."""
+
+    def end_with(result: int | BaseException) -> None:
+        def run(kind: str, args: Any) -> int:
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        monkeypatch.setattr(train_command, "run", run)
+
+    return end_with
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_installed_command_is_this_one() -> None:
+    (script,) = entry_points(group="console_scripts", name="posttrain")
+    assert script.load() is main
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(["--version"], capsys)
+    assert code == 0
+    assert out.split() == ["posttrain", posttrain.__version__]
+
+
+def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(["--help"], capsys)
+    assert code == 0
+    for word in ("grpo", "dpo", "sft", "demo", "config"):
+        assert f"\n    {word} " in out
+    for meaning in ("0 done", "64 bad config", "85 stopped by SIGTERM", "130 stopped by Ctrl-C", "1 crash"):
+        assert meaning in out
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
+def test_help_of_a_training_command_has_an_example_and_says_how_to_go_on(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = call([kind, "--help"], capsys)
+    assert code == 0
+    assert f"posttrain {kind} --config" in out
+    assert "--quiet" in out
+    assert "goes on from the newest checkpoint" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", [["demo"], ["config"], ["config", "show"], ["config", "check"], ["models"]])
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call([*command, "--help"], capsys)
+    assert code == 0
+    assert len(out.splitlines()) > 5
+
+
+# -- exit codes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [0, 85, 130])
+def test_the_exit_code_of_the_run_is_the_exit_code_of_the_command(
+    code: int, outcome: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome(code)
+    assert call(["grpo"], capsys)[0] == code
+
+
+def test_bad_input_is_64_with_a_message_and_no_traceback(outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome(InputError("data.train: row 3 has no key"))
+    code, out, err = call(["grpo"], capsys)
+    assert (code, out) == (64, "")
+    assert err == "posttrain: error: data.train: row 3 has no key\n"
+
+
+def test_a_crash_is_1_with_a_traceback(outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome(RuntimeError("ours"))
+    code, _, err = call(["dpo"], capsys)
+    assert code == 1
+    assert "Traceback (most recent call last)" in err
+    assert "RuntimeError: ours" in err
+
+
+def test_ctrl_c_before_there_is_anything_to_save_is_130(outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome(KeyboardInterrupt())
+    code, _, err = call(["sft"], capsys)
+    assert code == 130
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train"], [], ["grpo", "--no-such-option"], ["config", "show", "ppo"], ["config"]],
+    ids=lambda arguments: " ".join(arguments) or "nothing",
+)
+def test_a_command_line_that_means_nothing_is_64(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """0, 64, 85, 130 and 1 are all the codes there are."""
+    code, _, err = call(arguments, capsys)
+    assert code == 64
+    assert "error" in err
+    assert "Traceback" not in err
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    code, out, err = call(["config", "show", *arguments, "--json"], capsys)
+    assert code == 0, err
+    return {key: entry["value"] for key, entry in json.loads(out).items()}
+
+
+def test_settings_and_options_may_come_in_any_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("grpo:\n  seed: 5\n")
+    for arguments in (
+        ["grpo", "grpo.max_num_steps=3", "--config", str(file), "grpo.val_period=2"],
+        ["--config", str(file), "grpo", "grpo.max_num_steps=3", "grpo.val_period=2"],
+        ["grpo", "grpo.max_num_steps=3", "grpo.val_period=2", f"--config={file}"],
+    ):
+        values = shown(arguments, capsys)
+        assert (values["grpo.seed"], values["grpo.max_num_steps"], values["grpo.val_period"]) == (5, 3, 2)
+
+
+def test_hydras_spellings_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["+grpo.seed=1", "++grpo.val_period=7", "~policy.scheduler", "+policy.optimizer.kwargs.amsgrad=true"]
+    values = shown(["grpo", *words], capsys)
+    assert values["grpo.seed"] == 1
+    assert values["grpo.val_period"] == 7
+    assert values["policy.scheduler"] is None
+    assert values["policy.optimizer.kwargs.amsgrad"] is True
+
+
+def test_a_typo_exits_with_64_and_names_the_right_key(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["grpo"], ["config", "show", "grpo"], ["config", "check", "grpo"]):
+        code, _, err = call([*command, "grpo.num_promts_per_step=8"], capsys)
+        assert code == 64
+        assert "grpo.num_prompts_per_step" in err
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
+def test_a_validation_set_given_on_the_command_line_is_used(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The built-in one belongs to the built-in training set and goes with it. One that was given stays."""
+    values = shown([kind, "data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"], capsys)
+    assert values["data.train.data_path"] == "train.jsonl"
+    assert values.get("data.validation.data_path") == "val.jsonl"
+    without = shown([kind, "data.train.data_path=train.jsonl"], capsys)
+    assert without["data.validation"] is None
+
+
+# -- config show and check ---------------------------------------------------------------------------------------------
+
+
+def test_show_says_where_each_value_comes_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("grpo:\n  seed: 5\n")
+    code, out, _ = call(["config", "show", "--config", str(file), "grpo.val_period=2"], capsys)
+    assert code == 0
+    section = out.split("\ngrpo:\n")[-1] if "\ngrpo:\n" in out else out.removeprefix("grpo:\n")
+    lines = {line.split(":")[0]: line for line in section.splitlines()}
+    assert lines["  seed"].endswith(f"# from {file}:2")
+    assert lines["  val_period"].endswith("# from command line")
+    assert "#" not in lines["  max_num_epochs"], "a default has no remark"
+
+
+def test_what_show_prints_is_a_config_that_loads_to_the_same_values(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, _ = call(["config", "show", "dpo", "dpo.seed=9"], capsys)
+    assert code == 0
+    assert yaml.safe_load(out)["dpo"]["seed"] == 9
+    file = tmp_path / "shown.yaml"
+    file.write_text(out)
+    assert load_config("dpo", file).flat() == load_config("dpo", None, ["dpo.seed=9"]).flat()
+
+
+def test_check_accepts_every_shipped_config(capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+    assert len(files) >= 5
+    for file in files:
+        code, out, err = call(["config", "check", "--config", str(file)], capsys)
+        assert code == 0, err
+        assert f"ok: {file}" in out
+
+
+def test_run_as_script_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = []
+
+    def run(kind: str, args: Any) -> int:
+        received.append((kind, args.words))
+        return 0
+
+    monkeypatch.setattr(train_command, "run", run)
+    monkeypatch.setattr(sys, "argv", ["run_dpo.py", "dpo.seed=1"])
+    assert train_command.run_as_script("dpo") == 0
+    assert received == [("dpo", ["dpo.seed=1"])]

@@ -1,0 +1,249 @@
+"""`Policy` and `Generator` over N ranks: everything goes to exactly one rank and comes back in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.data.packing import MicroBatching
+from posttrain.orchestration.local import LocalWorker
+from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
+from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
+
+
+@dataclass
+class Ranks:
+    """A `WorkerGroup` of fakes that note what they were asked."""
+
+    workers: list[Any]
+    calls: list[tuple[str, list[tuple[Any, ...]]]] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        assert len(arguments) == self.size, "each rank gets its own arguments"
+        self.calls.append((method, list(arguments)))
+        return [getattr(w, method)(*args) for w, args in zip(self.workers, arguments, strict=True)]
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Objective:
+    keeps_groups_whole: bool = False
+
+
+class FakeRank:
+    """The log-probability of a token is its id; metrics count what was seen."""
+
+    def logprobs(self, parts: Sequence[TokenBatch | None]) -> list[Any]:
+        return [None if part is None else torch.cat(part.responses).float() for part in parts]
+
+    def update(self, parts: Sequence[TokenBatch | None], objective: Any, seed: int, progress: Any) -> dict[str, float]:
+        return {**self.evaluate(parts, objective), "grad_norm": 7.0, "update_skipped": 0.0, "lr": 0.5}
+
+    def evaluate(self, parts: Sequence[TokenBatch | None], objective: Any) -> dict[str, float]:
+        seen = [part for part in parts if part is not None]
+        tokens = [float(token) for part in seen for token in torch.cat(part.responses)]
+        if not tokens:
+            return {}
+        return {
+            "loss": sum(tokens) / seen[0].num_tokens,
+            "ratio_min": min(tokens),
+            "ratio_max": max(tokens),
+        }
+
+    def generate(self, tasks: Any, num_samples: int, sampling: Any, key: Any, progress: Any) -> list[list[Completion]]:
+        if progress is not None:
+            progress(len(tasks) * num_samples)
+        return [[Completion((task.draw, s), (0.0, 0.0), "", "stop") for s in range(num_samples)] for task in tasks]
+
+    def end_step(self) -> str:
+        return "ended"
+
+    def save(self, folder: str, optimizer: bool) -> None:
+        pass
+
+    def load(self, folder: str) -> None:
+        pass
+
+
+def batch_of(lengths: Sequence[int], per_prompt: int) -> TokenBatch:
+    """Responses of the given lengths whose tokens are all different, `per_prompt` to a prompt."""
+    tokens = iter(range(1, 10_000))
+    responses = [[next(tokens) for _ in range(length)] for length in lengths]
+    prompt_of = [row // per_prompt for row in range(len(lengths))]
+    return TokenBatch.build(
+        prompts=[[0] * (2 + prompt % 3) for prompt in range(prompt_of[-1] + 1)],
+        responses=responses,
+        prompt_of=prompt_of,
+        columns={"mask": torch.ones(sum(lengths))},
+    )
+
+
+def policy_over(num_ranks: int, batching: MicroBatching, **settings: Any) -> tuple[ShardedPolicy, Ranks]:
+    ranks = Ranks([FakeRank() for _ in range(num_ranks)])
+    return ShardedPolicy(ranks, batching, batching, seed=3, **settings), ranks
+
+
+lengths_of_responses = st.lists(st.integers(1, 9), min_size=1, max_size=14)
+micro_batchings = st.one_of(
+    st.integers(1, 5).map(lambda count: MicroBatching(num_responses=count)),
+    st.integers(4, 40).map(lambda tokens: MicroBatching(max_tokens=tokens)),
+)
+
+
+@given(lengths_of_responses, st.integers(1, 4), st.integers(1, 5), micro_batchings)
+def test_log_probabilities_come_back_in_the_order_of_the_batch(
+    lengths: list[int], per_prompt: int, num_ranks: int, batching: MicroBatching
+) -> None:
+    batch = batch_of(lengths, per_prompt)
+    policy, _ = policy_over(num_ranks, batching)
+    assert policy.logprobs(batch).tolist() == torch.cat(batch.responses).tolist()
+
+
+@given(lengths_of_responses, st.integers(1, 4), st.integers(1, 5), micro_batchings, st.booleans())
+def test_an_update_gives_each_response_to_one_rank_and_all_ranks_equally_many_micro_batches(
+    lengths: list[int], per_prompt: int, num_ranks: int, batching: MicroBatching, whole: bool
+) -> None:
+    batch = batch_of(lengths, per_prompt)
+    policy, ranks = policy_over(num_ranks, batching)
+    report = policy.update(batch, Objective(keeps_groups_whole=whole))
+    ((_, arguments),) = ranks.calls
+    shards = [args[0] for args in arguments]
+    assert len({len(parts) for parts in shards}) == 1, "otherwise a collective would wait for ever"
+    parts = [part for shard in shards for part in shard if part is not None]
+    sent = sorted(tuple(response.tolist()) for part in parts for response in part.responses)
+    assert sent == sorted(tuple(response.tolist()) for response in batch.responses)
+    assert all(part.num_tokens == batch.num_tokens for part in parts), "denominators are those of the whole batch"
+    if whole:
+        for part in parts:
+            members = [part.prompt_of.count(prompt) for prompt in range(len(part.prompts))]
+            originals = [min(per_prompt, len(lengths) - first) for first in range(0, len(lengths), per_prompt)]
+            assert all(count in originals for count in members)
+            assert sum(members) == len(part.responses)
+    tokens = [float(token) for token in torch.cat(batch.responses)]
+    assert report.metrics["loss"] == pytest.approx(sum(tokens) / batch.num_tokens)
+    assert (report.metrics["ratio_min"], report.metrics["ratio_max"]) == (min(tokens), max(tokens))
+    assert (report.metrics["grad_norm"], report.metrics["lr"]) == (7.0, 0.5), "equal on every rank, and not added up"
+
+
+def test_pairs_are_never_split() -> None:
+    batch = batch_of([3] * 10, per_prompt=2)
+    policy, ranks = policy_over(3, MicroBatching(num_responses=2))
+    policy.update(batch, Objective(keeps_groups_whole=True))
+    ((_, arguments),) = ranks.calls
+    for parts, *_ in arguments:
+        for part in parts:
+            if part is not None:
+                assert part.prompt_of == (0, 0)
+
+
+def test_without_updates_an_evaluation_reports_the_same_sums() -> None:
+    batch = batch_of([2, 5, 3, 1, 4], per_prompt=1)
+    reports = [policy_over(n, MicroBatching(num_responses=2))[0].evaluate(batch, Objective()) for n in (1, 2, 4)]
+    for report in reports:
+        assert report.metrics == pytest.approx(reports[0].metrics)
+        assert "grad_norm" not in report.metrics
+
+
+def test_every_rank_gets_the_same_seed_and_every_update_another_one() -> None:
+    policy, ranks = policy_over(2, MicroBatching(num_responses=1))
+    for _ in range(3):
+        policy.update(batch_of([2, 2], per_prompt=1), Objective())
+    seeds = [{args[2] for args in arguments} for _, arguments in ranks.calls]
+    assert all(len(of_one_update) == 1 for of_one_update in seeds)
+    assert len(set().union(*seeds)) == 3
+    assert policy.num_updates == 3
+
+
+def test_the_seed_is_a_function_of_the_number_of_updates() -> None:
+    """So that a resumed run, which sets the number, drops out the same neurons."""
+    first, ranks_of_first = policy_over(1, MicroBatching())
+    second, ranks_of_second = policy_over(1, MicroBatching())
+    first.num_updates = second.num_updates = 41
+    for policy in (first, second):
+        policy.update(batch_of([2], per_prompt=1), Objective())
+    assert ranks_of_first.calls[0][1][0][2] == ranks_of_second.calls[0][1][0][2]
+
+
+def test_tokens_are_counted_once_per_prompt() -> None:
+    batch = batch_of([3, 3, 3, 3], per_prompt=4)
+    policy, _ = policy_over(1, MicroBatching(num_responses=4))
+    assert policy.update(batch, Objective()).num_tokens == 2 + 4 * 3
+    alone, _ = policy_over(1, MicroBatching(num_responses=1))
+    assert alone.update(batch, Objective()).num_tokens == 4 * (2 + 3), "a prompt that is not shared is computed again"
+
+
+def test_saving_loading_and_the_end_of_a_step_reach_every_rank() -> None:
+    policy, ranks = policy_over(3, MicroBatching())
+    policy.end_step()
+    policy.save(Path("somewhere"), optimizer=True)
+    policy.load(Path("somewhere"))
+    assert ranks.calls == [
+        ("end_step", [()] * 3),
+        ("save", [("somewhere", True)] * 3),
+        ("load", [("somewhere",)] * 3),
+    ]
+
+
+def test_progress_counts_every_micro_batch_on_any_number_of_ranks() -> None:
+    shown: list[tuple[str, int]] = []
+    done: list[int] = []
+
+    @contextmanager
+    def show(label: str, total: int) -> Iterator[Any]:
+        shown.append((label, total))
+        yield done.append
+
+    policy, _ = policy_over(2, MicroBatching(num_responses=1), show_progress=show)
+    policy.update(batch_of([1] * 6, per_prompt=1), Objective())
+    assert shown == [("training", 3)]
+    assert sum(done) == 3
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def tasks_of(count: int) -> list[Task]:
+    return [Task(draw=draw, id=f"t:{draw}", prompt="", prompt_ids=(1,)) for draw in range(count)]
+
+
+@given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 3))
+def test_completions_come_back_in_the_order_of_the_tasks(num_tasks: int, num_ranks: int, num_samples: int) -> None:
+    ranks = Ranks([FakeRank() for _ in range(num_ranks)])
+    counted: list[int] = []
+    generator = ShardedGenerator(ranks)
+    groups = generator.generate(
+        tasks_of(num_tasks), num_samples, Sampling(max_new_tokens=1), NoiseKey(0, 0), counted.append
+    )
+    expected = [[(draw, sample) for sample in range(num_samples)] for draw in range(num_tasks)]
+    assert [[completion.token_ids for completion in group] for group in groups] == expected
+    assert sum(counted) == num_tasks * num_samples
+
+
+def test_whole_groups_go_to_one_rank_and_the_ranks_share_them_evenly() -> None:
+    ranks = Ranks([FakeRank() for _ in range(3)])
+    ShardedGenerator(ranks).generate(tasks_of(7), 2, Sampling(max_new_tokens=1), NoiseKey(0, 0))
+    ((_, arguments),) = ranks.calls
+    assert sorted(len(args[0]) for args in arguments) == [2, 2, 3]
+    assert sorted(task.draw for args in arguments for task in args[0]) == list(range(7))
+
+
+def test_the_local_worker_calls_the_worker_itself() -> None:
+    worker: Any = FakeRank()
+    local = LocalWorker(worker)
+    assert local.size == 1
+    assert local.call("end_step", [()]) == ["ended"]
+    local.close()
