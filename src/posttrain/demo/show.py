@@ -15,7 +15,7 @@ from posttrain.demo.arithmetic import SHARE_RIGHT, build_model, write_data
 from posttrain.errors import InputError
 
 SFT_STEPS = 500
-GRPO_STEPS = 120
+GRPO_STEPS = 160
 
 
 def show(folder: Path, seed: int, steps: int | None) -> int:
@@ -79,7 +79,7 @@ def _common(folder: Path, model: Path, run: str, learning_rate: float, warm_up: 
 
 def _sft_overrides(folder: Path, seed: int) -> list[str]:
     return [
-        *_common(folder, folder / "model", "taught", learning_rate=1.5e-3, warm_up=20, steps=SFT_STEPS),
+        *_common(folder, folder / "model", "taught", learning_rate=1.2e-3, warm_up=20, steps=SFT_STEPS),
         f"sft.max_num_steps={SFT_STEPS}",
         "sft.max_num_epochs=100",
         f"sft.seed={seed}",

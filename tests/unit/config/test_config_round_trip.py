@@ -72,14 +72,16 @@ def test_a_mark_is_written_only_where_a_key_was_removed() -> None:
     assert load_config("grpo", None, ["~policy.optimizer.kwargs.eps"]).to_yaml().count("_override_: true") == 1
 
 
+# Interpolation is for values; a key with a dollar sign is nobody's setting.
+KEYS = st.text(min_size=1, max_size=6).filter(lambda key: "$" not in key)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=12),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=6), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=8,
 )
 
 
-@given(st.dictionaries(st.text(min_size=1, max_size=6), VALUES, max_size=4))
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
 @example(
     {
         "a": "${b}",

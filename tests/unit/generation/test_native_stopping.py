@@ -41,11 +41,11 @@ def test_the_end_of_the_turn_stops_too() -> None:
     assert stop_token_ids(model_with_eos(2), tokenizer, Sampling(1, end_of_turn_ids=(5, 6))) == {1, 2, 5, 6}
 
 
-def test_ids_of_the_request_replace_the_models() -> None:
+def test_ids_of_the_request_come_on_top_of_the_models() -> None:
     tokenizer = SimpleNamespace(eos_token_id=1)
     assert stop_token_ids(
         model_with_eos([2, 3]), tokenizer, Sampling(1, stop_token_ids=(8, 9), end_of_turn_ids=(4,))
-    ) == {8, 9}
+    ) == {1, 2, 3, 4, 8, 9}
 
 
 def test_ignore_eos_ignores_every_stop() -> None:
