@@ -167,6 +167,8 @@ RULES: tuple[Rule, ...] = (
     # the rest
     Rule("logger.*_enabled", _anything, _RUN_FOLDER),
     Rule("cluster.segment_size", _anything, _NOT_NEEDED),
+    Rule("cluster.master_port_range_*", _anything, "a free port is found by itself"),
+    Rule("logger.monitor_gpus", _anything, _RUN_FOLDER),
     Rule("data_plane*", _anything, "batches travel in the process or through Ray; NeMo's data plane is not used"),
     Rule("reward_penalties.penalize_*", _off, "reward penalties"),
     Rule("on_policy_distillation", _off, "distillation"),

@@ -65,7 +65,8 @@ def save(
             _save_adapters(folder / WEIGHTS, model, state)
         else:
             model.save_pretrained(folder / WEIGHTS, state_dict=state)  # type: ignore[operator]
-        tokenizer.save_pretrained(folder / TOKENIZER)
+        for place in (TOKENIZER, WEIGHTS):  # beside the weights too, so that the folder is a whole model
+            tokenizer.save_pretrained(folder / place)
         (folder / MODEL).write_text(json.dumps(describe(model, tokenizer), indent=2, default=str))
     if optimizer is None:
         return
