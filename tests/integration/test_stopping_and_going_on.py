@@ -78,7 +78,7 @@ def test_a_signal_saves_at_the_end_of_the_step_and_the_run_goes_on_exactly(
     last = rows_of(folder)[-1]["step"]
     assert last < STEPS
     assert [path.name for path in folder.glob("*step_*")] == [f"step_{last}"]
-    assert f"stopped by {sent.name} after step {last}, saved" in log.read_text()
+    assert f"{sent.name} after step {last}, saved" in log.read_text()
     assert all(row["train/unscored"] == 0 for row in rows_of(folder))
     assert_goes_on_as_if_nothing_had_happened(arguments, folder, whole)
 

@@ -75,13 +75,16 @@ def test_grpo_on_adapters_with_dropout_survives_kills_too(model: Path, data: Pat
 
 
 def kill_and_compare(arguments: Arguments, whole: Path, tmp_path: Path, *, num_kills: int, seed: int) -> None:
-    """Kill runs at random moments, `num_kills` times in all, and go on each time. Each run that ends must equal `whole`."""
+    """Kill runs at random moments, at least `num_kills` times in all, and go on each time by the same command. A run that
+    gets to its end must equal `whole`, and is followed by a new one."""
     chance = random.Random(seed)
     folder = tmp_path / "killed"
     kills = num_resumed = num_finished = 0
-    while kills < num_kills or num_finished == 0:
+    while kills < num_kills or num_resumed < 3 or num_finished == 0:
+        assert kills < 10 * num_kills, "runs are killed again and again before they have saved anything"
         log = tmp_path / f"log_{kills}_{num_finished}"
-        moment = chance.choice(["start", "row", "row", "save"]) if kills < num_kills else "never"
+        enough = kills >= num_kills and num_resumed >= 3
+        moment = "never" if enough else chance.choice(["start", "row", "while saving", "after saving", "after saving"])
         exit_code = run_and_kill(arguments(folder), folder, log, moment, chance)
         num_resumed += "Resuming from" in log.read_text()
         if exit_code is None:
@@ -91,7 +94,6 @@ def kill_and_compare(arguments: Arguments, whole: Path, tmp_path: Path, *, num_k
         assert_same_run(folder, whole)
         num_finished += 1
         shutil.rmtree(folder)
-    assert num_resumed >= 3, "most kills came after a checkpoint, so most runs had something to go on from"
 
 
 def run_and_kill(arguments: list[str], folder: Path, log: Path, moment: str, chance: random.Random) -> int | None:
@@ -102,8 +104,8 @@ def run_and_kill(arguments: list[str], folder: Path, log: Path, moment: str, cha
     def has_begun() -> bool:
         return "run folder" in log.read_text()  # what an earlier one left has been cut by now
 
-    def saves() -> bool:
-        return any(_made_after(path, began) for path in folder.glob("tmp_step_*"))
+    def has_new(pattern: str) -> bool:
+        return any(_made_after(path, began) for path in folder.glob(pattern))
 
     if moment == "start":
         time.sleep(chance.uniform(0, 0.5))
@@ -113,9 +115,12 @@ def run_and_kill(arguments: list[str], folder: Path, log: Path, moment: str, cha
         already = count_rows(folder)
         wait_until(lambda: count_rows(folder) >= already + more, process)
         time.sleep(chance.uniform(0, 0.1))
-    elif moment == "save":
-        wait_until(saves, process)
+    elif moment == "while saving":
+        wait_until(lambda: has_new("tmp_step_*"), process)
         time.sleep(chance.uniform(0, 0.03))
+    elif moment == "after saving":
+        wait_until(lambda: has_new("step_*"), process)
+        time.sleep(chance.uniform(0, 0.1))
     if moment != "never":
         process.kill()
     process.join()

@@ -274,7 +274,21 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     assert run.loop.run() == code
     assert run.events[-1] == ("save", "step_3", True)
     assert run.checkpoints() == ["step_3"]
-    assert run.recorder.reason.startswith(f"stopped by {sent.name} after step 3, saved")
+    assert f"{sent.name} after step 3, saved" in run.recorder.reason
+
+
+def test_a_signal_before_the_first_step_has_nothing_to_save(tmp_path: Path) -> None:
+    run = scene(tmp_path, val_at_start=True)
+    validate = run.algorithm.validate
+
+    def interrupted(step: int) -> StepReport | None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return validate(step)
+
+    run.algorithm.validate = interrupted  # type: ignore[method-assign]
+    assert run.loop.run() == 128 + signal.SIGTERM
+    assert not run.of_kind("step", "save")
+    assert "nothing to save" in run.recorder.reason
 
 
 def test_a_signal_without_checkpoints_promises_none(tmp_path: Path) -> None:

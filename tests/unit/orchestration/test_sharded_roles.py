@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.data.packing import MicroBatching
+from posttrain.errors import InputError
 from posttrain.orchestration.local import LocalWorker
 from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
@@ -24,6 +25,7 @@ class Ranks:
     """A `WorkerGroup` of fakes that note what they were asked."""
 
     workers: list[Any]
+    in_process: bool = False
     calls: list[tuple[str, list[tuple[Any, ...]]]] = field(default_factory=list)
 
     @property
@@ -51,9 +53,11 @@ class FakeRank:
         return [None if part is None else torch.cat(part.responses).float() for part in parts]
 
     def update(self, parts: Sequence[TokenBatch | None], objective: Any, seed: int, progress: Any) -> dict[str, float]:
-        return {**self.evaluate(parts, objective), "grad_norm": 7.0, "update_skipped": 0.0, "lr": 0.5}
+        return {**self.evaluate(parts, objective, progress), "grad_norm": 7.0, "update_skipped": 0.0, "lr": 0.5}
 
-    def evaluate(self, parts: Sequence[TokenBatch | None], objective: Any) -> dict[str, float]:
+    def evaluate(self, parts: Sequence[TokenBatch | None], objective: Any, progress: Any = None) -> dict[str, float]:
+        if progress is not None:
+            progress(len(parts))
         seen = [part for part in parts if part is not None]
         tokens = [float(token) for part in seen for token in torch.cat(part.responses)]
         if not tokens:
@@ -73,7 +77,7 @@ class FakeRank:
         return "ended"
 
     def save(self, folder: str, optimizer: bool) -> None:
-        pass
+        Path(folder, "policy").mkdir(exist_ok=True)
 
     def load(self, folder: str) -> None:
         pass
@@ -186,31 +190,54 @@ def test_tokens_are_counted_once_per_prompt() -> None:
     assert alone.update(batch, Objective()).num_tokens == 4 * (2 + 3), "a prompt that is not shared is computed again"
 
 
-def test_saving_loading_and_the_end_of_a_step_reach_every_rank() -> None:
+def test_saving_loading_and_the_end_of_a_step_reach_every_rank(tmp_path: Path) -> None:
     policy, ranks = policy_over(3, MicroBatching())
     policy.end_step()
-    policy.save(Path("somewhere"), optimizer=True)
-    policy.load(Path("somewhere"))
+    policy.save(tmp_path, optimizer=True)
+    policy.load(tmp_path)
     assert ranks.calls == [
         ("end_step", [()] * 3),
-        ("save", [("somewhere", True)] * 3),
-        ("load", [("somewhere",)] * 3),
+        ("save", [(str(tmp_path), True)] * 3),
+        ("load", [(str(tmp_path),)] * 3),
     ]
 
 
-def test_progress_counts_every_micro_batch_on_any_number_of_ranks() -> None:
-    shown: list[tuple[str, int]] = []
+def test_ranks_get_absolute_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may run in another working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "somewhere").mkdir()
+    policy, ranks = policy_over(1, MicroBatching())
+    policy.save(Path("somewhere"), optimizer=True)
+    policy.load(Path("somewhere"))
+    assert {args[0] for _, arguments in ranks.calls for args in arguments} == {str(tmp_path / "somewhere")}
+
+
+def test_ranks_that_write_to_another_disk_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeRank, "save", lambda self, folder, optimizer: None)
+    policy, _ = policy_over(2, MicroBatching())
+    with pytest.raises(InputError, match=r"checkpointing\.checkpoint_dir"):
+        policy.save(tmp_path, optimizer=True)
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["in this process", "elsewhere"])
+@pytest.mark.parametrize("method", ["update", "evaluate"])
+def test_progress_counts_every_micro_batch_wherever_the_ranks_are(method: str, in_process: bool) -> None:
+    totals: list[int] = []
     done: list[int] = []
 
     @contextmanager
     def show(label: str, total: int) -> Iterator[Any]:
-        shown.append((label, total))
+        totals.append(total)
         yield done.append
 
-    policy, _ = policy_over(2, MicroBatching(num_responses=1), show_progress=show)
-    policy.update(batch_of([1] * 6, per_prompt=1), Objective())
-    assert shown == [("training", 3)]
+    policy, ranks = policy_over(1, MicroBatching(num_responses=2), show_progress=show)
+    ranks.in_process = in_process
+    getattr(policy, method)(batch_of([1] * 6, per_prompt=1), Objective())
+    assert totals == [3]
     assert sum(done) == 3
+    if not in_process:
+        ((_, arguments),) = ranks.calls
+        assert done.append not in arguments[0], "a callback cannot travel to another process"
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
