@@ -42,7 +42,7 @@ class LoraConfig(Section):
     )
     dropout_position: Literal["pre", "post"] = Field(default="post", description="Dropout before or after the adapter.")
     lora_A_init: Literal["xavier", "uniform"] = Field(
-        "xavier", description="How the first adapter matrix starts: xavier or uniform."
+        default="xavier", description="How the first adapter matrix starts: xavier or uniform."
     )
     use_triton: bool = Field(default=True, description="Uses Triton kernels for adapters; no effect here.")
 
