@@ -15,7 +15,7 @@ from posttrain.demo.arithmetic import SHARE_RIGHT, build_model, write_data
 from posttrain.errors import InputError
 
 SFT_STEPS = 500
-GRPO_STEPS = 110
+GRPO_STEPS = 160
 
 
 def show(folder: Path, seed: int, steps: int | None) -> int:
@@ -96,14 +96,14 @@ def _sft_overrides(folder: Path, seed: int) -> list[str]:
 def _grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
     taught = folder / f"taught/step_{SFT_STEPS}/policy"
     return [
-        *_common(folder, taught / "weights/model", "grpo", learning_rate=7e-4, warm_up=5, steps=steps),
+        *_common(folder, taught / "weights/model", "grpo", learning_rate=8e-4, warm_up=5, steps=steps),
         f"policy.tokenizer.name={taught / 'tokenizer'}",
         f"grpo.max_num_steps={steps}",
         "grpo.max_num_epochs=1000",
         f"grpo.seed={seed}",
         "grpo.num_prompts_per_step=64",
         "grpo.num_generations_per_prompt=8",
-        "policy.train_global_batch_size=128",  # four updates a step
+        "policy.train_global_batch_size=256",  # two updates a step
         "grpo.use_leave_one_out_baseline=false",
         "grpo.val_at_start=true",
         "grpo.val_at_end=true",
