@@ -15,8 +15,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -224,16 +223,6 @@ def wait_until(condition: Callable[[], Any], process: BaseProcess, limit_s: floa
         assert time.monotonic() < end, "the run has made no progress"
         time.sleep(0.002)
     return bool(condition())
-
-
-@contextmanager
-def working_folder(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 # -- what a run has written --------------------------------------------------------------------------------------------

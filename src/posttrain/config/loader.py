@@ -185,7 +185,8 @@ def _refuse_unknown(kind: Kind, tree: Tree) -> None:
 def _forget_unfitting_validation(tree: Tree) -> None:
     """The built-in validation set belongs to the built-in training set; it goes when you choose another one."""
     validation = ("data", "validation")
-    if tree.get(validation) is None or tree.origin(validation) != DEFAULT:
+    given = any(origin != DEFAULT for path, origin in tree.origins.items() if path[:2] == validation)
+    if tree.get(validation) is None or tree.origin(validation) != DEFAULT or given:
         return
     chosen = [("data", "train", key) for key in ("dataset_name", "data_path")]
     is_list = isinstance(tree.get(("data", "train")), list)

@@ -243,7 +243,9 @@ class _Loading(Generic[Item]):
         kept = range(first, len(self._table.items))
         if not kept:
             reasons = "; ".join(f"{reason}: {count}" for reason, count in dropped.items()) or "it has none"
-            raise DataError(f"{name}: no row is left ({reasons}). Raise the length limit, or look at the data")
+            raise DataError(
+                f"{name}: no row is left ({reasons}). Raise policy.max_total_sequence_length, or look at the data"
+            )
         start = len(self._rows)
         self._rows += list(kept) * (entry.repeat or 1)
         seed = self._seed if entry.seed is None else entry.seed

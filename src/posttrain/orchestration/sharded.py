@@ -52,6 +52,8 @@ class ShardedPolicy:
         parts, num_tokens = self._shards(batch, self.score, objective.keeps_groups_whole)
         with self.show_progress("validation", len(parts[0])) as progress:
             results = self._call("evaluate", parts, objective, self._local(progress))
+            if not self.workers.in_process:
+                progress(len(parts[0]))
         return UpdateReport(combine_metrics(results), num_tokens)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:

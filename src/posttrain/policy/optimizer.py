@@ -161,10 +161,15 @@ class MixedPrecisionOptimizer:
         return {"scheduler": self.scheduler.state_dict() if self.scheduler else None, "groups": groups}
 
     def load_schedule_state(self, state: Mapping[str, Any]) -> None:
+        """Where the schedule was. Hyperparameters are those of this run: a changed learning rate holds from here on."""
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            group.update(saved)
+            for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+                # Schedules go on from the current rate, so that is what was reached, at this run's scale.
+                scale = group["initial_lr"] / saved["initial_lr"]
+                group["lr"] = saved["lr"] if scale == 1 else saved["lr"] * scale
+            for part in (self.scheduler, *getattr(self.scheduler, "_schedulers", ())):
+                part.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
 
 
 def _master(parameter: Tensor) -> nn.Parameter:
