@@ -82,8 +82,7 @@ class WatchedAlgorithm:
 
 def settings(job: Job, folder: Path) -> dict[str, Any]:
     """The job as a config. What is not said here has posttrain's default."""
-    # A budget is given in tokens of one sequence; a pair, which is what DPO counts, may have twice as many.
-    budget = job.posttrain_micro_batch_tokens // (1 if job.kind == GRPO else 2)
+    budget = job.posttrain_micro_batch_tokens
     policy: dict[str, Any] = {
         "model_name": job.model,
         "device": "cpu",

@@ -5,16 +5,17 @@ Ray carries calls and results; gradients travel between the ranks through torch.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Sequence
+from logging import WARNING
 from typing import Any
 
 import ray
 import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from transformers.utils import logging
 
 from posttrain.errors import InputError
 from posttrain.policy.worker import PolicyWorker, WorkerSetup
@@ -28,6 +29,8 @@ class RankActor:
     def __init__(self, rank: int, world_size: int, num_threads: int) -> None:
         self.rank, self.world_size = rank, world_size
         torch.set_num_threads(num_threads)
+        logging.set_verbosity_error()  # their bars and advice would break up the driver's console
+        logging.disable_progress_bar()
         self.worker: PolicyWorker | None = None
 
     def address(self) -> tuple[str, int]:
@@ -120,12 +123,12 @@ def _get(references: list[Any]) -> list[Any]:
 
 def _start_ray(num_ranks: int, use_gpu: bool) -> None:
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level=logging.WARNING)
+        ray.init(logging_level=WARNING)
         return
     # A private cluster on this machine: ranks share its cores even when there are fewer cores than ranks.
     ray.init(
         num_cpus=max(num_ranks, os.cpu_count() or 1),
         num_gpus=None if use_gpu else 0,
         include_dashboard=False,
-        logging_level=logging.WARNING,
+        logging_level=WARNING,
     )
