@@ -56,7 +56,10 @@ def _train(kind: str, folder: Path, overrides: list[str]) -> int:
     return Run(load_config(kind, None, overrides), title=f"posttrain demo: {kind.upper()} on arithmetic").execute()
 
 
-def _common(folder: Path, model: Path, run: str, learning_rate: float, warm_up: int, steps: int) -> list[str]:
+def _common(
+    folder: Path, model: Path, run: str, learning_rate: float, warm_up: int, steps: int, final_share: float
+) -> list[str]:
+    """`final_share` is that of the learning rate which is left at the end."""
     return [
         f"policy.model_name={model}",
         "policy.precision=float32",
@@ -70,7 +73,7 @@ def _common(folder: Path, model: Path, run: str, learning_rate: float, warm_up: 
         f"policy.optimizer.kwargs={{lr: {learning_rate}, weight_decay: 0.01, betas: [0.9, 0.98]}}",
         "policy.scheduler=["
         f"{{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{start_factor: 0.1, total_iters: {warm_up}}}}}, "
-        f"{{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{start_factor: 1.0, end_factor: 0.05, total_iters: {steps}}}}}, "
+        f"{{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{start_factor: 1.0, end_factor: {final_share}, total_iters: {steps}}}}}, "
         f"{{milestones: [{warm_up}]}}]",
         f"checkpointing.checkpoint_dir={folder / run}",
         "cluster.launcher=local",
@@ -79,7 +82,7 @@ def _common(folder: Path, model: Path, run: str, learning_rate: float, warm_up: 
 
 def _sft_overrides(folder: Path, seed: int) -> list[str]:
     return [
-        *_common(folder, folder / "model", "taught", learning_rate=1.2e-3, warm_up=20, steps=SFT_STEPS),
+        *_common(folder, folder / "model", "taught", learning_rate=1e-3, warm_up=20, steps=SFT_STEPS, final_share=1.0),
         f"sft.max_num_steps={SFT_STEPS}",
         "sft.max_num_epochs=100",
         f"sft.seed={seed}",
@@ -96,7 +99,9 @@ def _sft_overrides(folder: Path, seed: int) -> list[str]:
 def _grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
     taught = folder / f"taught/step_{SFT_STEPS}/policy"
     return [
-        *_common(folder, taught / "weights/model", "grpo", learning_rate=8e-4, warm_up=5, steps=steps),
+        *_common(
+            folder, taught / "weights/model", "grpo", learning_rate=8e-4, warm_up=5, steps=steps, final_share=0.05
+        ),
         f"policy.tokenizer.name={taught / 'tokenizer'}",
         f"grpo.max_num_steps={steps}",
         "grpo.max_num_epochs=1000",
