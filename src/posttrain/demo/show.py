@@ -73,7 +73,8 @@ def _common(
         f"policy.optimizer.kwargs={{lr: {learning_rate}, weight_decay: 0.01, betas: [0.9, 0.98]}}",
         "policy.scheduler=["
         f"{{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{start_factor: 0.1, total_iters: {warm_up}}}}}, "
-        f"{{name: torch.optim.lr_scheduler.LinearLR, kwargs: {{start_factor: 1.0, end_factor: {final_share}, total_iters: {steps}}}}}, "
+        "{name: torch.optim.lr_scheduler.LinearLR, "
+        f"kwargs: {{start_factor: 1.0, end_factor: {final_share}, total_iters: {steps}}}}}, "
         f"{{milestones: [{warm_up}]}}]",
         f"checkpointing.checkpoint_dir={folder / run}",
         "cluster.launcher=local",
