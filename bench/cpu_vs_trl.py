@@ -74,14 +74,15 @@ def prepare_jobs(args: argparse.Namespace, model: Path) -> list[Job]:
         job,
         rows=rows,
         trl_micro_batch=min(16, job.num_prompts * job.num_samples),
-        posttrain_micro_batch_tokens=args.grpo_tokens or _tokens_of_largest_group(tokenizer, job, rows),
+        posttrain_micro_batch_tokens=args.grpo_tokens or _tokens_of_half_a_group(tokenizer, job, rows),
     )
     dpo = replace(
         job,
         kind=DPO,
         rows=pair_rows(tokenizer, job.num_pairs, job.num_sequence_tokens),
         trl_micro_batch=min(8, job.num_pairs),
-        posttrain_micro_batch_tokens=args.dpo_tokens or 3 * job.num_sequence_tokens,
+        posttrain_micro_batch_tokens=args.dpo_tokens
+        or 3 * job.num_sequence_tokens // 2,  # one pair: its prompt, two answers
     )
     jobs = [job for job in (grpo, dpo) if args.only in (None, job.kind)]
     if args.tiny:
@@ -89,15 +90,16 @@ def prepare_jobs(args: argparse.Namespace, model: Path) -> list[Job]:
     return [replace(job, goal_speed=GOALS[job.kind][0], goal_memory=GOALS[job.kind][1]) for job in jobs]
 
 
-def _tokens_of_largest_group(tokenizer: Any, job: Job, rows: list[dict[str, str]]) -> int:
-    """One group, its prompt once, in a micro-batch: as little memory as sharing the prompt allows."""
+def _tokens_of_half_a_group(tokenizer: Any, job: Job, rows: list[dict[str, str]]) -> int:
+    """Half the answers of a group and their prompt. The prompt is then trained twice, which costs little time and
+    saves the activations of the other half."""
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": row["input"]}], add_generation_prompt=True, return_dict=True
         )["input_ids"]
         for row in rows
     ]
-    return max(len(prompt) for prompt in prompts) + job.num_samples * job.num_new_tokens
+    return max(len(prompt) for prompt in prompts) + job.num_samples // 2 * job.num_new_tokens
 
 
 def main() -> int:

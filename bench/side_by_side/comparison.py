@@ -187,7 +187,7 @@ def table(job: Job, outcomes: Mapping[str, Outcome], model_title: str) -> str:
     row("loss of the last step", "", [side.steps[-1]["loss"] for side in sides], "{:.5f}", ratio=False)
     row("grad norm of the first step", "", [side.steps[0]["grad_norm"] for side in sides], "{:.4f}", ratio=False)
     row("others' share of the cores", "", [side.others_share for side in sides], "{:.0%}", ratio=False)
-    header = f"{job.kind.upper()}: {model_title}, {job.work}, fp32, {job.num_threads} threads, {job.num_steps} steps"
+    header = f"{job.kind.upper()}: {model_title}, {job.work}, fp32; threads: {job.num_threads}, steps: {job.num_steps}"
     titles = [side.version for side in sides]
     widths = [max(len(title), 10) + 2 for title in titles]
     lines = [header, " " * 30 + "".join(t.rjust(w) for t, w in zip(titles, widths, strict=True)) + "   ratio"]
@@ -209,8 +209,8 @@ def _verdict(found: Mapping[str, Any], key: str) -> str:
 def remarks(kind: str, outcomes: Mapping[str, Outcome]) -> list[str]:
     """What a reader must know to judge the numbers."""
     shared = (
-        "posttrain computes each prompt once for all its answers, while sampling and while training; TRL computes it "
-        "with every answer and pads to the longest row of a micro-batch."
+        "posttrain computes a prompt once for all its samples, and in training once for all answers that share a "
+        "micro-batch; TRL computes it with every answer and pads to the longest row."
     )
     found = [shared]
     if kind == GRPO:

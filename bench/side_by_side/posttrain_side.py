@@ -20,11 +20,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from posttrain import __version__
 from posttrain.algorithms.dpo import Dpo, PairStream
+from posttrain.algorithms.grpo import Grpo
 from posttrain.build import Run
 from posttrain.cli.train_command import quieten_libraries
 from posttrain.config import load_config
-from posttrain.roles import Algorithm
-from posttrain.types import Pair, StepReport
+from posttrain.roles import Algorithm, Objective, Policy
+from posttrain.types import Pair, StepReport, TokenBatch, UpdateReport
 from side_by_side import rewards
 from side_by_side.job import GRPO, Job, StepTime, write_result
 
@@ -41,43 +42,54 @@ class WatchedPairs:
         return self.taken
 
 
+class WatchedPolicy:
+    """A policy that counts the tokens it feeds to the model in updates."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.num_tokens = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
+        report = self.policy.update(batch, objective)
+        self.num_tokens += report.num_tokens
+        return report
+
+
 class WatchedAlgorithm:
-    """Times each step of `algorithm`, and counts what it worked on."""
+    """Times each step of `algorithm`, and remembers what it worked on."""
 
     def __init__(self, algorithm: Algorithm) -> None:
+        assert isinstance(algorithm, Grpo | Dpo)
+        self.policy = WatchedPolicy(algorithm.policy)
         self.pairs: WatchedPairs | None = None
+        self.algorithm: Algorithm
         if isinstance(algorithm, Dpo):
             self.pairs = WatchedPairs(algorithm.pairs)
-            algorithm = replace(algorithm, pairs=self.pairs)
-        self.algorithm = algorithm
+            self.algorithm = replace(algorithm, policy=self.policy, pairs=self.pairs)
+        else:
+            self.algorithm = replace(algorithm, policy=self.policy)
         self.steps: list[StepTime] = []
         self.inputs: list[Sequence[int]] = []
 
     def step(self, step: int) -> StepReport:
+        self.policy.num_tokens = 0
         wall, cpu = time.perf_counter(), time.process_time()
         report = self.algorithm.step(step)
         seconds, cpu = time.perf_counter() - wall, time.process_time() - cpu
         name, stage = ("reference", "policy_and_reference_logprobs") if self.pairs else ("generation", "generation")
         stages = {name: report.timings_s[stage], "training": seconds - report.timings_s[stage]}
-        metrics = report.metrics
-        self.steps.append(
-            StepTime(seconds, cpu, report.num_tokens, self._see(report), stages, metrics["loss"], metrics["grad_norm"])
-        )
+        loss, grad_norm = report.metrics["loss"], report.metrics["grad_norm"]
+        self.steps.append(StepTime(seconds, cpu, report.num_tokens, self.policy.num_tokens, stages, loss, grad_norm))
+        self.inputs += [group.task.prompt_ids for group in report.groups]
+        for pair in self.pairs.taken if self.pairs else ():
+            self.inputs += [pair.prompt_ids + pair.chosen_ids, pair.prompt_ids + pair.rejected_ids]
         return report
 
     def validate(self, step: int) -> StepReport | None:
         return self.algorithm.validate(step)
-
-    def _see(self, report: StepReport) -> int:
-        """Remember the inputs; the tokens that training computes, each prompt once."""
-        computed = 0
-        for group in report.groups:
-            self.inputs.append(group.task.prompt_ids)
-            computed += len(group.task.prompt_ids) + sum(len(r.completion.token_ids) for r in group.rollouts)
-        for pair in self.pairs.taken if self.pairs else ():
-            self.inputs += [pair.prompt_ids + pair.chosen_ids, pair.prompt_ids + pair.rejected_ids]
-            computed += len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
-        return computed
 
 
 def settings(job: Job, folder: Path) -> dict[str, Any]:
