@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -127,6 +128,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running side ends too
     try:
         sys.exit(main())
     except (InputError, DownloadError, SideFailedError) as error:
