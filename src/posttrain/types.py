@@ -63,13 +63,19 @@ class NoiseKey:
 class Completion:
     """One sampled answer. `logprobs[i]` is the sampler's log-probability of `token_ids[i]` under the temperature used.
 
-    A stop token that ended the answer is part of `token_ids`; `text` is decoded without special tokens.
+    A stop token that ended the answer is part of `token_ids`; `text` is decoded without special tokens. In a conversation
+    of several turns, what the environment said stands between the model's turns; `mask` tells the two apart.
     """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...]  # 0 where the token is not the model's
     text: str
     finish_reason: FinishReason
+    mask: tuple[bool, ...] = ()  # True: the model's own token, to be trained; empty: all of them are
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        return self.mask or (True,) * len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,19 @@ class Pair:
     prompt_ids: tuple[int, ...]
     chosen_ids: tuple[int, ...]
     rejected_ids: tuple[int, ...]
+    chosen_reward: float = 1.0  # what the annotator or the reward said of each; RPO learns their difference
+    rejected_reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An answer on its own that somebody called good or bad, for losses that need no pairs (KTO)."""
+
+    draw: int
+    id: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    desirable: bool
 
 
 @dataclass(frozen=True)

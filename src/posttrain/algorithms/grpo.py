@@ -110,13 +110,17 @@ class Grpo:
         place = {g: index for index, g in enumerate(prompts)}
         rollouts = [group.rollouts[r] for group, _, r in chosen]
         lengths = torch.tensor([len(rollout.completion.token_ids) for rollout in rollouts])
-        kept = [not (self.settings.overlong_filtering and rollout.truncated) for rollout in rollouts]
+        mask = [
+            float(trained and not (self.settings.overlong_filtering and rollout.truncated))
+            for rollout in rollouts
+            for trained in rollout.completion.trained
+        ]
         return TokenBatch.build(
             prompts=list(prompts.values()),
             responses=[rollout.completion.token_ids for rollout in rollouts],
             prompt_of=[place[g] for _, g, _ in chosen],
             columns={
-                "mask": torch.tensor(kept, dtype=torch.float32).repeat_interleave(lengths),
+                "mask": torch.tensor(mask, dtype=torch.float32),
                 "advantages": torch.tensor([r.advantage for r in rollouts], dtype=torch.float32).repeat_interleave(
                     lengths
                 ),

@@ -1,4 +1,4 @@
-"""The composition root: a config becomes roles, and roles become a training loop. The only place that matches on a kind.
+"""A run from its config: data, workers, recorder, checkpoints, algorithm, loop.
 
 Everything that can be wrong with the input is looked at before the model is loaded: the data, the reward functions, the
 model's folder.
@@ -6,48 +6,31 @@ model's folder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.dpo import Dpo
-from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.sft import Sft
+from posttrain.build.datasets import RunConfig, first_rows, load_datasets, options, samples_per_step
+from posttrain.build.grpo import build_grpo, environments_in_use
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
-from posttrain.config import DpoRunConfig, GrpoRunConfig, LoadedConfig, PolicyConfig, SftRunConfig
+from posttrain.config import DpoRunConfig, GrpoRunConfig, LoadedConfig, PolicyConfig
 from posttrain.data.chat import ChatFormat
-from posttrain.data.datasets import load_example_dataset, load_pair_dataset, load_task_dataset
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching, PackingAlgorithm
 from posttrain.data.sampler import Stream
-from posttrain.environments import build_environments, check_environments
+from posttrain.environments import check_environments
 from posttrain.errors import InputError
-from posttrain.generation.rollouts import FreshRollouts
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop, run_folder
 from posttrain.orchestration.local import LocalWorker, WorkerGroup
 from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
 from posttrain.policy.model import check_model_exists, flops_per_token, load_tokenizer
-from posttrain.policy.objectives import ClippedPolicyGradient, PreferenceLoss
+from posttrain.policy.objectives import PreferenceLoss
 from posttrain.policy.worker import PolicyWorker, WorkerSetup
 from posttrain.reporting import RunRecorder
 from posttrain.roles import Algorithm
-from posttrain.types import Sampling, Task
-
-RunConfig = GrpoRunConfig | DpoRunConfig | SftRunConfig
-
-
-@dataclass(frozen=True)
-class FixedTasks:
-    """The same tasks, from the first, every time: for validation."""
-
-    tasks: Sequence[Task]
-
-    def take(self, count: int) -> Sequence[Task]:
-        return self.tasks[:count]
 
 
 class Run:
@@ -76,15 +59,15 @@ class Run:
     def _build(self) -> TrainingLoop:
         config = self.config
         if isinstance(config, GrpoRunConfig):
-            check_environments(self._environments(config), Path.cwd())
+            check_environments(environments_in_use(config), Path.cwd())
         check_model_exists(config.policy.model_name)
         tokenizer = load_tokenizer(config.policy.tokenizer.name)
         self.chat = ChatFormat(
             tokenizer, config.policy.tokenizer.chat_template, config.policy.tokenizer.chat_template_kwargs or {}
         )
-        train, validation = self._datasets()
         section = self._section()
-        per_step = self._samples_per_step()
+        train, validation = load_datasets(config, self.chat, section.seed)
+        per_step = samples_per_step(config)
         max_steps = min(section.max_num_steps, section.max_num_epochs * len(train) // per_step)
         if max_steps < 1:
             raise DataError(
@@ -119,37 +102,6 @@ class Run:
 
     def _section(self) -> Any:
         return getattr(self.config, self.loaded.kind)
-
-    def _samples_per_step(self) -> int:
-        if isinstance(self.config, GrpoRunConfig):
-            return self.config.grpo.num_prompts_per_step
-        return self.config.policy.train_global_batch_size
-
-    def _datasets(self) -> tuple[Any, Any]:
-        """Training and validation data; the second may be None."""
-        config, data = self.config, self.config.data
-        length = config.policy.max_total_sequence_length
-        seed = self._section().seed
-
-        def load(entries: Any) -> Any:
-            if isinstance(config, GrpoRunConfig):
-                limit = min(data.max_input_seq_length or length, length - 1)
-                return load_task_dataset(entries, data.default, self.chat, max_prompt_tokens=limit, seed=seed)
-            if isinstance(config, DpoRunConfig):
-                return load_pair_dataset(entries, data.default, self.chat, max_total_tokens=length, seed=seed)
-            return load_example_dataset(
-                entries,
-                data.default,
-                self.chat,
-                max_total_tokens=length,
-                only_unmask_final=config.sft.only_unmask_final,
-                seed=seed,
-            )
-
-        train = load(data.train)
-        if data.validation is not None:
-            return train, load(data.validation)
-        return train.held_out()
 
     def _workers(self, seed: int) -> WorkerGroup:
         config = self.config
@@ -242,74 +194,22 @@ class Run:
     ) -> Algorithm:
         config = self.config
         if isinstance(config, GrpoRunConfig):
-            return self._grpo(config, stream, validation, workers, policy, recorder)
+            return build_grpo(
+                config,
+                stream,
+                validation,
+                policy,
+                ShardedGenerator(workers),
+                self.chat.stop_token_ids,
+                recorder.progress,
+                self._cleanup,
+            )
         section = config.dpo if isinstance(config, DpoRunConfig) else config.sft
-        held_out = _first_rows(validation, section.val_batches * section.val_global_batch_size)
+        held_out = first_rows(validation, section.val_batches * section.val_global_batch_size)
         if isinstance(config, DpoRunConfig):
-            objective = PreferenceLoss(**_options(config.dpo, PreferenceLoss))
+            objective = PreferenceLoss(**options(config.dpo, PreferenceLoss))
             return Dpo(config.policy.train_global_batch_size, objective, policy, stream, held_out)
         return Sft(config.policy.train_global_batch_size, policy, stream, held_out)
-
-    @staticmethod
-    def _environments(config: GrpoRunConfig) -> dict[str, Any]:
-        """Those that some dataset names: the others need no worker processes. A name without settings is told later."""
-        named = {entry.env_name for entry in [*config.data.train_sets(), *config.data.validation_sets()]}
-        return {name: settings for name, settings in config.env.items() if name in named} or dict(config.env)
-
-    def _grpo(
-        self,
-        config: GrpoRunConfig,
-        stream: Stream,
-        validation: Any,
-        workers: WorkerGroup,
-        policy: ShardedPolicy,
-        recorder: RunRecorder,
-    ) -> Grpo:
-        grpo, estimator = config.grpo, config.grpo.adv_estimator
-        environment = build_environments(self._environments(config), base_folder=Path.cwd())
-        self._cleanup.callback(environment.close)
-        generator = ShardedGenerator(workers)
-        sampling = _sampling(config.policy, self.chat.stop_token_ids)
-        rollouts = FreshRollouts(
-            stream,
-            generator,
-            environment,
-            num_samples=grpo.num_generations_per_prompt,
-            sampling=sampling,
-            seed=grpo.seed,
-            show_progress=recorder.progress,
-        )
-        held_out = _first_rows(validation, grpo.max_val_samples if grpo.max_val_samples is not None else 0)
-        validation_rollouts = FreshRollouts(
-            FixedTasks(held_out),
-            generator,
-            environment,
-            num_samples=grpo.val_num_generations_per_prompt,
-            sampling=_sampling(config.policy, self.chat.stop_token_ids, validation=True),
-            seed=grpo.seed + 1,  # other noise than training's
-            show_progress=recorder.progress,
-            label="validation",
-        )
-        per_step = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-        return Grpo(
-            GrpoSettings(
-                grpo.num_prompts_per_step,
-                grpo.num_generations_per_prompt,
-                num_updates_per_step=per_step // config.policy.train_global_batch_size,
-                overlong_filtering=grpo.overlong_filtering,
-                num_validation_prompts=len(held_out),
-            ),
-            ClippedPolicyGradient(**_options(config.loss_fn, ClippedPolicyGradient)),
-            GroupAdvantages(
-                estimator.normalize_rewards,
-                estimator.use_leave_one_out_baseline,
-                grpo.advantage_clip_low,
-                grpo.advantage_clip_high,
-            ),
-            policy,
-            rollouts,
-            validation_rollouts if held_out else None,
-        )
 
 
 def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
@@ -320,32 +220,3 @@ def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
 
     tokenizer = policy.tokenizer.model_copy(update={"name": absolute(policy.tokenizer.name)})
     return policy.model_copy(update={"model_name": absolute(policy.model_name), "tokenizer": tokenizer})
-
-
-def _options(section: Any, target: type) -> dict[str, Any]:
-    """The fields of a config section that a value object takes, by name."""
-    return {name: getattr(section, name) for name in target.__dataclass_fields__}  # type: ignore[attr-defined]
-
-
-def _sampling(policy: PolicyConfig, end_of_turn_ids: Sequence[int], *, validation: bool = False) -> Sampling:
-    generation = policy.generation
-    assert generation is not None
-    prefix = "val_" if validation else ""
-    top_k = getattr(generation, f"{prefix}top_k")
-    return Sampling(
-        max_new_tokens=generation.max_new_tokens,
-        temperature=getattr(generation, f"{prefix}temperature"),
-        top_p=getattr(generation, f"{prefix}top_p"),
-        top_k=top_k if top_k and top_k > 0 else 0,
-        stop_token_ids=tuple(generation.stop_token_ids or ()),
-        end_of_turn_ids=tuple(end_of_turn_ids),
-        stop_strings=tuple(generation.stop_strings or ()),
-        ignore_eos=generation.ignore_eos,
-    )
-
-
-def _first_rows(dataset: Any, count: int) -> list[Any]:
-    """The first `count` rows; all of them if it is not positive."""
-    if dataset is None:
-        return []
-    return [dataset[i] for i in range(len(dataset) if count <= 0 else min(count, len(dataset)))]
