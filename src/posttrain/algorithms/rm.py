@@ -1,0 +1,76 @@
+"""Training of a Bradley-Terry reward model from preference pairs: the only such step, for any number of machines.
+
+There is no reference and nothing is sampled: a pair goes through the model once, the two scores are compared. Deviation
+from the papers: the two answers of a pair share their prompt's computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from posttrain.algorithms.clock import StageClock
+from posttrain.algorithms.supervised_batches import num_sequence_tokens, pair_batch
+from posttrain.policy.objectives import BradleyTerry
+from posttrain.roles import Policy
+from posttrain.types import Pair, StepReport, TokenBatch
+
+
+class PairStream(Protocol):
+    def take(self, count: int) -> Sequence[Pair]: ...
+
+
+@dataclass(frozen=True)
+class RewardModelTraining:
+    num_pairs_per_step: int
+    objective: BradleyTerry
+    policy: Policy
+    pairs: PairStream
+    validation: Sequence[Pair] = ()
+    margin_from_rewards: bool = False  # ask for the difference that the annotator saw
+
+    def step(self, step: int) -> StepReport:
+        clock = StageClock()
+        with clock("data_processing"):
+            batch = self._batch(self.pairs.take(self.num_pairs_per_step))
+        with clock("policy_training"):
+            update = self.policy.update(batch, self.objective)
+            self.policy.end_step()
+        return StepReport(
+            metrics={**_with_spread(update.metrics), "num_valid_samples": batch.num_sequences / 2},
+            timings_s=clock.finish(),
+            num_tokens=num_sequence_tokens(batch),
+            num_samples=len(batch.responses),
+        )
+
+    def validate(self, step: int) -> StepReport | None:
+        """The loss and the share of pairs ranked rightly, each pair counting the same."""
+        if not self.validation:
+            return None
+        clock = StageClock()
+        batch = self._batch(self.validation)
+        return StepReport(
+            metrics=_with_spread(self.policy.evaluate(batch, self.objective).metrics),
+            timings_s=clock.finish("total_validation_time"),
+            num_tokens=num_sequence_tokens(batch),
+            num_samples=len(batch.responses),
+        )
+
+    def _batch(self, pairs: Sequence[Pair]) -> TokenBatch:
+        batch = pair_batch(pairs)
+        if not self.margin_from_rewards:
+            return batch
+        margins = torch.tensor([pair.chosen_reward - pair.rejected_reward for pair in pairs for _ in range(2)])
+        return batch.with_columns(margins=margins.repeat_interleave(torch.tensor(batch.response_lengths)))
+
+
+def _with_spread(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Mean and standard deviation of all scores, of chosen and rejected answers: what a user of the model normalises by."""
+    rest = dict(metrics)
+    square = rest.pop("rewards_square_mean")
+    mean = (rest["rewards_chosen_mean"] + rest["rewards_rejected_mean"]) / 2
+    return {**rest, "rewards_mean": mean, "rewards_std": math.sqrt(max(square - mean**2, 0.0))}

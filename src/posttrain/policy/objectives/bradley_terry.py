@@ -1,0 +1,60 @@
+"""The loss of a reward model: how likely the better answer of a pair is to win (Bradley and Terry; arXiv:1706.03741).
+
+    loss = -log sigmoid(score(chosen) - score(rejected) - margin)  +  c * (score(chosen) + score(rejected))^2
+
+Only differences of scores are learnt from the first term; the second, off by default, keeps the scores around 0
+(arXiv:2312.09244). The margin, off by default, asks for a larger difference where the answers differ more (Llama 2,
+arXiv:2307.09288). As in TRL's RewardTrainer; NeMo RL has the first term alone.
+
+Responses come in pairs, chosen then rejected, of one prompt. What comes in stands where log-probabilities stand for other
+losses: the score of a response at its last token, 0 elsewhere. Columns used: mask, and `margins` if there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.policy.objectives.reduce import masked_extreme, per_sequence, sequence_ids
+from posttrain.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class BradleyTerry:
+    center_rewards_coefficient: float = 0.0
+
+    keeps_groups_whole = True
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        num_pairs = max(batch.num_sequences / 2, 1.0)
+        ids, count = sequence_ids(batch, logprobs.device), len(batch.responses)
+        # A pair that is masked altogether takes no part.
+        counts = (per_sequence(batch.columns["mask"].to(logprobs.device), ids, count)[0::2] > 0).float()
+        scores = per_sequence(logprobs, ids, count)
+        chosen, rejected = scores[0::2], scores[1::2]
+
+        margins = chosen - rejected
+        wanted = margins
+        if "margins" in batch.columns:
+            first = [part[0] for part in batch.column_parts("margins")[0::2]]
+            wanted = margins - margins.new_tensor(first)
+        preference = -(F.logsigmoid(wanted) * counts).sum() / num_pairs
+        loss = preference
+        if self.center_rewards_coefficient:
+            loss = loss + self.center_rewards_coefficient * ((chosen + rejected).square() * counts).sum() / num_pairs
+        both = counts.repeat_interleave(2)
+        metrics = {
+            "loss": loss,
+            "preference_loss": preference,
+            "accuracy": ((chosen > rejected).float() * counts).sum() / num_pairs,
+            "rewards_chosen_mean": (chosen * counts).sum() / num_pairs,
+            "rewards_rejected_mean": (rejected * counts).sum() / num_pairs,
+            "rewards_margin_mean": (margins * counts).sum() / num_pairs,
+            "rewards_square_mean": (scores.square() * both).sum() / (2 * num_pairs),
+            "rewards_min": masked_extreme(scores, both, largest=False),
+            "rewards_max": masked_extreme(scores, both, largest=True),
+        }
+        return loss, {name: value.detach() for name, value in metrics.items()}
