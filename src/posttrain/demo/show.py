@@ -15,7 +15,7 @@ from posttrain.demo.arithmetic import SHARE_RIGHT, build_model, write_data
 from posttrain.errors import InputError
 
 SFT_STEPS = 500
-GRPO_STEPS = 160
+GRPO_STEPS = 100
 
 
 def show(folder: Path, seed: int, steps: int | None) -> int:
