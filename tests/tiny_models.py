@@ -83,12 +83,12 @@ def tiny_model(
     config = AutoConfig.for_model(model_type, **{**_COMMON, **extra, **overrides})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model.config.use_cache = False
-    _randomise(model, seed)
+    randomise(model, seed)
     return model.to(dtype).eval()
 
 
 @torch.no_grad()
-def _randomise(model: nn.Module, seed: int) -> None:
+def randomise(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

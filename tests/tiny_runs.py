@@ -139,6 +139,23 @@ def dpo(model: Path, data: Path, folder: Path, *, steps: int = 8) -> list[str]:
     ]
 
 
+def rm(model: Path, data: Path, folder: Path, *, steps: int = 8) -> list[str]:
+    return [
+        "rm",
+        *common(model, folder),
+        f"rm.max_num_steps={steps}",
+        "rm.max_num_epochs=100",
+        "policy.train_global_batch_size=6",
+        "policy.train_micro_batch_size=2",
+        "policy.optimizer.kwargs.lr=1e-2",
+        "rm.val_period=2",
+        f"data.train={{dataset_name: PreferenceDataset, data_path: {data / 'pairs.jsonl'}}}",
+        f"data.validation={{dataset_name: PreferenceDataset, data_path: {data / 'held_out_pairs.jsonl'}}}",
+        "checkpointing.save_period=2",
+        "checkpointing.keep_top_k=null",
+    ]
+
+
 def sft(model: Path, data: Path, folder: Path, *, steps: int = 8) -> list[str]:
     return [
         "sft",

@@ -54,6 +54,7 @@ class TrainingLoop:
     config_yaml: str
     total_tokens: int = 0
     _checkpointing_s: float | None = None
+    _has_validated: bool = False
 
     def run(self) -> int:
         """Train to the end, or until told to stop. Returns the process's exit code."""
@@ -87,6 +88,7 @@ class TrainingLoop:
             last = step == self.settings.max_steps
             validation = self._validate(step) if self._is_validation_due(step, last) else None
             self.recorder.record_step(step, report, validation)
+            self._check_metric(step, report, validation)
 
             reason = self._reason_to_stop(step, report, validation, interruption)
             if self.settings.save and (reason or step % self.settings.save_period == 0):
@@ -126,7 +128,9 @@ class TrainingLoop:
 
     def _validate(self, step: int) -> StepReport | None:
         self.recorder.stage(f"Starting validation at step {step}")
-        return self.algorithm.validate(step)
+        validation = self.algorithm.validate(step)
+        self._has_validated |= validation is not None
+        return validation
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -159,6 +163,24 @@ class TrainingLoop:
             )
             self.store.save_info(folder, self._training_info(step, report, validation))
         self._checkpointing_s = time.perf_counter() - start
+
+    def _check_metric(self, step: int, report: StepReport, validation: StepReport | None) -> None:
+        """A metric that does not exist would rank no checkpoint: the user hears of it at once, not when one is gone."""
+        name = self.settings.metric_name
+        if name is None or not self.settings.save:
+            return
+        measured = report if name.startswith("train:") else validation
+        if measured is not None and _lookup(name, report, validation) is None:
+            known = ", ".join(sorted(measured.metrics))
+            self.recorder.warn(
+                f"checkpointing.metric_name: {name} was not measured at step {step}, so checkpoints cannot be ranked by it "
+                f"and the newest are kept; measured there: {known}"
+            )
+        elif measured is None and self._has_validated and step % self.settings.save_period == 0:
+            self.recorder.warn(
+                f"checkpointing.metric_name: step {step} is saved without a validation, so {name} is not known of it and it "
+                "ranks last; let the save_period be a multiple of the val_period"
+            )
 
     def _training_info(self, step: int, report: StepReport, validation: StepReport | None) -> dict[str, Any]:
         info: dict[str, Any] = {

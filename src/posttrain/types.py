@@ -35,6 +35,11 @@ class Task:
     environment: str = ""  # key under `env:` of the config
     messages: tuple[Message, ...] = ()  # the conversation before the chat template
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    recorded: tuple[Rollout, ...] = ()  # answers that somebody else gave, with their rewards, to be learnt from
+    # A later turn of one sample is a task of its own. These two keep its sampling noise apart from that of the turns and
+    # samples beside it: which sample of `draw` it is, and how many tokens stand between the first prompt and what follows.
+    first_sample: int = 0
+    first_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """Everything outside the request that sampling noise depends on: (seed, step); the rest is (draw, sample, token)."""
+    """Everything outside the request that sampling noise depends on: (seed, step); the rest is (draw, sample, token).
+
+    Sample and token count from the task's `first_sample` and `first_token`.
+    """
 
     seed: int
     step: int
@@ -68,14 +76,43 @@ class Completion:
     """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # 0 where the token is not the model's
+    logprobs: tuple[float, ...]  # 0 where the token is not the model's; empty where nobody knows (a recorded answer)
     text: str
     finish_reason: FinishReason
     mask: tuple[bool, ...] = ()  # True: the model's own token, to be trained; empty: all of them are
+    conversation: Conversation | None = None  # set when the environment took turns with the model
 
     @property
     def trained(self) -> tuple[bool, ...]:
         return self.mask or (True,) * len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model wrote; the environment's do not count as its length."""
+        return sum(self.mask) if self.mask else len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """What one side said in its turn."""
+
+    role: str  # "assistant" is the model, any other the environment
+    text: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns of a completion, and what the environment made of them on the way."""
+
+    utterances: tuple[Utterance, ...]
+    score: Score  # of the turns; where `to_judge` is set, the judge's verdict is added to it
+    counts: Mapping[str, float] = field(default_factory=dict)  # e.g. tool_calls, malformed_tool_calls
+    to_judge: str | None = None  # the final answer, if a judge has yet to see it
+
+    @property
+    def num_turns(self) -> int:
+        return sum(utterance.role == "assistant" for utterance in self.utterances)
 
 
 @dataclass(frozen=True)
@@ -97,6 +134,7 @@ class Rollout:
     completion: Completion
     score: Score
     advantage: float = 0.0
+    shaped_reward: float | None = None  # what credit was given for, where scaling or shaping changed the reward
 
     @property
     def truncated(self) -> bool:
@@ -130,6 +168,7 @@ class Pair:
     rejected_ids: tuple[int, ...]
     chosen_reward: float = 1.0  # what the annotator or the reward said of each; RPO learns their difference
     rejected_reward: float = 0.0
+    pack: int = -1  # of a file of precomputed packs, which pack it is in; -1: of none
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,22 @@ CASES = {
     "multiple_choice": Case({"verifier_type": "english_multichoice"}, "B", "Answer: B", "Answer: C", "Paris"),
     "multilingual": Case({"verifier_type": "multilingual_multichoice"}, "B", "答案：B", "答案：C", None),
     "function": Case({"function": "equal.py:equal"}, "yes", "yes", "no", None),
+    "choice": Case({"type": "multiple_choice", "language": "multilingual"}, "B", "Antwort: B", "Antwort: C", "Paris"),
+    "exact": Case({"type": "exact", "extract": r"#### (\S+)"}, "34", "so #### 34", "so #### 35", None),
+    "single of several": Case({"rewards": {"only": {"type": "exact"}}}, "34", "34", "35", None),
+    "several": Case(
+        {
+            "rewards": {
+                "correct": {"type": "exact", "weight": 0.5},
+                "format": {"type": "regex", "pattern": r"\d{2}", "match": "full", "weight": 0.25},
+                "shape": {"type": "json_schema", "schema": {"const": 34}, "weight": 0.25},
+            }
+        },
+        "34",
+        "34",
+        "x",
+        None,
+    ),
 }
 
 

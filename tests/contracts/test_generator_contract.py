@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,6 +87,16 @@ def test_completions_do_not_depend_on_the_other_tasks(generator: Generator) -> N
     for place in (2, 0, 3, 1):
         alone = generator.generate([tasks[place]], 3, SAMPLING, KEY)[0]
         assert [c.token_ids for c in alone] == [c.token_ids for c in together[place]]
+
+
+def test_a_later_turn_goes_on_with_the_noise_of_its_sample(generator: Generator) -> None:
+    """Asked for the rest of each sample as a task of its own, the generator draws the very same rest."""
+    task = make_tasks(1)[0]
+    for sample, whole in enumerate(generator.generate([task], 3, SAMPLING, KEY)[0]):
+        ids = (*task.prompt_ids, *whole.token_ids[:10])
+        later = replace(task, prompt_ids=ids, first_sample=sample, first_token=10)
+        rest = generator.generate([later], 1, replace(SAMPLING, max_new_tokens=14), KEY)[0][0]
+        assert rest.token_ids == whole.token_ids[10:]
 
 
 def test_greedy_ignores_the_noise(generator: Generator) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import LORA, command, dpo, grpo, questions, run, save_data, save_model, sft, write_rows
+from tiny_runs import LORA, command, dpo, grpo, questions, rm, run, save_data, save_model, sft, write_rows
 
 import posttrain.policy.worker as worker_module
 
@@ -28,6 +28,9 @@ class Inputs:
 
     def dpo(self, *settings: str) -> list[str]:
         return [*dpo(self.model, self.data, self.folder / "run", steps=1), *settings]
+
+    def rm(self, *settings: str) -> list[str]:
+        return [*rm(self.model, self.data, self.folder / "run", steps=1), *settings]
 
     def sft(self, *settings: str) -> list[str]:
         return [*sft(self.model, self.data, self.folder / "run", steps=1), *settings]
@@ -57,6 +60,7 @@ def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the model was loaded although the input was known to be bad")
 
     monkeypatch.setattr(worker_module, "load_model", refuse)
+    monkeypatch.setattr(worker_module, "load_reward_model", refuse)
 
 
 def assert_refused(
@@ -86,7 +90,7 @@ def test_good_input_is_accepted(inputs: Inputs) -> None:
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
-@pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "rm", "sft"])
 def test_missing_model_folder(kind: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(inputs.folder / "no_model")
     arguments = getattr(inputs, kind)(f"policy.model_name={missing}")
@@ -190,13 +194,13 @@ def test_dataset_smaller_than_a_step(inputs: Inputs, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
-@pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "rm", "sft"])
 def test_nothing_is_short_enough(kind: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
     """Never cut to fit; the message names the data and the setting that is too low."""
     long = "9" * 200
     rows = [{"input": long, "output": "1", "prompt": long, "chosen": "a", "rejected": "b"}] * 5
     path = inputs.rows("rows.jsonl", rows)
-    dataset = "PreferenceDataset" if kind == "dpo" else "ResponseDataset"
+    dataset = "PreferenceDataset" if kind in ("dpo", "rm") else "ResponseDataset"
     arguments = getattr(inputs, kind)(reading(path, dataset))
     assert_refused(arguments, inputs, capsys, "rows", "tokens: 5", "policy.max_total_sequence_length")
 
@@ -227,6 +231,25 @@ def test_reward_function_that_cannot_be_used(
 def test_reward_function_in_a_file_that_is_not_there(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = inputs.grpo("env.mine.function=no_such_file.py:f")
     assert_refused(arguments, inputs, capsys, "env.mine.function", "there is no file", "no_such_file.py")
+
+
+@pytest.mark.usefixtures("no_model_is_loaded")
+@pytest.mark.parametrize(
+    ("block", "place", "expected"),
+    [
+        ("{type: regex, pattern: '(a'}", "env.fmt.pattern", "not a regular expression"),
+        ("{type: regex, patern: a}", "env.fmt.patern", "did you mean 'pattern'"),
+        ("{type: regexp, pattern: a}", "env.fmt.type", "did you mean 'regex'"),
+        ("{rewards: {shape: {type: json_schema, schema: {type: 3}}}}", "env.fmt.rewards.shape", "not a JSON schema"),
+        ("{rewards: {shape: {type: json_schema, schema_file: no.json}}}", "env.fmt.rewards.shape", "cannot be read"),
+        ("{rewards: {right: {type: math, weight: heavy}}}", "env.fmt.rewards.right.weight", "must be a valid number"),
+    ],
+)
+def test_reward_that_cannot_be_built(
+    block: str, place: str, expected: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = inputs.grpo(f"env.fmt={block}", "data.default.env_name=fmt")
+    assert_refused(arguments, inputs, capsys, place, expected)
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")

@@ -73,7 +73,7 @@ def test_dpo_learns_to_rank_pairs_it_has_not_seen(settings: list[str], model: Pa
     assert run(arguments) == 0
     rows = results_of(tmp_path / "run")
     assert rows[0]["step"] == 0
-    assert rows[0]["validation/accuracy"] == 0, "policy and reference are equal: nothing is preferred"
+    assert rows[0]["validation/accuracy"] == 0.5, "policy and reference are equal: every pair is a tie"
     assert rows[0]["validation/loss"] == pytest.approx(0.6931, abs=1e-4)
     assert rows[1]["train/loss"] == pytest.approx(0.6931, abs=1e-4)
     assert rows[-1]["validation/accuracy"] > 0.8

@@ -15,7 +15,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import LORA, count_rows, dpo, grpo, results_of, rows_of, run, save_data, save_model, start, wait_until
+from tiny_runs import (
+    LORA,
+    count_rows,
+    dpo,
+    grpo,
+    results_of,
+    rm,
+    rows_of,
+    run,
+    save_data,
+    save_model,
+    start,
+    wait_until,
+)
 from transformers import AutoModelForCausalLM
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
@@ -114,6 +127,22 @@ def test_dpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Pat
     copy_until(2, tmp_path / "two", tmp_path / "two_then_one")
     assert run([*arguments("two_then_one"), *LOCAL]) == 0
     assert_same_curves(tmp_path / "two_then_one", tmp_path / "local")
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
+def test_a_reward_model_is_the_same_in_one_process_and_on_two_actors(
+    adapted: bool, model: Path, data: Path, tmp_path: Path
+) -> None:
+    def arguments(name: str) -> list[str]:
+        return [*rm(model, data, tmp_path / name, steps=4), *(LORA if adapted else [])]
+
+    assert run([*arguments("local"), *LOCAL]) == 0
+    copy_until(2, tmp_path / "local", tmp_path / "two")
+    assert run([*arguments("two"), *ON_TWO]) == 0
+    assert_same_curves(tmp_path / "two", tmp_path / "local")
+    shutil.rmtree(tmp_path / "local" / "step_4")  # what two ranks have written, one process reads
+    shutil.copytree(tmp_path / "two" / "step_4", tmp_path / "local" / "step_4")
+    assert run([*rm(model, data, tmp_path / "local", steps=5), *(LORA if adapted else []), *LOCAL]) == 0
 
 
 def test_adapters_are_the_same_on_one_process_and_on_two_actors(model: Path, data: Path, tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import torch
 from tiny_models import VOCAB_SIZE, gradients, tiny_model
 from torch import Tensor
 
+from posttrain.config.preference_losses import LOSSES
 from posttrain.data.packing import MicroBatching, plan_micro_batches
 from posttrain.policy.attention import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
-from posttrain.policy.objectives import ClippedPolicyGradient, NegativeLogLikelihood, PreferenceLoss
+from posttrain.policy.objectives import ClippedPolicyGradient, KtoLoss, NegativeLogLikelihood, PreferenceLoss
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.packed import PackedRow
 from posttrain.roles import Objective
@@ -58,6 +59,12 @@ def masked(batch: TokenBatch, tokens: list[int]) -> TokenBatch:
     return TokenBatch.build(batch.prompts, batch.responses, batch.prompt_of, {**batch.columns, "mask": mask})
 
 
+def with_constants(batch: TokenBatch, **values: list[float]) -> TokenBatch:
+    """Columns with one value for each response."""
+    lengths = torch.tensor(batch.response_lengths)
+    return batch.with_columns(**{name: torch.tensor(v).repeat_interleave(lengths) for name, v in values.items()})
+
+
 def forward(model: torch.nn.Module, batch: TokenBatch) -> Tensor:
     row = PackedRow.build(batch, torch.device("cpu"))
     with attention_context(row.attention):
@@ -87,8 +94,34 @@ def train(batch: TokenBatch, objective: Objective, batching: MicroBatching, rank
 
 # Three groups of four, two and two. Response 5 is masked altogether, and a few tokens of others.
 GROUPS = masked(random_batch([5, 9, 1, 7, 4, 6, 3, 8], [0, 0, 0, 0, 1, 1, 2, 2]), [1, 7, *range(26, 32), 36])
+# Of these, the tokens of responses 0, 3 and 6 are rewarded; the column is divided by all of them, as GRPO does it.
+_REWARDED = GROUPS.columns["mask"] * torch.tensor(
+    [float(row in (0, 3, 6)) for row, n in enumerate(GROUPS.response_lengths) for _ in range(n)]
+)
+REWARDED = GROUPS.with_columns(rewarded=_REWARDED / _REWARDED.sum())
 PAIRS = masked(random_batch([5, 9, 1, 7, 4, 6, 3, 8], [0, 0, 1, 1, 2, 2, 3, 3], seed=1), [2, 20])
 EXAMPLES = masked(random_batch([5, 9, 1, 7, 4, 6, 3, 8], list(range(8)), seed=2), [0, 1, 2, 15, 30])
+
+PAIRS = with_constants(PAIRS, given_rewards=[1.0, 0.2, 0.5, 0.4, 0.9, 0.0, 0.3, 0.6], num_class_tokens=[13.0, 28.0] * 4)
+GOOD = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+JUDGED = with_constants(
+    EXAMPLES,
+    desirable=GOOD,
+    kl_baseline=[0.2] * 8,
+    num_class_sequences=[5.0 if good else 3.0 for good in GOOD],
+    num_class_tokens=[27.0 if good else 16.0 for good in GOOD],
+)
+PREFERENCES = {
+    f"{name}, with token-level sft": PreferenceLoss(
+        preference_loss=name,
+        reference_policy_kl_penalty=0.3,
+        label_smoothing=0.1,
+        sft_loss_weight=0.2,
+        sft_token_level_loss=True,
+    )
+    for name, traits in LOSSES.items()
+    if traits.is_paired
+}
 
 CASES: Mapping[str, tuple[TokenBatch, Objective]] = {
     "grpo, token level": (GROUPS, ClippedPolicyGradient(reference_policy_kl_penalty=0.1, ratio_clip_c=3.0)),
@@ -104,11 +137,35 @@ CASES: Mapping[str, tuple[TokenBatch, Objective]] = {
             truncated_importance_sampling_ratio_min=0.9,
         ),
     ),
+    "a constant length, bounded ratios": (
+        GROUPS,
+        ClippedPolicyGradient(
+            loss_normalizer="max_tokens",
+            max_response_tokens=12,
+            ratio_ceiling=1.3,
+            log_ratio_clamp_value=0.25,
+            reference_policy_kl_penalty=0.1,
+            kl_importance_weight="previous",
+        ),
+    ),
+    "rloo": (
+        GROUPS,
+        ClippedPolicyGradient(
+            sequence_level_importance_ratios=True, sequence_ratio_type="product", token_level_loss=False
+        ),
+    ),
+    "grpo with the likelihood of rewarded answers": (
+        REWARDED,
+        ClippedPolicyGradient(positive_example_nll_weight=0.3, reference_policy_kl_penalty=0.1),
+    ),
     "dpo": (PAIRS, PreferenceLoss(reference_policy_kl_penalty=0.3)),
     "dpo, averaged, with sft": (
         PAIRS,
         PreferenceLoss(preference_average_log_probs=True, sft_average_log_probs=True, sft_loss_weight=0.2),
     ),
+    **{name: (PAIRS, objective) for name, objective in PREFERENCES.items()},
+    "kto": (JUDGED, KtoLoss(reference_policy_kl_penalty=0.3, undesirable_weight=0.5, sft_loss_weight=0.2)),
+    "kto, token-level sft": (JUDGED, KtoLoss(sft_loss_weight=0.2, sft_token_level_loss=True)),
     "sft": (EXAMPLES, NegativeLogLikelihood()),
 }
 every_case = pytest.mark.parametrize(("batch", "objective"), CASES.values(), ids=CASES.keys())
@@ -174,8 +231,11 @@ def test_parts_that_counted_for_themselves_would_give_another_loss(batch: TokenB
         part = batch.select(rows, recount=True)
         losses.append(float(objective(forward(model, part), part)[0].detach()))
     expected = whole(batch, objective).loss
-    if isinstance(objective, PreferenceLoss):  # four parts with one pair each: the mean is right, the sum is not
+    if isinstance(objective, PreferenceLoss) and not objective.sft_token_level_loss:
+        # four parts with one pair each: the mean is right, the sum is not
         assert sum(losses) == pytest.approx(4 * expected, rel=1e-4)
+    elif isinstance(objective, PreferenceLoss | KtoLoss):
+        assert sum(losses) != pytest.approx(expected, rel=1e-3)
     else:
         assert sum(losses) / 4 != pytest.approx(expected, rel=1e-3)
 

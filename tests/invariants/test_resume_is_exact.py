@@ -21,6 +21,7 @@ from tiny_runs import (
     dpo,
     grpo,
     results_of,
+    rm,
     rows_of,
     run,
     save_data,
@@ -72,6 +73,22 @@ def test_grpo_on_adapters_with_dropout_survives_kills_too(model: Path, data: Pat
     whole = tmp_path / "whole"
     assert run(arguments(whole)) == 0
     kill_and_compare(arguments, whole, tmp_path, num_kills=4, seed=3)
+
+
+@pytest.mark.parametrize("settings", [[], LORA_WITH_DROPOUT], ids=["all weights", "adapters with dropout"])
+def test_a_reward_model_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(
+    settings: list[str], model: Path, data: Path, tmp_path: Path
+) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert run([*rm(model, data, whole, steps=STEPS), *settings]) == 0
+    assert len({row["train/loss"] for row in rows_of(whole) if "train/loss" in row}) == STEPS, "losses vary"
+    shutil.copytree(whole, resumed)
+    for step in range(4 + SAVE_PERIOD, STEPS + 1, SAVE_PERIOD):
+        shutil.rmtree(resumed / f"step_{step}")
+    assert run([*rm(model, data, resumed, steps=STEPS), *settings]) == 0
+    assert results_of(resumed) == results_of(whole)
+    for step in (4 + SAVE_PERIOD, STEPS):
+        assert weights_of(resumed / f"step_{step}") == weights_of(whole / f"step_{step}")
 
 
 def kill_and_compare(arguments: Arguments, whole: Path, tmp_path: Path, *, num_kills: int, seed: int) -> None:

@@ -81,6 +81,7 @@ class FakeRecorder:
     events: Events
     rows: dict[int, tuple[StepReport, StepReport | None]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
     reason: str = ""
     resumed_step: int = -1
 
@@ -93,6 +94,9 @@ class FakeRecorder:
 
     def say(self, text: str) -> None:
         self.said.append(text)
+
+    def warn(self, text: str) -> None:
+        self.warned.append(text)
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
         self.events.append(("record", step))
@@ -376,6 +380,27 @@ def test_a_metric_that_was_not_measured_is_not_there(tmp_path: Path) -> None:
     run.loop.run()
     assert "val:accuracy" not in run.info(6)
     assert "val_reward" not in run.info(6)
+
+
+def test_a_metric_that_nobody_measures_is_told_with_those_that_are_measured(tmp_path: Path) -> None:
+    run = scene(tmp_path, metric_name="val:nope", val_period=3)
+    run.loop.run()
+    assert len(run.recorder.warned) == 2, "at each validation; the recorder shows it once"
+    assert "val:nope was not measured at step 3" in run.recorder.warned[0]
+    assert "accuracy, loss" in run.recorder.warned[0]
+
+
+def test_a_checkpoint_without_the_validation_that_ranks_it_is_told(tmp_path: Path) -> None:
+    run = scene(tmp_path, metric_name="val:accuracy", val_period=3, save_period=2)
+    run.loop.run()
+    assert ["step 4 is saved without a validation" in text for text in run.recorder.warned] == [True]
+
+
+@pytest.mark.parametrize("settings", [{"metric_name": "val:accuracy", "val_period": 2}, {"metric_name": "train:loss"}])
+def test_a_metric_that_is_measured_is_not_mentioned(tmp_path: Path, settings: dict[str, Any]) -> None:
+    run = scene(tmp_path, save_period=2, **settings)
+    run.loop.run()
+    assert run.recorder.warned == []
 
 
 def test_the_run_folder_is_that_of_the_checkpoints_unless_another_is_given() -> None:

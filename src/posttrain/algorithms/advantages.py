@@ -1,57 +1,186 @@
-"""GRPO's group advantages: how much better a completion is than the others of its group.
+"""How rewards become credit: one advantage per rollout, from the rewards of a whole step, group by group.
 
-    A_i = r_i - b_i,   divided by (std_i + 1e-6) if rewards are normalised and std_i > 0
+The estimators are small values. `GroupAdvantages` is GRPO's (arXiv:2402.03300), and with other switches RLOO's
+(arXiv:2402.14740) and Dr. GRPO's (arXiv:2503.20783); `RewardsThemselves` is REINFORCE++ without a baseline
+(arXiv:2501.03262); `AdvantagesPerReward` is GDPO's (arXiv:2601.05242), which credits each part of a reward on its own.
+`Whitening` then brings the advantages of a step to mean 0 and variance 1, over rollouts or over tokens.
 
-With a leave-one-out baseline, b_i and std_i are the mean and the standard deviation (with Bessel's correction) of the
-*other* rewards; otherwise of all of them. Rewards that are all equal give A = 0. If only the others are equal, std_i is
-exactly 0 and A_i stays unnormalised. That case is found by comparing rewards, not by computing a variance: rounding would
-leave a tiny one, and dividing by it makes A_i explode.
+    A_i = r_i - b_i,   divided by (std_i + epsilon) if rewards are normalised and std_i > 0
 
-Unscored rollouts take no part: they are in nobody's baseline, and their advantage is 0. So is that of a group with fewer
-than two scored rollouts.
+With a leave-one-out baseline, b_i and std_i are the mean and the standard deviation of the *other* rewards of the group;
+otherwise of all of them. Rewards that are all equal give A = 0. If only the others are equal, std_i is exactly 0 and A_i
+stays undivided. That case is found by comparing rewards, not by computing a variance: rounding would leave a tiny one,
+and dividing by it makes A_i explode.
+
+Unscored rollouts take no part: they are in nobody's baseline, and their advantage is 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
-EPSILON = 1e-6
+import torch
+from torch import Tensor
+
+from posttrain.errors import InputError
+from posttrain.types import Group, Score
+
 SAME = 1e-9  # rewards closer than this, relatively, differ by the rounding of their parts, not in what they say
+
+Rewards = Sequence[float | None]  # of one group; None is unscored
+Scores = Sequence[Score]  # of one group
+
+
+class Estimator(Protocol):
+    def __call__(self, batch: Sequence[Scores]) -> list[list[float]]:
+        """One advantage per rollout of each group; 0 for the unscored."""
+
+
+def differ(values: Sequence[float]) -> bool:
+    """Whether there are two values that differ by more than rounding."""
+    return len(values) > 1 and max(values) - min(values) > SAME * max(abs(value) for value in values)
+
+
+def part_names(score: Score) -> list[str]:
+    """The rewards that make up a score. A name with a slash is a detail of one of them (`code/num_tests`)."""
+    return [name for name in score.parts if "/" not in name]
+
+
+def has_signal(group: Group, *, in_parts: bool = False) -> bool:
+    """Whether the group's rollouts can be told apart by what the environment said of them, before any shaping.
+
+    `in_parts`: a difference in some part of the reward is enough, even where the totals are equal.
+    """
+    scores = [rollout.score for rollout in group.rollouts if rollout.score.scored]
+    if differ([score.reward for score in scores if score.reward is not None]):
+        return True
+    names = {name for score in scores for name in part_names(score)} if in_parts else set()
+    return any(differ([score.parts[name] for score in scores if name in score.parts]) for name in names)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a standard deviation becomes a divisor. Systems differ in the three choices made here."""
+
+    ddof: Literal[0, 1] = 1  # 1: Bessel's correction
+    epsilon: float = 1e-6
+    form: Literal["std_plus", "variance_plus", "variance_floor"] = "std_plus"
+
+    def divisor(self, variance: float) -> float:
+        if self.form == "variance_plus":
+            return math.sqrt(variance + self.epsilon)
+        if self.form == "variance_floor":
+            return math.sqrt(max(variance, self.epsilon))
+        return math.sqrt(variance) + self.epsilon
+
+    def of(self, values: Sequence[float]) -> float | None:
+        """The divisor that belongs to these values; None if they do not differ."""
+        if len(values) <= self.ddof or not differ(values):
+            return None
+        mean = math.fsum(values) / len(values)
+        return self.divisor(math.fsum((v - mean) ** 2 for v in values) / (len(values) - self.ddof))
 
 
 @dataclass(frozen=True)
 class GroupAdvantages:
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = True
-    clip_low: float | None = None
-    clip_high: float | None = None
+    std_over: Literal["group", "batch"] = "group"
+    spread: Spread = field(default_factory=Spread)
+    group_of_one: Literal["zero", "reward"] = "zero"  # a scored rollout without another one to compare with
 
-    def __call__(self, rewards: Sequence[float | None]) -> list[float]:
-        scored = [(i, r) for i, r in enumerate(rewards) if r is not None]
+    def __call__(self, batch: Sequence[Scores]) -> list[list[float]]:
+        return self.of_rewards([[score.reward for score in scores] for scores in batch])
+
+    def of_rewards(self, batch: Sequence[Rewards]) -> list[list[float]]:
+        whole = self.spread.of([reward for rewards in batch for reward in rewards if reward is not None])
+        return [self._of_group(rewards, whole) for rewards in batch]
+
+    def _of_group(self, rewards: Rewards, whole: float | None) -> list[float]:
+        scored = [(i, reward) for i, reward in enumerate(rewards) if reward is not None]
         advantages = [0.0] * len(rewards)
-        if len(scored) < 2 or len({reward for _, reward in scored}) == 1:
+        if len(scored) == 1 and self.group_of_one == "reward":
+            index, reward = scored[0]
+            # Its mean counts as 0 and its variance as 1, where systems let such a reward through.
+            advantages[index] = reward / self.spread.divisor(1.0) if self.normalize_rewards else reward
+        if len({reward for _, reward in scored}) < 2:
             return advantages
         for i, reward in scored:
-            peers = [r for j, r in scored if j != i or not self.use_leave_one_out_baseline]
+            peers = [other for j, other in scored if j != i or not self.use_leave_one_out_baseline]
             advantage = reward - math.fsum(peers) / len(peers)
-            spread = _standard_deviation(peers)
-            if self.normalize_rewards and spread > 0:
-                advantage /= spread + EPSILON
-            advantages[i] = self._clip(advantage)
+            divisor = whole if self.std_over == "batch" else self.spread.of(peers)
+            advantages[i] = advantage / divisor if self.normalize_rewards and divisor is not None else advantage
         return advantages
 
-    def _clip(self, advantage: float) -> float:
-        if self.clip_low is not None:
-            advantage = max(advantage, self.clip_low)
-        if self.clip_high is not None:
-            advantage = min(advantage, self.clip_high)
-        return advantage
+
+@dataclass(frozen=True)
+class RewardsThemselves:
+    """No baseline: what is good is for the whitening to say, against all rollouts of the step."""
+
+    def __call__(self, batch: Sequence[Scores]) -> list[list[float]]:
+        return [[score.reward if score.reward is not None else 0.0 for score in scores] for scores in batch]
 
 
-def _standard_deviation(values: Sequence[float]) -> float:
-    if len(values) < 2 or max(values) - min(values) <= SAME * max(abs(v) for v in values):
-        return 0.0
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+@dataclass(frozen=True)
+class AdvantagesPerReward:
+    """The weighted sum of the advantages that each part of the reward gives on its own. Parts in alphabetical order."""
+
+    each: GroupAdvantages
+    weights: tuple[float, ...] | None = None  # None: 1 for every part
+
+    def __call__(self, batch: Sequence[Scores]) -> list[list[float]]:
+        total = [[0.0] * len(scores) for scores in batch]
+        if not any(score.scored for scores in batch for score in scores):
+            return total
+        names = self._part_names(batch)
+        weights = self.weights or (1.0,) * len(names)
+        for name, weight in zip(names, weights, strict=True):
+            of_part = self.each.of_rewards([[s.parts[name] if s.scored else None for s in scores] for scores in batch])
+            for sums, advantages in zip(total, of_part, strict=True):
+                sums[:] = [a + weight * b for a, b in zip(sums, advantages, strict=True)]
+        return total
+
+    def _part_names(self, batch: Sequence[Scores]) -> list[str]:
+        found = {tuple(sorted(part_names(score))) for scores in batch for score in scores if score.scored}
+        if len(found) > 1:
+            kinds = " and ".join(", ".join(names) or "none" for names in sorted(found))
+            raise InputError(
+                f"grpo.adv_estimator.name: gdpo needs the same reward parts of every rollout, but there are {kinds}; "
+                "train environments with other parts in runs of their own, or use grpo"
+            )
+        names = list(found.pop())
+        if len(names) < 2:
+            raise InputError(
+                f"grpo.adv_estimator.name: gdpo needs rewards of at least two parts, but these have "
+                f"{', '.join(names) or 'none'}; name several rewards in the environment, or use grpo"
+            )
+        if self.weights is not None and len(self.weights) != len(names):
+            raise InputError(
+                f"grpo.adv_estimator.reward_weights: {len(self.weights)} weights for the {len(names)} parts "
+                f"{', '.join(names)}; give one for each, in this order"
+            )
+        return names
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Advantages minus their mean, divided by their standard deviation, over the scored rollouts or the trained tokens."""
+
+    over: Literal["rollouts", "tokens"]
+    spread: Spread
+
+    def __call__(self, values: Tensor, weights: Tensor) -> Tensor:
+        """`values` where `weights` is 1 are the ones that count; all are moved alike. In float64."""
+        count = float(weights.sum())
+        if count == 0:
+            return values
+        mean = (values * weights).sum() / count
+        centred = values - mean
+        counted = values[weights != 0]
+        if count <= self.spread.ddof or not differ([float(counted.min()), float(counted.max())]):
+            return torch.zeros_like(values)
+        variance = float((centred.square() * weights).sum()) / (count - self.spread.ddof)
+        return centred / self.spread.divisor(variance)

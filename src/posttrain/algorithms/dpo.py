@@ -1,7 +1,9 @@
-"""Direct preference optimisation (arXiv:2305.18290): the only DPO step in posttrain, for any number of machines.
+"""Preference optimisation on pairs (DPO, arXiv:2305.18290, and its relatives): the only such step in posttrain, for any
+number of machines. Which loss it is, the objective knows.
 
 The reference is the policy at the start of the run: a frozen copy, or, with LoRA, the model under the adapters. At step 1
-the two are equal and the preference loss is ln 2. Deviation: the two answers of a pair share their prompt's computation.
+the two are equal and the preference loss of dpo is ln 2. Losses without a reference (simpo, orpo) have none here either.
+Deviation: the two answers of a pair share their prompt's computation.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from posttrain.algorithms.clock import StageClock
+from posttrain.algorithms.preference_metrics import Reference, with_accuracy
 from posttrain.algorithms.supervised_batches import num_sequence_tokens, pair_batch
 from posttrain.policy.objectives import PreferenceLoss
 from posttrain.roles import Policy
@@ -28,18 +31,19 @@ class Dpo:
     policy: Policy
     pairs: PairStream
     validation: Sequence[Pair] = ()
+    reference: Reference | None = None  # None: the loss has none
 
     def step(self, step: int) -> StepReport:
         clock = StageClock()
         with clock("data_processing"):
             batch = pair_batch(self.pairs.take(self.num_pairs_per_step))
-        with clock("policy_and_reference_logprobs"):
-            batch = self._with_reference(batch)
+        batch, measured = self._with_reference(batch, step, clock)
         with clock("policy_training"):
             update = self.policy.update(batch, self.objective)
             self.policy.end_step()
+        num_pairs = batch.num_sequences / 2
         return StepReport(
-            metrics={**update.metrics, "num_valid_samples": batch.num_sequences / 2},
+            metrics={**with_accuracy(update.metrics, num_pairs), **measured, "num_valid_samples": num_pairs},
             timings_s=clock.finish(),
             num_tokens=num_sequence_tokens(batch),
             num_samples=len(batch.responses),
@@ -50,14 +54,18 @@ class Dpo:
         if not self.validation:
             return None
         clock = StageClock()
-        batch = self._with_reference(pair_batch(self.validation))
+        batch, measured = self._with_reference(pair_batch(self.validation), step, clock)
         metrics = self.policy.evaluate(batch, self.objective).metrics
         return StepReport(
-            metrics=metrics,
+            metrics={**with_accuracy(metrics, batch.num_sequences / 2), **measured},
             timings_s=clock.finish("total_validation_time"),
             num_tokens=num_sequence_tokens(batch),
             num_samples=len(batch.responses),
         )
 
-    def _with_reference(self, batch: TokenBatch) -> TokenBatch:
-        return batch.with_columns(reference_logprobs=self.policy.reference_logprobs(batch))
+    def _with_reference(self, batch: TokenBatch, step: int, clock: StageClock) -> tuple[TokenBatch, dict[str, float]]:
+        if self.reference is None:
+            return batch, {}
+        with clock("policy_and_reference_logprobs"):
+            logprobs, known = self.reference.logprobs(batch, step)
+        return batch.with_columns(reference_logprobs=logprobs), {"reference_cached": known}

@@ -14,10 +14,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.clock import StageClock
+from posttrain.algorithms.credit import Credit
+from posttrain.algorithms.group_selection import Collection, GroupSelection
+from posttrain.algorithms.rollout_batches import (
+    minibatches,
+    of_tokens,
+    rollout_batch,
+    scored_places,
+    with_anchor,
+    with_sampler_of_records,
+    without_logprob_errors,
+)
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import Policy, RolloutSource
@@ -26,10 +34,9 @@ from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
 
 @dataclass(frozen=True)
 class GrpoSettings:
-    num_prompts_per_step: int
-    num_generations_per_prompt: int
     num_updates_per_step: int = 1
     overlong_filtering: bool = False
+    seq_logprob_error_threshold: float | None = None
     num_validation_prompts: int = 0
 
 
@@ -37,7 +44,8 @@ class GrpoSettings:
 class Grpo:
     settings: GrpoSettings
     objective: ClippedPolicyGradient
-    advantages: GroupAdvantages
+    credit: Credit
+    selection: GroupSelection
     policy: Policy
     rollouts: RolloutSource
     validation: RolloutSource | None = None
@@ -45,34 +53,36 @@ class Grpo:
     def step(self, step: int) -> StepReport:
         clock = StageClock()
 
-        with clock("generation"):
-            tasks, completions = self.rollouts.sample(self.settings.num_prompts_per_step, step)
+        # One batch of groups; with dynamic sampling as many as it takes until enough of them teach something.
+        collection = self.selection.begin(step)
+        while num_groups := collection.num_to_draw:
+            with clock("generation"):
+                tasks, completions = self.rollouts.sample(num_groups, step)
+            with clock("reward_calculation"):
+                collection.add(self.rollouts.score(tasks, completions))
 
-        with clock("reward_calculation"):
-            groups = self.rollouts.score(tasks, completions)
+        # What credit and the loss need to know beside the update's own forward pass, which is nothing more in the plain
+        # case: one update per step, no price of leaving the reference.
+        with clock("policy_and_reference_logprobs"):
+            batch = rollout_batch(collection.groups, overlong_filtering=self.settings.overlong_filtering)
+            batch, facts = self._with_logprobs(batch, collection)
 
         # Credit each completion against its own group. A group whose rewards are all equal teaches nothing.
         with clock("advantage_calculation"):
-            groups = [group.with_advantages(self.advantages(group.rewards)) for group in groups]
-            batches = self._minibatches(groups)
-
-        # The frozen reference is scored once, and only when KL has a price. The policy before the first update is scored
-        # only when there is a second one: otherwise the update's own forward pass gives the same numbers.
-        with clock("policy_and_reference_logprobs"):
-            if len(batches) > 1:
-                batches = [b.with_columns(prev_logprobs=self.policy.logprobs(b)) for b in batches]
-            if self.objective.needs_reference:
-                batches = [b.with_columns(reference_logprobs=self.policy.reference_logprobs(b)) for b in batches]
+            groups, batch, credit_facts = self.credit(collection.groups, batch, scored_places(collection.groups))
+            batches = self._minibatches(batch, groups, collection)
 
         with clock("policy_training"):
             updates = [self.policy.update(batch, self.objective) for batch in batches]
             self.policy.end_step()
 
-        num_updates = len(updates)
         metrics = {
             **_mean_over_updates(updates),
-            **rollout_metrics(groups),
-            "num_updates": float(num_updates),
+            **facts,
+            **credit_facts,
+            **rollout_metrics(collection.sampled or groups),
+            **collection.metrics(),
+            "num_updates": float(len(updates)),
         }
         return _report(groups, metrics, clock.finish(), rollout_warnings(groups, step))
 
@@ -91,44 +101,42 @@ class Grpo:
             metrics[f"pass_{len(groups[0].rollouts)}"] = sum(passed) / len(groups)
         return _report(groups, metrics, clock.finish("total_validation_time"), ())
 
-    def _minibatches(self, groups: Sequence[Group]) -> list[TokenBatch]:
-        """The rollouts in their order, cut into one batch per optimizer update. Unscored ones are not trained on."""
-        per_update = self.settings.num_prompts_per_step * self.settings.num_generations_per_prompt
-        per_update //= self.settings.num_updates_per_step
-        places = [(g, r) for g, group in enumerate(groups) for r in range(len(group.rollouts))]
-        batches = []
-        for start in range(0, len(places), per_update):
-            chosen = [
-                (groups[g], g, r) for g, r in places[start : start + per_update] if groups[g].rollouts[r].score.scored
-            ]
-            if chosen:
-                batches.append(self._batch(chosen))
-        return batches
+    def _with_logprobs(self, batch: TokenBatch, collection: Collection) -> tuple[TokenBatch, dict[str, float]]:
+        """The columns that this step needs: the reference's, the policy's as it is now."""
+        if not batch.responses:
+            return batch, {}
+        settings = self.settings
+        is_recorded = of_tokens(_recorded_rows(collection), batch)
+        is_fresh = ~of_tokens(_off_policy_rows(collection), batch)
+        if self.objective.needs_reference or self.credit.kl is not None or bool(is_recorded.any()):
+            batch = batch.with_columns(reference_logprobs=self.policy.reference_logprobs(batch))
+            batch = with_sampler_of_records(batch, is_recorded)
+        several_updates = settings.num_updates_per_step > 1 and bool(is_fresh.any())
+        if several_updates or self.credit.kl is not None or settings.seq_logprob_error_threshold is not None:
+            batch = batch.with_columns(current_logprobs=self.policy.logprobs(batch))
+        if settings.seq_logprob_error_threshold is None:
+            return batch, {}
+        return without_logprob_errors(batch, settings.seq_logprob_error_threshold, is_fresh)
 
-    def _batch(self, chosen: Sequence[tuple[Group, int, int]]) -> TokenBatch:
-        prompts: dict[int, Sequence[int]] = {g: group.task.prompt_ids for group, g, _ in chosen}
-        place = {g: index for index, g in enumerate(prompts)}
-        rollouts = [group.rollouts[r] for group, _, r in chosen]
-        lengths = torch.tensor([len(rollout.completion.token_ids) for rollout in rollouts])
-        mask = [
-            float(trained and not (self.settings.overlong_filtering and rollout.truncated))
-            for rollout in rollouts
-            for trained in rollout.completion.trained
-        ]
-        return TokenBatch.build(
-            prompts=list(prompts.values()),
-            responses=[rollout.completion.token_ids for rollout in rollouts],
-            prompt_of=[place[g] for _, g, _ in chosen],
-            columns={
-                "mask": torch.tensor(mask, dtype=torch.float32),
-                "advantages": torch.tensor([r.advantage for r in rollouts], dtype=torch.float32).repeat_interleave(
-                    lengths
-                ),
-                "generation_logprobs": torch.tensor(
-                    [logprob for rollout in rollouts for logprob in rollout.completion.logprobs], dtype=torch.float32
-                ),
-            },
-        )
+    def _minibatches(self, batch: TokenBatch, groups: Sequence[Group], collection: Collection) -> list[TokenBatch]:
+        if not batch.responses:
+            return []
+        num_updates = self.settings.num_updates_per_step
+        is_off_policy = of_tokens(_off_policy_rows(collection), batch)
+        anchored = with_anchor(batch, is_off_policy, several_updates=num_updates > 1)
+        return minibatches(anchored, groups, num_updates, with_rewarded=self.objective.positive_example_nll_weight != 0)
+
+
+def _recorded_rows(collection: Collection) -> list[bool]:
+    """Which rows come from a record: nobody knows their sampler."""
+    groups = collection.groups
+    return [not groups[g].rollouts[r].completion.logprobs for g, r in scored_places(groups)]
+
+
+def _off_policy_rows(collection: Collection) -> list[bool]:
+    """Which rows were not sampled by the policy as it is now."""
+    is_earlier = [g < collection.num_earlier for g, _ in scored_places(collection.groups)]
+    return [earlier or recorded for earlier, recorded in zip(is_earlier, _recorded_rows(collection), strict=True)]
 
 
 def _mean_over_updates(updates: Sequence[UpdateReport]) -> dict[str, float]:

@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from posttrain.algorithms.clock import StageClock
 from posttrain.algorithms.supervised_batches import num_sequence_tokens, pair_batch
 from posttrain.policy.objectives import BradleyTerry
 from posttrain.roles import Policy
-from posttrain.types import Pair, StepReport, TokenBatch
+from posttrain.types import Pair, StepReport
 
 
 class PairStream(Protocol):
@@ -31,12 +29,11 @@ class RewardModelTraining:
     policy: Policy
     pairs: PairStream
     validation: Sequence[Pair] = ()
-    margin_from_rewards: bool = False  # ask for the difference that the annotator saw
 
     def step(self, step: int) -> StepReport:
         clock = StageClock()
         with clock("data_processing"):
-            batch = self._batch(self.pairs.take(self.num_pairs_per_step))
+            batch = pair_batch(self.pairs.take(self.num_pairs_per_step))
         with clock("policy_training"):
             update = self.policy.update(batch, self.objective)
             self.policy.end_step()
@@ -52,20 +49,13 @@ class RewardModelTraining:
         if not self.validation:
             return None
         clock = StageClock()
-        batch = self._batch(self.validation)
+        batch = pair_batch(self.validation)
         return StepReport(
             metrics=_with_spread(self.policy.evaluate(batch, self.objective).metrics),
             timings_s=clock.finish("total_validation_time"),
             num_tokens=num_sequence_tokens(batch),
             num_samples=len(batch.responses),
         )
-
-    def _batch(self, pairs: Sequence[Pair]) -> TokenBatch:
-        batch = pair_batch(pairs)
-        if not self.margin_from_rewards:
-            return batch
-        margins = torch.tensor([pair.chosen_reward - pair.rejected_reward for pair in pairs for _ in range(2)])
-        return batch.with_columns(margins=margins.repeat_interleave(torch.tensor(batch.response_lengths)))
 
 
 def _with_spread(metrics: Mapping[str, float]) -> dict[str, float]:

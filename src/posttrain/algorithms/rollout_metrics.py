@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from posttrain.algorithms.advantages import has_signal
 from posttrain.types import Group
 
 
@@ -12,14 +13,14 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards over scored rollouts only; a step without any has no `reward`."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [r.score.reward for r in rollouts if r.score.reward is not None]
-    lengths = [len(r.completion.token_ids) for r in rollouts]
-    spread = [len({reward for reward in group.rewards if reward is not None}) > 1 for group in groups]
+    lengths = [r.completion.num_sampled for r in rollouts]
     metrics = {
         "unscored": float(len(rollouts) - len(rewards)),
         "mean_generation_length": statistics.fmean(lengths),
         "max_generation_length": float(max(lengths)),
+        "num_generated_tokens": float(sum(lengths)),
         "truncation_rate": statistics.fmean(r.truncated for r in rollouts),
-        "groups_with_signal": statistics.fmean(spread),
+        "groups_with_signal": statistics.fmean(has_signal(group) for group in groups),
         "num_samples": float(len(rollouts)),
     }
     if rewards:
@@ -32,7 +33,21 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         for name, value in rollout.score.parts.items():
             parts.setdefault(name, []).append(value)
     metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in parts.items()}
-    return metrics
+    return metrics | _conversation_metrics(groups)
+
+
+def _conversation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Of the rollouts of several turns, if there are any: means over them."""
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    held = [(c, c.conversation) for c in completions if c.conversation is not None]
+    if not held:
+        return {}
+    names = dict.fromkeys(name for _, conversation in held for name in conversation.counts)
+    return {
+        "turns": statistics.fmean(conversation.num_turns for _, conversation in held),
+        "environment_tokens": statistics.fmean(len(c.token_ids) - c.num_sampled for c, _ in held),
+        **{name: statistics.fmean(conversation.counts.get(name, 0.0) for _, conversation in held) for name in names},
+    }
 
 
 def rollout_warnings(groups: Sequence[Group], step: int) -> list[str]:

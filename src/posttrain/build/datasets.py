@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.config import DpoRunConfig, GrpoRunConfig, SftRunConfig
+from posttrain.config import DpoRunConfig, GrpoRunConfig, RmRunConfig, SftRunConfig
+from posttrain.config.preference_losses import LOSSES
 from posttrain.data.chat import ChatFormat
-from posttrain.data.datasets import load_example_dataset, load_pair_dataset, load_task_dataset
+from posttrain.data.datasets import (
+    load_example_dataset,
+    load_judged_dataset,
+    load_pair_dataset,
+    load_task_dataset,
+)
 
-RunConfig = GrpoRunConfig | DpoRunConfig | SftRunConfig
+RunConfig = GrpoRunConfig | DpoRunConfig | RmRunConfig | SftRunConfig
 
 
 def samples_per_step(config: RunConfig) -> int:
@@ -31,8 +37,18 @@ def _load(config: RunConfig, entries: Any, chat: ChatFormat, seed: int) -> Any:
     data, length = config.data, config.policy.max_total_sequence_length
     if isinstance(config, GrpoRunConfig):
         limit = min(data.max_input_seq_length or length, length - 1)
-        return load_task_dataset(entries, data.default, chat, max_prompt_tokens=limit, seed=seed)
-    if isinstance(config, DpoRunConfig):
+        return load_task_dataset(
+            entries,
+            data.default,
+            chat,
+            max_prompt_tokens=limit,
+            seed=seed,
+            max_total_tokens=length,
+            needs_signal=config.grpo.num_fresh_per_prompt == 0,  # a fresh answer could still differ from equal ones
+        )
+    if isinstance(config, DpoRunConfig) and not LOSSES[config.dpo.preference_loss].is_paired:
+        return load_judged_dataset(entries, data.default, chat, max_total_tokens=length, seed=seed)
+    if isinstance(config, DpoRunConfig | RmRunConfig):
         return load_pair_dataset(entries, data.default, chat, max_total_tokens=length, seed=seed)
     return load_example_dataset(
         entries,

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.build.datasets import first_rows, options
+from posttrain.build.credit import build_credit, build_objective, build_selection
+from posttrain.build.datasets import first_rows
+from posttrain.build.turns import build_turns
 from posttrain.config import GrpoRunConfig, PolicyConfig
+from posttrain.data.chat import ChatFormat
 from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments
+from posttrain.generation.replay import RecordedRollouts
 from posttrain.generation.rollouts import FreshRollouts
-from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.roles import Generator, Policy, ShowProgress
+from posttrain.roles import Generator, Policy, RolloutSource, ShowProgress
 from posttrain.types import Sampling, Task
 
 
@@ -36,24 +38,33 @@ def environments_in_use(config: GrpoRunConfig) -> dict[str, Any]:
     return {name: settings for name, settings in config.env.items() if name in named} or dict(config.env)
 
 
+def uses_record(config: GrpoRunConfig) -> bool:
+    """Whether answers come from labelled traces. Nobody knows who gave them: the starting policy is kept to stand in."""
+    return any(entry.holds_recorded_groups for entry in config.data.train_sets())
+
+
 def build_grpo(
     config: GrpoRunConfig,
     stream: Stream,
     validation: Any,
     policy: Policy,
     generator: Generator,
-    end_of_turn_ids: Sequence[int],
+    chat: ChatFormat,
     show_progress: ShowProgress,
     cleanup: ExitStack,
+    warn: Callable[[str], None],
 ) -> Grpo:
-    grpo, estimator = config.grpo, config.grpo.adv_estimator
+    grpo = config.grpo
+    end_of_turn_ids = chat.stop_token_ids
     environment = build_environments(environments_in_use(config), base_folder=Path.cwd())
     cleanup.callback(environment.close)
+    turns = build_turns(config, environments_in_use(config), chat, warn, cleanup)
+    learns_from_record = uses_record(config)
     rollouts = FreshRollouts(
         stream,
         generator,
         environment,
-        num_samples=grpo.num_generations_per_prompt,
+        num_samples=grpo.num_fresh_per_prompt if learns_from_record else grpo.num_generations_per_prompt,
         sampling=_sampling(config.policy, end_of_turn_ids),
         seed=grpo.seed,
         show_progress=show_progress,
@@ -69,23 +80,24 @@ def build_grpo(
         show_progress=show_progress,
         label="validation",
     )
+    if turns is not None:
+        rollouts, validation_rollouts = turns.over(rollouts), turns.over(validation_rollouts)
+    source: RolloutSource = rollouts
+    if learns_from_record:
+        fresh = rollouts if grpo.num_fresh_per_prompt else None
+        source = RecordedRollouts(stream, grpo.num_recorded, grpo.seed, fresh)
     return Grpo(
         GrpoSettings(
-            grpo.num_prompts_per_step,
-            grpo.num_generations_per_prompt,
             num_updates_per_step=grpo.num_samples_per_step // config.policy.train_global_batch_size,
             overlong_filtering=grpo.overlong_filtering,
+            seq_logprob_error_threshold=grpo.seq_logprob_error_threshold,
             num_validation_prompts=len(held_out),
         ),
-        ClippedPolicyGradient(**options(config.loss_fn, ClippedPolicyGradient)),
-        GroupAdvantages(
-            estimator.normalize_rewards,
-            estimator.use_leave_one_out_baseline,
-            grpo.advantage_clip_low,
-            grpo.advantage_clip_high,
-        ),
+        build_objective(config),
+        build_credit(config),
+        build_selection(config),
         policy,
-        rollouts,
+        source,
         validation_rollouts if held_out else None,
     )
 

@@ -10,16 +10,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-from posttrain.algorithms.dpo import Dpo
 from posttrain.algorithms.sft import Sft
-from posttrain.build.datasets import RunConfig, first_rows, load_datasets, options, samples_per_step
-from posttrain.build.grpo import build_grpo, environments_in_use
+from posttrain.build.credit import with_surplus
+from posttrain.build.datasets import RunConfig, first_rows, load_datasets, samples_per_step
+from posttrain.build.grpo import build_grpo, environments_in_use, uses_record
+from posttrain.build.preference import build_preference, is_paired, needs_reference
+from posttrain.build.rm import build_rm
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
-from posttrain.config import DpoRunConfig, GrpoRunConfig, LoadedConfig, PolicyConfig
+from posttrain.config import DpoRunConfig, GrpoRunConfig, LoadedConfig, PolicyConfig, RmRunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching, PackingAlgorithm
 from posttrain.data.sampler import Stream
+from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.environments import check_environments
 from posttrain.errors import InputError
 from posttrain.hardware import peak_flops
@@ -27,7 +30,6 @@ from posttrain.loop import LoopSettings, TrainingLoop, run_folder
 from posttrain.orchestration.local import LocalWorker, WorkerGroup
 from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
 from posttrain.policy.model import check_model_exists, flops_per_token, load_tokenizer
-from posttrain.policy.objectives import PreferenceLoss
 from posttrain.policy.worker import PolicyWorker, WorkerSetup
 from posttrain.reporting import RunRecorder
 from posttrain.roles import Algorithm
@@ -62,7 +64,8 @@ class Run:
             check_environments(environments_in_use(config), Path.cwd())
         check_model_exists(config.policy.model_name)
         tokenizer = load_tokenizer(config.policy.tokenizer.name)
-        self.chat = ChatFormat(
+        form = WholeChatFormat if isinstance(config, RmRunConfig) else ChatFormat
+        self.chat: ChatFormat = form(
             tokenizer, config.policy.tokenizer.chat_template, config.policy.tokenizer.chat_template_kwargs or {}
         )
         section = self._section()
@@ -81,10 +84,12 @@ class Run:
         for name, dataset in (("data.train", train), ("data.validation", validation)):
             for reason, count in (dataset.dropped if dataset is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
+            for reason, count in (dataset.noted if dataset is not None else {}).items():
+                recorder.warn(f"{name}: {count} rows: {reason}")
         policy = ShardedPolicy(
             workers,
-            train=self._micro_batching("train"),
-            score=self._micro_batching("logprob"),
+            train=self._micro_batching("train", getattr(train, "pack_size", 0)),
+            score=self._micro_batching("logprob", getattr(train, "pack_size", 0)),
             seed=section.seed,
             show_progress=recorder.progress,
         )
@@ -93,7 +98,7 @@ class Run:
             settings=self._loop_settings(max_steps, per_step, len(train) / per_step),
             algorithm=algorithm,
             policy=policy,
-            stream=stream,
+            stream=with_surplus(stream, algorithm),
             recorder=recorder,
             store=self._store(recorder),
             deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
@@ -105,10 +110,18 @@ class Run:
 
     def _workers(self, seed: int) -> WorkerGroup:
         config = self.config
-        needs_reference = isinstance(config, DpoRunConfig) or (
-            isinstance(config, GrpoRunConfig) and config.loss_fn.reference_policy_kl_penalty != 0
+        has_reference = (isinstance(config, DpoRunConfig) and needs_reference(config)) or (
+            isinstance(config, GrpoRunConfig)
+            and (config.loss_fn.reference_policy_kl_penalty != 0 or uses_record(config))
         )
-        setup = WorkerSetup(_with_absolute_folders(config.policy), seed, needs_reference, self.chat.template)
+        setup = WorkerSetup(
+            _with_absolute_folders(config.policy),
+            seed,
+            has_reference,
+            self.chat.recorded_template,
+            reward_model=isinstance(config, RmRunConfig),
+            answer_ends=self.chat.last_token_ids if isinstance(self.chat, WholeChatFormat) else (),
+        )
         cluster = config.cluster
         size = cluster.num_nodes * cluster.gpus_per_node
         if cluster.launcher == "local" and size > 1:
@@ -126,18 +139,24 @@ class Run:
             ) from error
         return RayWorkers(setup, cluster.num_nodes, cluster.gpus_per_node)
 
-    def _micro_batching(self, which: str) -> MicroBatching:
+    def _micro_batching(self, which: str, pack_size: int) -> MicroBatching:
+        """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
         policy = self.config.policy
-        per_sample = 2 if isinstance(self.config, DpoRunConfig) else 1  # batch sizes of DPO count pairs
+        config = self.config
+        counts_pairs = isinstance(config, RmRunConfig) or (isinstance(config, DpoRunConfig) and is_paired(config))
+        per_sample = 2 if counts_pairs else 1
         size = policy.train_micro_batch_size if which == "train" else policy.logprob_batch_size
         budget = None
         for section in (policy.sequence_packing, policy.dynamic_batching):
             if section.enabled:
                 budget = section.train_mb_tokens if which == "train" else section.logprob_mb_tokens
+        if pack_size:
+            budget = max(budget or 0, pack_size)
         return MicroBatching(
             max_tokens=budget,
             num_responses=size * per_sample,
             algorithm=cast(PackingAlgorithm, policy.sequence_packing.algorithm),
+            seed=self._section().seed,
         )
 
     def _recorder(self, workers: WorkerGroup, max_steps: int) -> RunRecorder:
@@ -200,15 +219,16 @@ class Run:
                 validation,
                 policy,
                 ShardedGenerator(workers),
-                self.chat.stop_token_ids,
+                self.chat,
                 recorder.progress,
                 self._cleanup,
+                recorder.warn,
             )
-        section = config.dpo if isinstance(config, DpoRunConfig) else config.sft
-        held_out = first_rows(validation, section.val_batches * section.val_global_batch_size)
+        if isinstance(config, RmRunConfig):
+            return build_rm(config, stream, validation, policy)
         if isinstance(config, DpoRunConfig):
-            objective = PreferenceLoss(**options(config.dpo, PreferenceLoss))
-            return Dpo(config.policy.train_global_batch_size, objective, policy, stream, held_out)
+            return build_preference(config, stream, validation, policy, recorder.warn)
+        held_out = first_rows(validation, config.sft.val_batches * config.sft.val_global_batch_size)
         return Sft(config.policy.train_global_batch_size, policy, stream, held_out)
 
 

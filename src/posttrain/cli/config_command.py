@@ -1,4 +1,4 @@
-"""`posttrain config show` and `posttrain config check`: what a run would use, and where each value comes from."""
+"""`posttrain config show`, `check` and `presets`: what a run would use, and where each value comes from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.config import KINDS, ConfigError, LoadedConfig, guess_kind, load_config
+from posttrain.config.presets import presets
 
 SHOW_EPILOG = """\
 examples:
@@ -34,6 +35,9 @@ def add_parser(subparsers: Any) -> None:
     show.add_argument("--all-origins", action="store_true", help="remark on defaults too")
     show.add_argument("--json", action="store_true", help="print {key: {value, origin}} instead of YAML")
     show.set_defaults(run=run, action=_show)
+    listing = commands.add_parser("presets", help="list the settings of other systems that a run can start from")
+    listing.add_argument("kinds", nargs="*", choices=[*KINDS, []], metavar="KIND", help="only for this kind of run")
+    listing.set_defaults(run=_list_presets)
     check = _add_command(commands, "check", "say whether a run could start with it", CHECK_EPILOG)
     check.set_defaults(run=run, action=_check)
 
@@ -76,6 +80,22 @@ def _show(loaded: LoadedConfig[Any], args: argparse.Namespace) -> int:
         print(json.dumps(entries, indent=2, ensure_ascii=False))
     else:
         print(loaded.annotated_yaml(all_origins=args.all_origins), end="")
+    return 0
+
+
+def _list_presets(args: argparse.Namespace) -> int:
+    for kind in args.kinds or KINDS:
+        found = presets(kind)
+        if not found:
+            if args.kinds:
+                print(f"There are no presets for {kind}.\n")
+            continue
+        print(f"posttrain {kind} preset=NAME")
+        width = max(len(preset.name) for preset in found)
+        for preset in found:
+            print(f"  {preset.name:<{width}}  {preset.summary}")
+        print()
+    print("Your own settings win over a preset's. `posttrain config show grpo preset=NAME` shows what it sets.")
     return 0
 
 

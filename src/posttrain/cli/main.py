@@ -10,7 +10,7 @@ import sys
 import traceback
 
 from posttrain import __version__
-from posttrain.cli import config_command, demo_command, models_command, train_command
+from posttrain.cli import config_command, data_command, demo_command, models_command, rewards_command, train_command
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, OverridesParser
 from posttrain.errors import InputError
 
@@ -23,7 +23,10 @@ Tune language models from preferences and rewards.
   posttrain demo                                   watch a small model learn, in a few minutes, on a CPU
   posttrain grpo --config configs/grpo.yaml        reinforcement learning from checkable answers
   posttrain dpo  --config configs/dpo.yaml         preference pairs
+  posttrain rm   --config configs/rm.yaml          a reward model from preference pairs, for GRPO to learn from
   posttrain config show grpo --config FILE         every setting, and where it came from
+  posttrain data inspect traces.jsonl.gz           what is in labelled traces; advise, pairs and pack go on from there
+  posttrain rewards test --type math FILE          does a reward say what it should?
 """
 
 EPILOG = """\
@@ -41,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
-    for command in (train_command, demo_command, config_command, models_command):
+    for command in (train_command, demo_command, config_command, data_command, models_command, rewards_command):
         command.add_parser(commands)
     return parser
 

@@ -1,4 +1,4 @@
-"""`posttrain grpo`, `posttrain dpo`, `posttrain sft`: train."""
+"""`posttrain grpo`, `posttrain dpo`, `posttrain rm`, `posttrain sft`: train."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ command goes on from the newest checkpoint in it.
 SUMMARIES = {
     "grpo": "reinforcement learning: sample, score, and prefer what scored better in its group",
     "dpo": "direct preference optimisation on pairs of answers",
+    "rm": "reward model: learn a score for answers from pairs of them",
     "sft": "supervised fine-tuning on recorded answers",
 }
 

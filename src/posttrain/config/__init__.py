@@ -3,7 +3,7 @@
 `load_config` reads YAML, applies overrides and returns typed sections. The package knows nothing of models or devices.
 """
 
-from posttrain.config.algorithms import AdvEstimatorConfig, DpoConfig, GrpoConfig, SftConfig
+from posttrain.config.algorithms import AdvEstimatorConfig, DpoConfig, GrpoConfig, RmConfig, SftConfig
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig, SftDataConfig
 from posttrain.config.errors import ConfigError
@@ -19,7 +19,7 @@ from posttrain.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
-from posttrain.config.runs import KINDS, DpoRunConfig, GrpoRunConfig, Kind, RunConfig, SftRunConfig
+from posttrain.config.runs import KINDS, DpoRunConfig, GrpoRunConfig, Kind, RmRunConfig, RunConfig, SftRunConfig
 from posttrain.config.services import ClusterConfig, LoggerConfig
 
 __all__ = [
@@ -46,6 +46,8 @@ __all__ = [
     "NativeConfig",
     "OptimizerConfig",
     "PolicyConfig",
+    "RmConfig",
+    "RmRunConfig",
     "RunConfig",
     "SequencePackingConfig",
     "SftConfig",

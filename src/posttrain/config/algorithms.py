@@ -1,4 +1,4 @@
-"""`grpo`, `dpo` and `sft`: how long a run goes on, how much it samples, when it validates."""
+"""`grpo`, `dpo`, `rm` and `sft`: how long a run goes on, how much it samples, when it validates."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from posttrain.config.base import (
     PositiveInt,
     Section,
 )
+from posttrain.config.preference_losses import PreferenceLossName
 
 
 class RewardShapingConfig(Section):
@@ -44,19 +45,46 @@ class RewardScalingConfig(Section):
 
 
 class AdvEstimatorConfig(Section):
-    name: Literal["grpo", "gdpo", "opd", "reinforce_plus_plus"] = Field(
-        default="grpo", description="How rewards become advantages; posttrain has grpo, the group-relative one."
+    name: Literal["grpo", "rloo", "dr_grpo", "reinforce_plus_plus", "gdpo", "opd"] = Field(
+        default="grpo",
+        description="How rewards become advantages: against the group, against all, or (gdpo) part by part.",
     )
     normalize_rewards: bool = Field(
-        default=True, description="Divides the advantage by the standard deviation of its group."
+        default=True, description="grpo, gdpo: divides the advantage by the standard deviation of its group."
     )
     use_leave_one_out_baseline: bool = Field(
         default=True,
-        description="Baseline of an answer is the mean of the other answers of its group, not of all of them.",
+        description="grpo, gdpo: the baseline is the mean of the other answers of the group, not of all of them.",
     )
     minus_baseline: bool = Field(default=True, description="reinforce_plus_plus: subtracts the group mean.")
     reward_weights: list[float] | None = Field(
         default=None, description="gdpo: weight of each reward part, in alphabetical order."
+    )
+    std_over: Literal["group", "batch"] = Field(
+        default="group", description="grpo, gdpo: whose rewards the standard deviation is of."
+    )
+    std_ddof: Literal[0, 1] | None = Field(
+        default=None,
+        description="What is taken from the count in a variance; null is the estimator's own, 1 or (reinforce_plus_plus) 0.",
+    )
+    std_epsilon: NonNegativeFloat | None = Field(
+        default=None,
+        description="What keeps a divisor from 0; null is 1e-6, or 1e-8 (reinforce_plus_plus) and 0 (gdpo) for whitening.",
+    )
+    std_epsilon_form: Literal["std_plus", "variance_plus", "variance_floor"] | None = Field(
+        default=None,
+        description="Where it stands: std + e, sqrt(variance + e) or sqrt(max(variance, e)); null is the estimator's own.",
+    )
+    group_of_one: Literal["zero", "reward"] = Field(
+        default="zero", description="Advantage of an answer that is the only scored one of its group."
+    )
+    whiten_advantages: Literal["none", "rollouts", "tokens"] | None = Field(
+        default=None,
+        description="Over what advantages get mean 0 and variance 1; null: reinforce_plus_plus tokens, gdpo rollouts, else none.",
+    )
+    kl_in_reward: Literal["sequence", "token", "return"] | None = Field(
+        default=None,
+        description="What loss_fn.use_kl_in_reward charges: the answer, each token, or all tokens before; null is its own.",
     )
 
 
@@ -81,7 +109,13 @@ class GrpoConfig(Section):
     num_generations_per_prompt: PositiveInt = Field(
         default=16, description="Answers sampled for each prompt: the group size."
     )
-    max_rollout_turns: PositiveInt = Field(default=1, description="Turns between model and environment in one rollout.")
+    num_recorded_per_prompt: PositiveInt | None = Field(
+        default=None,
+        description="Of the answers of a prompt, those taken from labelled traces (TraceGroups); null is all, none fresh.",
+    )
+    max_rollout_turns: PositiveInt = Field(
+        default=1, description="Turns that the model has in one rollout, where the environment has `turns`."
+    )
     max_num_epochs: PositiveInt = Field(default=1, description="Passes over the prompts after which the run ends.")
     max_num_steps: PositiveInt = Field(
         default=1_000_000, description="Steps after which the run ends, if the epochs have not ended it."
@@ -132,9 +166,12 @@ class GrpoConfig(Section):
     dynamic_sampling_max_gen_batches: PositiveInt = Field(
         default=10, description="Batches that dynamic sampling may generate for one step."
     )
+    dynamic_sampling_surplus: Literal["keep", "discard"] = Field(
+        default="keep", description="What becomes of groups beyond those that a step needs: the next step's, or lost."
+    )
     batch_multiplier: PositiveFloat = Field(
         default=1.0,
-        description="Prompts drawn for one step as a multiple of num_prompts_per_step; above 1 with dynamic sampling.",
+        description="Prompts in one batch of dynamic sampling, as a multiple of num_prompts_per_step.",
     )
     seq_logprob_error_threshold: PositiveFloat | None = Field(
         default=None,
@@ -174,6 +211,16 @@ class GrpoConfig(Section):
     def num_samples_per_step(self) -> int:
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
+    @property
+    def num_recorded(self) -> int:
+        """Of each prompt, where the data are labelled traces."""
+        return self.num_recorded_per_prompt or self.num_generations_per_prompt
+
+    @property
+    def num_fresh_per_prompt(self) -> int:
+        """Answers sampled beside the recorded ones."""
+        return self.num_generations_per_prompt - self.num_recorded
+
 
 class DpoConfig(Section):
     max_num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs after which the run ends.")
@@ -187,6 +234,9 @@ class DpoConfig(Section):
     val_at_start: bool = Field(default=True, description="Validates a fresh run before its first step.")
     val_at_end: bool = Field(default=False, description="Validates after the last step.")
     seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")
+    preference_loss: PreferenceLossName = Field(
+        default="dpo", description="The loss on preferences; kto learns from single answers, all others from pairs."
+    )
     reference_policy_kl_penalty: Annotated[float, Field(gt=0)] = Field(
         default=0.05,
         description="Scale of the implicit reward (beta): larger keeps the policy closer to the reference.",
@@ -194,12 +244,56 @@ class DpoConfig(Section):
     preference_average_log_probs: bool = Field(
         default=False, description="Implicit reward is the mean over tokens instead of the sum."
     )
+    gt_reward_scale: PositiveFloat = Field(
+        default=1.0, description="rpo_*: factor on chosen_reward - rejected_reward, the margin to be learnt."
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="cdpo, robust, simpo: share of pairs assumed to be labelled the wrong way round."
+    )
+    simpo_gamma: NonNegativeFloat = Field(
+        default=0.5, description="simpo: margin by which beta times the chosen reward should lead."
+    )
+    desirable_weight: NonNegativeFloat = Field(default=1.0, description="kto: factor on the loss of desirable answers.")
+    undesirable_weight: NonNegativeFloat = Field(
+        default=1.0, description="kto: factor on the loss of undesirable answers."
+    )
     sft_average_log_probs: bool = Field(
         default=False, description="SFT term averages over the tokens of each chosen answer."
+    )
+    sft_token_level_loss: bool = Field(
+        default=False, description="SFT term is a mean over all chosen tokens of the batch instead of over answers."
     )
     preference_loss_weight: NonNegativeFloat = Field(default=1.0, description="Weight of the preference loss.")
     sft_loss_weight: NonNegativeFloat = Field(
         default=0.0, description="Weight of the negative log-likelihood of the chosen answers; 0 does not compute it."
+    )
+    reference_cache_gib: NonNegativeFloat = Field(
+        default=4.0,
+        description="GiB of reference log-probabilities kept in memory and beside the checkpoints; 0 scores every time.",
+    )
+
+
+class RmConfig(Section):
+    max_num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs after which the run ends.")
+    max_num_steps: PositiveInt = Field(
+        default=1_000_000, description="Optimizer steps after which the run ends, if the epochs have not ended it."
+    )
+    val_period: int = Field(
+        default=16, description="Steps between validations; 0 or less turns periodic validation off."
+    )
+    val_batches: int = Field(default=-1, description="Batches used by a validation; 0 or less uses the whole set.")
+    val_global_batch_size: PositiveInt = Field(default=32, description="Pairs in one validation batch.")
+    val_micro_batch_size: PositiveInt = Field(default=1, description="Pairs in one validation forward pass.")
+    val_at_start: bool = Field(default=False, description="Validates a fresh run before its first step.")
+    val_at_end: bool = Field(default=False, description="Validates after the last step.")
+    seed: NonNegativeInt = Field(default=42, description="Seed of data order and of the scoring layer.")
+    center_rewards_coefficient: NonNegativeFloat = Field(
+        default=0.0,
+        description="Weight of the squared sum of a pair's scores, which keeps scores around 0; 0 does not compute it.",
+    )
+    margin_from_rewards: bool = Field(
+        default=False,
+        description="Asks for a difference of scores larger than that of the pair's chosen_reward and rejected_reward.",
     )
 
 

@@ -7,27 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from posttrain.config.data import TRACE_GROUPS
 from posttrain.config.loss import LossFnConfig
-from posttrain.config.runs import DpoRunConfig, GrpoRunConfig, RunConfig, SftRunConfig
+from posttrain.config.preference_losses import ambiguous_loss, check_preference_loss
+from posttrain.config.runs import DpoRunConfig, GrpoRunConfig, RmRunConfig, RunConfig, SftRunConfig
+from posttrain.config.turns import check_turns, unused_turns
+from posttrain.config.variants import check_variants, compares_within_group, normalizer, unused_variants
 
 IsSetByUser = Callable[[str], bool]
 
 
 def check_run(config: RunConfig, is_set: IsSetByUser) -> list[str]:
     """Everything in `config` that contradicts itself."""
-    found = [*_data(config), *_optimizer(config)]
+    found = [*_data(config), *_optimizer(config), *_scoring_layer(config)]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
-    elif isinstance(config, DpoRunConfig | SftRunConfig):
+        found += _record(config)
+        found += check_turns(config)
+        found += check_variants(config)
+    elif isinstance(config, DpoRunConfig | RmRunConfig | SftRunConfig):
         found += _micro_batches(config, is_set)
+    if isinstance(config, DpoRunConfig):
+        found += check_preference_loss(config)
     return found
 
 
-def cautions(config: RunConfig) -> list[str]:
+def cautions(config: RunConfig, is_set: IsSetByUser) -> list[str]:
     """What is allowed and probably not meant."""
-    found = []
-    if isinstance(config, GrpoRunConfig) and config.grpo.num_generations_per_prompt == 1 and not list(_groups(config)):
+    found: list[str] = []
+    if isinstance(config, DpoRunConfig):
+        found += ambiguous_loss(config, is_set)
+    alone = isinstance(config, GrpoRunConfig) and config.grpo.num_generations_per_prompt == 1
+    if isinstance(config, GrpoRunConfig) and alone and compares_within_group(config) and not list(_groups(config)):
         found.append("grpo.num_generations_per_prompt: a group of 1 has advantage 0, so nothing is learnt from rewards")
+    if isinstance(config, GrpoRunConfig):
+        found += unused_turns(config)
+        found += unused_variants(config, is_set)
     metric = config.checkpointing.metric_name
     if metric and metric.startswith("val:") and not _validates(config):
         found.append(
@@ -65,6 +80,14 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _scoring_layer(config: RunConfig) -> Iterator[str]:
+    enabled = config.policy.reward_model_cfg.enabled
+    if enabled and not isinstance(config, RmRunConfig):
+        yield "policy.reward_model_cfg.enabled = true trains a reward model: that is `posttrain rm`; here it must be false"
+    if isinstance(config, RmRunConfig) and not enabled:
+        yield "policy.reward_model_cfg.enabled = false: `posttrain rm` trains a reward model and nothing else; leave it true"
+
+
 def _batches(config: GrpoRunConfig) -> Iterator[str]:
     grpo, size = config.grpo, config.policy.train_global_batch_size
     samples = grpo.num_samples_per_step
@@ -83,10 +106,28 @@ def _batches(config: GrpoRunConfig) -> Iterator[str]:
         )
 
 
+def _record(config: GrpoRunConfig) -> Iterator[str]:
+    recorded = [entry.holds_recorded_groups for entry in config.data.train_sets()]
+    wanted = config.grpo.num_recorded_per_prompt
+    if any(recorded) and not all(recorded):
+        yield f"data.train: {TRACE_GROUPS} and datasets without recorded answers cannot be mixed in one run"
+    if wanted is not None and not any(recorded):
+        yield f"grpo.num_recorded_per_prompt = {wanted} needs recorded answers: data.train.dataset_name={TRACE_GROUPS}"
+    if wanted is not None and wanted > config.grpo.num_generations_per_prompt:
+        yield (
+            f"grpo.num_recorded_per_prompt = {wanted} is more than all answers of a prompt, "
+            f"grpo.num_generations_per_prompt = {config.grpo.num_generations_per_prompt}"
+        )
+    if any(recorded) and config.loss_fn.force_on_policy_ratio:
+        yield "loss_fn.force_on_policy_ratio: recorded answers are not the policy's own; set it to false"
+
+
 def _groups(config: GrpoRunConfig) -> Iterator[str]:
     if config.grpo.num_generations_per_prompt > 1:
         return
     estimator = config.grpo.adv_estimator
+    if estimator.name not in ("grpo", "gdpo") or not compares_within_group(config):
+        return
     for name in ("normalize_rewards", "use_leave_one_out_baseline"):
         if getattr(estimator, name):
             yield (
@@ -110,7 +151,7 @@ def _loss(config: GrpoRunConfig) -> Iterator[str]:
 
 
 def _ratio_variants(loss: LossFnConfig) -> Iterator[str]:
-    if loss.sequence_level_importance_ratios and loss.token_level_loss:
+    if loss.sequence_level_importance_ratios and normalizer(loss) != "sequences":
         yield (
             "loss_fn.sequence_level_importance_ratios (GSPO) needs loss_fn.token_level_loss = false, because its ratio "
             "belongs to an answer: set loss_fn.token_level_loss=false"
@@ -125,7 +166,7 @@ def _ratio_variants(loss: LossFnConfig) -> Iterator[str]:
     }
     for name in [name for name, is_on in excluded.items() if is_on]:
         yield f"loss_fn.use_cispo and loss_fn.{name} exclude each other: CISPO has its own use of the ratio; unset one"
-    if not loss.token_level_loss:
+    if normalizer(loss) == "sequences":
         yield "loss_fn.use_cispo needs loss_fn.token_level_loss = true: CISPO averages over tokens"
 
 
@@ -171,11 +212,14 @@ def _stopping(config: GrpoRunConfig) -> Iterator[str]:
         )
 
 
-def _micro_batches(config: DpoRunConfig | SftRunConfig, is_set: IsSetByUser) -> Iterator[str]:
+def _micro_batches(config: DpoRunConfig | RmRunConfig | SftRunConfig, is_set: IsSetByUser) -> Iterator[str]:
     """A micro-batch size that was typed must divide its batch. One that was not is only an upper bound."""
     if isinstance(config, DpoRunConfig):
         unit, section = "pairs", "dpo"
         val = (config.dpo.val_global_batch_size, config.dpo.val_micro_batch_size)
+    elif isinstance(config, RmRunConfig):
+        unit, section = "pairs", "rm"
+        val = (config.rm.val_global_batch_size, config.rm.val_micro_batch_size)
     else:
         unit, section = "examples", "sft"
         val = (config.sft.val_global_batch_size, config.sft.val_micro_batch_size)

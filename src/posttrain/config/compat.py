@@ -86,7 +86,14 @@ RENAMES: tuple[Rename, ...] = (
         "policy.generation",
         reason="nothing is sampled in this kind of run",
         applies=lambda value: value is not None,
-        kinds=("dpo", "sft"),
+        kinds=("dpo", "rm", "sft"),
+    ),
+    Rename(
+        "rm.max_num_steps",
+        ("rm.max_num_steps",),
+        applies=lambda value: value == -1,
+        convert=lambda value: 1_000_000,
+        kinds=("rm",),
     ),
 )
 

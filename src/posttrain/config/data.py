@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from posttrain.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from posttrain.config.base import (
+    FreeMap,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenSection,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from posttrain.config.rewards import (
+    REWARD_TYPES,
+    MathVerifier,
+    RewardBlock,
+    RewardConfig,
+    VerifierType,
+    parse_reward,
+    refuse_unknown_keys,
+    reward_keys,
+)
+from posttrain.config.traces import PairRulesConfig, TraceColumnsConfig, TraceFiltersConfig
 
 # Tags of the two shapes that `data.train` may have; error messages leave them out.
 MAP_TAG, LIST_TAG = "<map>", "<list>"
+
+TRACE_GROUPS = "TraceGroups"  # the dataset of labelled traces whose answers GRPO learns from
+
+_PARTS_ONLY = frozenset({"weight"})  # a single reward has nothing to be weighed against
 
 
 class DatasetConfig(Section):
@@ -32,6 +55,23 @@ class DatasetConfig(Section):
     prompt_key: str | None = Field(default=None, description="Column with the prompt of a pair.")
     chosen_key: str | None = Field(default=None, description="Column with the better answer of a pair.")
     rejected_key: str | None = Field(default=None, description="Column with the worse answer of a pair.")
+    chosen_reward_key: str | None = Field(default=None, description="Column with the reward of the better answer.")
+    rejected_reward_key: str | None = Field(default=None, description="Column with the reward of the worse answer.")
+    default_chosen_reward: float | None = Field(
+        default=None, description="Reward of better answers whose row states none; null is 1.0."
+    )
+    default_rejected_reward: float | None = Field(
+        default=None, description="Reward of worse answers whose row states none; null is 0.0."
+    )
+    completion_key: str | None = Field(default=None, description="Column with an answer that is judged on its own.")
+    label_key: str | None = Field(default=None, description="Column that says whether that answer is wanted.")
+    prompt_is_templated: bool | None = Field(
+        default=None,
+        description="Prompts that are text hold the chat template already; null: only in NeMo-Aligner's columns.",
+    )
+    trace_columns: TraceColumnsConfig | None = Field(default=None, description="Columns of labelled traces.")
+    trace_filters: TraceFiltersConfig | None = Field(default=None, description="Which labelled traces are used.")
+    pair_rules: PairRulesConfig | None = Field(default=None, description="How labelled traces become pairs.")
     prompt_file: str | None = Field(
         default=None, description="Text file with one {} where the prompt goes; null uses it as it is."
     )
@@ -53,6 +93,10 @@ class DatasetConfig(Section):
     system_prompt: str | None = Field(default=None, description="System message of openai_format rows that have none.")
     tool_key: str | None = Field(default=None, description="Column with the tools of an openai_format row.")
     use_preserving_dataset: bool | None = Field(default=None, description="Keeps columns that differ from row to row.")
+
+    @property
+    def holds_recorded_groups(self) -> bool:
+        return (self.dataset_name or "").lower() == TRACE_GROUPS.lower()
 
     def filled_from(self, default: DatasetConfig | None) -> DatasetConfig:
         """This dataset with the keys that it does not set taken from `default`. A null that was written stays null."""
@@ -110,9 +154,18 @@ class SftDataConfig(DataConfig):
     )
 
 
-class EnvironmentConfig(Section):
-    """One judge: a Python `function`, or answers checked by `math_verify_impl` / `verifier_type` (always so for `math`)."""
+class EnvironmentConfig(OpenSection):
+    """Who judges answers: several `rewards` with weights, or one by its `type` with that type's own keys beside it.
 
+    `function` alone is a reward of type python. `math_verify_impl` or `verifier_type`, or the name `math`, is one of type math.
+    """
+
+    type: str | None = Field(
+        default=None, description="Type of the only reward, whose own keys stand beside it; `posttrain rewards list`."
+    )
+    rewards: dict[str, RewardBlock] | None = Field(
+        default=None, description="Several rewards by name, each with `type`, `weight` and the keys of its type."
+    )
     function: str | None = Field(
         default=None,
         description="Python reward function: `file.py:name` or `package.module.name`; null is the built-in judge.",
@@ -120,11 +173,63 @@ class EnvironmentConfig(Section):
     num_workers: PositiveInt | None = Field(
         default=None, description="Processes that judge answers side by side; null picks a number."
     )
-    timeout_s: PositiveFloat = Field(default=10.0, description="Seconds after which judging one answer is given up.")
-    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = Field(
+    timeout_s: PositiveFloat | None = Field(
+        default=None, description="Seconds after which judging one answer is given up; null is what its type needs."
+    )
+    math_verify_impl: MathVerifier | None = Field(
         default=None, description="How answers are compared: as mathematics, or as normalised text; null is the former."
     )
-    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] | None = Field(
+    verifier_type: VerifierType | None = Field(
         default=None, description="What kind of answer is expected; null is math."
     )
     stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer in this environment.")
+    turns: str | None = Field(
+        default=None,
+        description="Class that takes turns with the model: calculator, search, `file.py:Class`; null is a single turn.",
+    )
+    turns_kwargs: FreeMap = Field(default_factory=dict, description="Arguments of that class.")
+
+    @model_validator(mode="after")
+    def _rewards_can_be_read(self) -> EnvironmentConfig:
+        self.reward_configs("")
+        return self
+
+    def reward_configs(self, name: str) -> dict[str, RewardConfig]:
+        """The rewards by name, a single one under the empty name. None if nothing says what they are.
+
+        `name` is that of the environment: `math` needs no type. Settings of the environment hold for its rewards.
+        """
+        extras = dict(self.model_extra or {})
+        if self.rewards is not None:
+            if self.type is not None or self.function is not None or extras:
+                given = next(iter(extras), "type" if self.type is not None else "function")
+                raise ValueError(
+                    f"`{given}` says what a single reward is, but there are `rewards`: put it under one of them"
+                )
+            if not self.rewards:
+                raise ValueError("`rewards` is empty: at least one reward is needed")
+            return {part: parse_reward(self._with_math_keys(block)) for part, block in self.rewards.items()}
+        kind = self._kind(name, extras)
+        if kind is None:
+            return {}
+        own = {"function": self.function} if self.function is not None else {}
+        return {"": parse_reward(self._with_math_keys({"type": kind, **own, **extras}), without=_PARTS_ONLY)}
+
+    def _kind(self, name: str, extras: FreeMap) -> str | None:
+        if self.type is not None:
+            return self.type
+        if self.function is not None:
+            return "python"
+        if name == "math" or self.math_verify_impl is not None or self.verifier_type is not None:
+            return "math"
+        # The name may still turn out to be `math`, whose keys need no type.
+        others = {key: value for key, value in extras.items() if name or key not in reward_keys(REWARD_TYPES["math"])}
+        refuse_unknown_keys(others, list(type(self).model_fields), "an environment without `type`")
+        return None
+
+    def _with_math_keys(self, block: FreeMap) -> FreeMap:
+        """NeMo RL writes them beside `num_workers`; they stand for every math reward that does not set its own."""
+        if not str(block.get("type")).startswith("math"):
+            return block
+        inherited = {"math_verify_impl": self.math_verify_impl, "verifier_type": self.verifier_type}
+        return {**{key: value for key, value in inherited.items() if value is not None}, **block}

@@ -18,8 +18,18 @@ from posttrain.config.compat import apply_renames
 from posttrain.config.errors import ConfigError
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
+from posttrain.config.presets import chosen_preset, is_preset_origin
 from posttrain.config.render import plain_values, to_yaml_text, with_override_marks
-from posttrain.config.runs import KINDS, RUN_CONFIGS, DpoRunConfig, GrpoRunConfig, Kind, RunConfig, SftRunConfig
+from posttrain.config.runs import (
+    KINDS,
+    RUN_CONFIGS,
+    DpoRunConfig,
+    GrpoRunConfig,
+    Kind,
+    RmRunConfig,
+    RunConfig,
+    SftRunConfig,
+)
 from posttrain.config.schema import (
     describe_unknown,
     find,
@@ -71,7 +81,7 @@ class LoadedConfig(Generic[C]):
     def _values(self) -> dict[str, Any]:
         """The algorithm's own sections first."""
         values = plain_values(self.config)
-        first = [key for key in (self.kind, "loss_fn") if key in values]
+        first = [key for key in ("preset", self.kind, "loss_fn") if key in values]
         return {key: values[key] for key in [*first, *(key for key in values if key not in first)]}
 
 
@@ -97,6 +107,10 @@ def load_config(
 ) -> LoadedConfig[DpoRunConfig]: ...
 @overload
 def load_config(
+    kind: Literal["rm"], path: FilePath | None = None, overrides: Sequence[str] = ()
+) -> LoadedConfig[RmRunConfig]: ...
+@overload
+def load_config(
     kind: Literal["sft"], path: FilePath | None = None, overrides: Sequence[str] = ()
 ) -> LoadedConfig[SftRunConfig]: ...
 @overload
@@ -107,10 +121,14 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     """The config of a run: built-in defaults, then the file at `path`, then `overrides`. Raises ConfigError."""
     known = _known_kind(kind)
     warnings: list[str] = []
-    defaults = built_in_defaults(known)
-    tree = _with_file(known, defaults, FilePath(path), warnings) if path is not None else defaults
+    own = _read_file(known, FilePath(path), warnings) if path is not None else Tree()
+
+    def keeps_null(key: Path) -> bool:
+        return _keeps_null(known, key)
+
+    defaults = overlay(built_in_defaults(known), chosen_preset(known, own, overrides), keeps_null, over_built_in=True)
     tree = apply_overrides(
-        tree,
+        overlay(defaults, own, keeps_null, over_built_in=True),
         overrides,
         rename=lambda written: apply_renames(written, known, warnings),
         has_default=lambda key: is_field(schema_of(known), key),
@@ -119,14 +137,19 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     _forget_unfitting_validation(tree)
     config = _validated(known, _resolved_with_fitting_batch(known, tree), tree)
     errors, notices = review(config.model_dump(by_alias=True), tree, _default_test(tree, defaults))
-    errors += check_run(config, lambda key: tree.origin(tuple(key.split("."))) != DEFAULT)
+
+    def is_set(key: str) -> bool:
+        origin = tree.origin(tuple(key.split(".")))
+        return origin != DEFAULT and not is_preset_origin(origin)
+
+    errors += check_run(config, is_set)
     if errors:
         raise ConfigError("\n".join(errors))
     return LoadedConfig(
         kind=known,
         config=config,
         origins={dotted(key): tree.origins.get(key, DEFAULT) for key, _ in leaves(plain_values(config))},
-        warnings=[*warnings, *notices, *cautions(config)],
+        warnings=[*warnings, *notices, *cautions(config, is_set)],
         expressions={dotted(key): value for key, value in leaves(tree.values) if _is_expression(value)},
     )
 
@@ -155,15 +178,11 @@ def _keeps_null(kind: Kind, path: Path) -> bool:
     return node is None or node.nullable
 
 
-def _with_file(kind: Kind, defaults: Tree, path: FilePath, warnings: list[str]) -> Tree:
+def _read_file(kind: Kind, path: FilePath, warnings: list[str]) -> Tree:
     def rename(tree: Tree) -> None:
         apply_renames(tree, kind, warnings)
 
-    def keeps_null(key: Path) -> bool:
-        return _keeps_null(kind, key)
-
-    own = read_with_defaults(path, rename, keeps_null, warnings)
-    return overlay(defaults, own, keeps_null, over_built_in=True)
+    return read_with_defaults(path, rename, lambda key: _keeps_null(kind, key), warnings)
 
 
 def _refuse_unknown(kind: Kind, tree: Tree) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.config.base import NonNegativeFloat, PositiveFloat, Section
+from posttrain.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class LossFnConfig(Section):
@@ -35,6 +35,18 @@ class LossFnConfig(Section):
         default=None,
         description="Dual clip: factor above 1 that bounds the loss where the advantage is negative; null is off.",
     )
+    ratio_ceiling: PositiveFloat | None = Field(
+        default=None,
+        description="Bound of the probability ratio itself, whatever the sign of the advantage (TRL's delta).",
+    )
+    log_ratio_clamp_value: PositiveFloat | None = Field(
+        default=None,
+        description="Log-ratio to the old policy is clamped to plus or minus this (nats); null does not clamp.",
+    )
+    kl_importance_weight: Literal["on_policy", "sampler", "previous", "none"] | None = Field(
+        default=None,
+        description="What the KL of a token is weighted by; null is on_policy, or as use_on_policy_kl_approximation says.",
+    )
     use_on_policy_kl_approximation: bool = Field(
         default=False,
         description="Weights the KL of a token by exp(current - sampler logprob), which makes it exact off-policy.",
@@ -57,9 +69,21 @@ class LossFnConfig(Section):
         default=False,
         description="One ratio per answer, the geometric mean over its tokens (GSPO); needs token_level_loss false.",
     )
+    sequence_ratio_type: Literal["geometric_mean", "product"] = Field(
+        default="geometric_mean",
+        description="What the one ratio of an answer is made of: the mean over its tokens (GSPO), or their product (RLOO).",
+    )
     token_level_loss: bool = Field(
         default=True,
         description="Averages over all tokens of the batch; false averages within each answer, then over answers.",
+    )
+    loss_normalizer: Literal["tokens", "sequences", "max_tokens"] | None = Field(
+        default=None,
+        description="What the sum is divided by; null is as token_level_loss says, and max_tokens with dr_grpo.",
+    )
+    max_response_tokens: PositiveInt | None = Field(
+        default=None,
+        description="Tokens that every answer counts as with the normalizer max_tokens, whatever its length.",
     )
     force_on_policy_ratio: bool = Field(
         default=False,

@@ -123,8 +123,12 @@ class RouterReplayConfig(OpenSection):
 
 
 class RewardModelConfig(OpenSection):
-    enabled: bool = Field(default=False, description="Gives the model a reward head.")
-    reward_model_type: str | None = Field(default=None, description="Kind of reward model.")
+    enabled: bool = Field(
+        default=False, description="Gives the model a scoring layer; true in `posttrain rm` and nowhere else."
+    )
+    reward_model_type: Literal["bradley_terry"] | None = Field(
+        default=None, description="Kind of reward model; bradley_terry is the one there is."
+    )
 
 
 class PolicyConfig(Section):

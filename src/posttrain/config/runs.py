@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from posttrain.config.algorithms import DpoConfig, GrpoConfig, SftConfig
+from posttrain.config.algorithms import DpoConfig, GrpoConfig, RmConfig, SftConfig
 from posttrain.config.base import FreeMap, Section
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, EnvironmentConfig, SftDataConfig
@@ -14,13 +14,16 @@ from posttrain.config.loss import LossFnConfig
 from posttrain.config.policy import GrpoPolicyConfig, PolicyConfig
 from posttrain.config.services import ClusterConfig, DataPlaneConfig, LoggerConfig, RewardPenaltiesConfig
 
-Kind = Literal["grpo", "dpo", "sft"]
-KINDS: tuple[Kind, ...] = ("grpo", "dpo", "sft")
+Kind = Literal["grpo", "dpo", "rm", "sft"]
+KINDS: tuple[Kind, ...] = ("grpo", "dpo", "rm", "sft")
 
 
 class RunConfig(Section):
     """What every run has."""
 
+    preset: str | None = Field(
+        default=None, description="Settings of another system to start from; `posttrain config presets` lists them."
+    )
     policy: PolicyConfig = Field(description="The model that is trained.")
     data: DataConfig = Field(description="What it is trained on.")
     env: dict[str, EnvironmentConfig] = Field(default_factory=dict, description="Judges of answers, by name.")
@@ -45,9 +48,18 @@ class DpoRunConfig(RunConfig):
     dpo: DpoConfig = Field(description="The preference loss, and validation.")
 
 
+class RmRunConfig(RunConfig):
+    rm: RmConfig = Field(description="The loss of a reward model, and validation.")
+
+
 class SftRunConfig(RunConfig):
     sft: SftConfig = Field(description="Length of the run, and validation.")
     data: SftDataConfig = Field(description="What it is trained on.")
 
 
-RUN_CONFIGS: dict[Kind, type[RunConfig]] = {"grpo": GrpoRunConfig, "dpo": DpoRunConfig, "sft": SftRunConfig}
+RUN_CONFIGS: dict[Kind, type[RunConfig]] = {
+    "grpo": GrpoRunConfig,
+    "dpo": DpoRunConfig,
+    "rm": RmRunConfig,
+    "sft": SftRunConfig,
+}

@@ -67,8 +67,6 @@ _NOT_NEEDED = "not needed by posttrain and left alone"
 _RUN_FOLDER = "no connection to this service yet; metrics stay in the run folder (metrics.jsonl, report.html)"
 _MEMORY = "not used: it moves memory around and changes no result"
 _ASYNC = "asynchronous sampling is off, so its settings are not used"
-_DYNAMIC = "dynamic sampling is off, so its settings are not used"
-_SHAPING = "reward shaping and scaling are off, so their settings are not used"
 _MEGATRON = "posttrain trains with PyTorch; Megatron's settings are not used"
 _ONE_SHARE = "posttrain shards over data-parallel workers only"
 _OPENAI_FORMAT = "keys of the openai_format dataset; name the columns with input_key and output_key"
@@ -78,29 +76,17 @@ RULES: tuple[Rule, ...] = (
     # grpo
     Rule("grpo.async_grpo.enabled", _off, "sampling ahead of training"),
     Rule("grpo.async_grpo.*", _anything, _ASYNC),
-    Rule("grpo.use_dynamic_sampling", _off, "dynamic sampling"),
-    Rule("grpo.dynamic_sampling_max_gen_batches", _anything, _DYNAMIC),
-    Rule("grpo.batch_multiplier", lambda value: value == 1, "drawing more prompts than are trained"),
-    Rule("grpo.max_rollout_turns", _at_most_one, "rollouts of several turns"),
-    Rule("grpo.reward_shaping.enabled", _off, "reward shaping"),
-    Rule("grpo.reward_scaling.enabled", _off, "reward scaling"),
-    Rule("grpo.reward_s*ing.*", _anything, _SHAPING),
-    Rule("grpo.seq_logprob_error_threshold", lambda value: value is None, "dropping answers by logprob error"),
     Rule("grpo.invalid_tool_call_advantage", lambda value: value is None, "advantages of tool calls"),
     Rule("grpo.malformed_thinking_advantage", lambda value: value is None, "advantages of thinking tags"),
-    Rule("grpo.adv_estimator.name", lambda value: value == "grpo", "other advantage estimators than grpo"),
-    Rule("grpo.adv_estimator.minus_baseline", _anything, "read by other estimators than grpo only"),
-    Rule("grpo.adv_estimator.reward_weights", _anything, "read by other estimators than grpo only"),
+    Rule("grpo.adv_estimator.name", lambda value: value != "opd", "distillation"),
     Rule("grpo.val_batch_size", _anything, _NOT_NEEDED),
     Rule("policy.sequence_packing.microbatch_order", _anything, "the order of micro-batches changes no result"),
     Rule("dpo.val_micro_batch_size", _anything, "validation uses policy.logprob_batch_size"),
+    Rule("rm.val_micro_batch_size", _anything, "validation uses policy.logprob_batch_size"),
     Rule("sft.val_micro_batch_size", _anything, "validation uses policy.logprob_batch_size"),
     Rule("grpo.calculate_advantages_on_gpu", _anything, _NOT_NEEDED),
     Rule("grpo.deduplicate_multimodal_data", _anything, _NOT_NEEDED),
     Rule("grpo.debug_payload_metrics", _anything, _NOT_NEEDED),
-    # loss_fn
-    Rule("loss_fn.use_kl_in_reward", _off, "KL in the reward"),
-    Rule("loss_fn.positive_example_nll_weight", lambda value: value == 0, "the likelihood term on rewarded answers"),
     # checkpointing
     Rule(
         "checkpointing.save_consolidated", _off, "a second copy; weights are saved in the Hugging Face format already"
@@ -141,7 +127,6 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.draft.enabled", _off, "training a draft model"),
     Rule("policy.draft.*", _anything, _DRAFT),
     Rule("policy.router_replay.enabled", _off, "replay of expert choices"),
-    Rule("policy.reward_model_cfg.enabled", _off, "training a reward model"),
     # policy.generation
     Rule("policy.generation.backend", lambda value: value in ("native", "vllm"), "other engines than native"),
     Rule("policy.generation.colocated.enabled", bool, "sampling on GPUs of its own"),
@@ -231,10 +216,11 @@ def foreign_environments(tree: Tree) -> dict[Path, str]:
     if not isinstance(environments, dict):
         return {}
     return {
-        ("env", name): f"{tree.origin(('env', name))}: `env.{name}` is not implemented: use `env.math`, or "
-        f"`env.{name}.function` with a Python reward function"
+        ("env", name): f"{tree.origin(('env', name))}: `env.{name}` is not implemented: use `env.math`, say "
+        f"what it is with `env.{name}.type` (`posttrain rewards list`), or `env.{name}.function` with a Python reward function"
         for name, settings in environments.items()
-        if name in FOREIGN_ENVIRONMENTS and not (isinstance(settings, dict) and settings.get("function"))
+        if name in FOREIGN_ENVIRONMENTS
+        and not (isinstance(settings, dict) and any(settings.get(key) for key in ("function", "type", "rewards")))
     }
 
 

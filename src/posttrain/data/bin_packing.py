@@ -135,10 +135,11 @@ def _modified_first_fit(sizes: Sequence[int], order: Sequence[int], capacity: in
             place(b, item)
             with_medium.add(b)
     for b in reversed([b for b in range(len(bins)) if b not in with_medium]):
-        if small.two_smallest() <= free[b]:
-            place(b, small.take_smallest())
-            if (item := small.take_largest(free[b])) is not None:
-                place(b, item)
+        if small.two_smallest() > free[b]:
+            break  # the bins that follow have less room still
+        place(b, small.take_smallest())
+        if (item := small.take_largest(free[b])) is not None:
+            place(b, item)
     rest = _Descending(sizes, sorted(medium.left() + small.left(), key=lambda i: -sizes[i]))
     for b in range(len(bins)):
         while (item := rest.take_largest(free[b])) is not None:

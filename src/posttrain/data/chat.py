@@ -6,13 +6,15 @@ an assistant's turn, and a response always ends with what ends that turn. Knows 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from posttrain.data.errors import DataError
 from posttrain.types import Message
@@ -24,6 +26,13 @@ DEFAULT_TEMPLATE = "default"
 # Stands in for a turn's content to see where a template prints it. Letters and digits only: no template trims or escapes it.
 _PLACEHOLDER = "posttrain7f3a91c4e2turn"
 
+# Texts whose tokens tell two tokenizers with one vocabulary apart: words, numbers, spaces, line breaks, accents, code.
+_PROBES = (
+    "The quick brown fox jumps over 12345 lazy dogs, doesn't it?",
+    "  def f(x):\n\treturn x ** 2  # \u00e4\u00f6\u00fc \u4f60\u597d \U0001f642\r\n\n",
+    "Question: what is 7*8? Answer: \\boxed{56}",
+)
+
 
 @dataclass(frozen=True)
 class TrainedSpan:
@@ -31,6 +40,14 @@ class TrainedSpan:
 
     start: int
     stop: int
+
+
+class EncodedTurn(NamedTuple):
+    """A prompt and an answer in tokens. `crossed`: the tokenizer would have merged the end of one with the start of the other."""
+
+    prompt: Ids
+    response: Ids
+    crossed: bool
 
 
 class ChatFormat:
@@ -50,7 +67,8 @@ class ChatFormat:
             if reserved in self.kwargs:
                 raise DataError(f"tokenizer.chat_template_kwargs: {reserved!r} is set by posttrain; remove it")
         self.template = _resolve_template(chat_template, tokenizer)
-        self._opening = _opening_token(tokenizer) if self.template is None else ""
+        self._start = _opening_token(tokenizer)
+        self._opening = self._start if self.template is None else ""
         self._after_answer = self._find_after_answer()
         self._end_of_turn = self._find_end_of_turn()
 
@@ -65,6 +83,30 @@ class ChatFormat:
         end = self._encode([self.end_of_turn])[0] if self.end_of_turn else []
         eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         return tuple(dict.fromkeys([*eos, *(end if len(end) == 1 else [])]))
+
+    @property
+    def recorded_template(self) -> Any:
+        """The template as it is saved with a model: with `kwargs` written into it, so that it needs no settings of ours."""
+        if self.template is None or not self.kwargs:
+            return self.template
+        given = (
+            f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja_literal(value, name)} %}}{{%- endif %}}"
+            for name, value in self.kwargs.items()
+        )
+        return "".join(given) + self.template
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Digests of what turns a conversation into tokens: `tokenizer` and `template`."""
+        vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+        # A vocabulary says nothing of merges and normalisation. What a few texts become does, and is the same for
+        # every version of the tokenizer library.
+        probes = self._encode(_PROBES)
+        template = {"template": self.template, "kwargs": self.kwargs, "end_of_turn": self.end_of_turn}
+        return {
+            "tokenizer": hashlib.sha256(json.dumps([vocabulary, probes]).encode()).hexdigest(),
+            "template": hashlib.sha256(json.dumps(template, sort_keys=True, default=str).encode()).hexdigest(),
+        }
 
     def prompt(self, messages: Sequence[Message]) -> tuple[str, Ids]:
         """The conversation as the model sees it before it answers, as text and as tokens."""
@@ -91,6 +133,14 @@ class ChatFormat:
             return before, self._close(whole[len(before) :])
         # Some templates write a finished turn in another way than an open one. What counts is what sampling will see.
         return before, response + self.end_of_turn
+
+    def templated_turn(self, prompt: str, response: str) -> tuple[str, str]:
+        """The two texts of `turn` where the row holds them as the model sees them. What would be missing is added: the token
+        that starts a text, and the end of the turn."""
+        before = prompt if prompt.startswith(self._start) else self._start + prompt
+        ends = [self.tokenizer.eos_token, self.end_of_turn]
+        closed = any(end and response.endswith(end) for end in ends)
+        return before, response if closed else self._close(response)
 
     def render_conversation(self, messages: Sequence[Message]) -> tuple[str, list[TrainedSpan]]:
         """The text of a conversation that ends with an assistant's turn, and where each assistant's turn stands in it."""
@@ -125,16 +175,38 @@ class ChatFormat:
 
     def encode_turns(self, turns: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids]]:
         """Tokens of (prompt text, response text). A prompt has the same tokens here as on its own."""
+        return [(turn.prompt, turn.response) for turn in self.split_turns(turns)]
+
+    def split_turns(self, turns: Sequence[tuple[str, str]]) -> list[EncodedTurn]:
+        """`encode_turns`, and where the tokenizer would have merged across the boundary.
+
+        Such an answer is tokenised on its own: a sampler that has read the prompt cannot go back and merge, so these are the
+        tokens that it would write. The prompt stays as it is, because the two answers of a pair share it.
+        """
         distinct = list(dict.fromkeys(before for before, _ in turns))  # the two answers of a pair share one
         prompts = dict(zip(distinct, self._encode(distinct), strict=True))
         wholes = self._encode([before + answer for before, answer in turns])
-        split: list[tuple[Ids, Ids]] = []
+        split: list[EncodedTurn] = []
         for (before, answer), whole in zip(turns, wholes, strict=True):
             prompt = prompts[before]
-            # A tokenizer may merge the end of the prompt with the start of the answer. Sampling never does.
             joined = whole[: len(prompt)] == prompt
-            split.append((prompt, whole[len(prompt) :] if joined else self._encode([answer])[0]))
+            response = whole[len(prompt) :] if joined else self._continue(prompt, before, answer)
+            split.append(EncodedTurn(prompt, response, not joined))
         return split
+
+    def _continue(self, prompt: Ids, before: str, answer: str) -> Ids:
+        """Tokens of an answer that a tokenizer would merge with its prompt."""
+        alone = self._encode([answer])[0]
+        end = self.tokenizer.eos_token or ""
+        if not end or self._decode([*prompt, *alone]) == before + answer:
+            return alone
+        # Some tokenizers put a space before the first word of a text. After a special token the answer is not the first.
+        (fence, fenced) = self._encode([end, end + answer])
+        inside = fenced[len(fence) :]
+        return inside if self._decode([*prompt, *inside]) == before + answer else alone
+
+    def _decode(self, ids: Ids) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_conversation(self, text: str, spans: Sequence[TrainedSpan]) -> tuple[Ids, Ids, list[bool]]:
         """Tokens before the first trained one, tokens from there on, and which of the latter are trained."""
@@ -250,3 +322,18 @@ def _opening_token(tokenizer: Any) -> str:
         return ""
     alone = tokenizer("", add_special_tokens=True)["input_ids"]
     return str(tokenizer.bos_token) if alone[:1] == [tokenizer.bos_token_id] else ""
+
+
+def _jinja_literal(value: Any, name: str) -> str:
+    """A value of a config file as Jinja writes it."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(k))}: {_jinja_literal(v, name)}" for k, v in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(_jinja_literal(item, name) for item in value) + "]"
+    raise DataError(
+        f"tokenizer.chat_template_kwargs: {name!r} is {value!r}; texts, numbers, lists and maps can be recorded"
+    )

@@ -1,20 +1,13 @@
-"""Datasets in tokens: tasks to answer, pairs to compare, examples to imitate.
-
-Tokens are kept as flat integer arrays, because a million prompts as Python integers would not fit in memory; an item is
-put together when it is asked for.
-"""
+"""Datasets in tokens: tasks to answer, pairs to compare, answers to judge, examples to imitate; and how they are loaded."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Generic, Protocol, Self
+from typing import Any, Generic, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,142 +23,17 @@ from posttrain.data.named import (
     find_spec,
     unknown_dataset,
 )
-from posttrain.data.readers import ExampleReader, Item, Numbered, Outcome, PairReader, TaskReader
+from posttrain.data.packed_file import PackedFile
+from posttrain.data.preference_readers import JudgedReader, PairReader
+from posttrain.data.readers import ExampleReader, Item, Numbered, Outcome, TaskReader
+from posttrain.data.recorded import RecordedReader, RecordedRows, is_recorded
+from posttrain.data.row_dataset import HoldOut, RowDataset, Table
 from posttrain.data.shuffling import keyed_order
-from posttrain.types import Example, Pair, Task
+from posttrain.data.sources import Row
+from posttrain.data.trace_preferences import JudgedTraceRows, TracePairRows
+from posttrain.types import Example, Judged, Pair, Task
 
 ROWS_PER_CHUNK = 2048  # read, rendered and tokenised together
-
-
-class TokenColumn:
-    """One list of integers per row."""
-
-    def __init__(self) -> None:
-        self._values = array("i")
-        self._ends = array("q")
-
-    def append(self, row: Iterable[int]) -> None:
-        self._values.extend(row)
-        self._ends.append(len(self._values))
-
-    def bytes_of(self, row: int) -> bytes:
-        return self._part(row).tobytes()
-
-    def __getitem__(self, row: int) -> tuple[int, ...]:
-        return tuple(self._part(row))
-
-    def _part(self, row: int) -> array[int]:
-        return self._values[self._ends[row - 1] if row else 0 : self._ends[row]]
-
-
-class Table(Generic[Item]):
-    """The rows of all entries, in the order of the files. Several datasets may show parts of one table."""
-
-    def __init__(self) -> None:
-        self.items: list[Item] = []
-        self.columns: dict[str, TokenColumn] = {}
-
-    def append(self, item: Item, tokens: Mapping[str, Iterable[int]]) -> None:
-        for name, row in tokens.items():
-            self.columns.setdefault(name, TokenColumn()).append(row)
-        self.items.append(item)
-
-    def item(self, row: int, draw: int) -> Item:
-        fields: dict[str, Any] = {name: column[row] for name, column in self.columns.items()}
-        if "mask" in fields:
-            fields["mask"] = tuple(map(bool, fields["mask"]))
-        return replace(self.items[row], draw=draw, **fields)
-
-    def digest(self, row: int) -> bytes:
-        """Of what the model and the judge see: the same content gives the same digest, whatever file it is in."""
-        summary = hashlib.sha256()
-        for name, column in sorted(self.columns.items()):
-            part = column.bytes_of(row)
-            summary.update(f"{name}:{len(part)};".encode() + part)
-        answer = getattr(self.items[row], "reference", None)
-        summary.update(json.dumps(answer, sort_keys=True, default=str).encode())
-        return summary.digest()
-
-
-@dataclass(frozen=True)
-class HoldOut:
-    """What an entry wants to be kept for validation: positions [start, stop) of the dataset are its rows."""
-
-    start: int
-    stop: int
-    size: float
-    seed: int
-
-
-class RowDataset(Generic[Item]):
-    """A sequence of items. `dropped` counts the rows that were left out, by reason."""
-
-    def __init__(
-        self,
-        name: str,
-        table: Table[Item],
-        rows: Sequence[int] | NDArray[np.int64],
-        dropped: Mapping[str, int] | None = None,
-        hold_outs: Sequence[HoldOut] = (),
-    ) -> None:
-        self.name = name
-        self.dropped = dict(dropped or {})
-        self._table: Table[Item] = table
-        self._rows = np.asarray(rows, dtype=np.int64)
-        self._hold_outs = tuple(hold_outs)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Item:
-        if not 0 <= index < len(self):
-            raise IndexError(f"item {index} of a dataset of {len(self)}")
-        return self._table.item(int(self._rows[index]), draw=index)
-
-    def __iter__(self) -> Iterator[Item]:
-        return (self[index] for index in range(len(self)))
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A sha256 of the content in its order. Two datasets with the same one give the same run."""
-        summary = hashlib.sha256()
-        for row in self._rows:
-            summary.update(self._table.digest(int(row)))
-        return summary.hexdigest()
-
-    def split(self, validation_size: float, seed: int) -> tuple[Self, Self]:
-        """Training rows and validation rows: a share of them below 1, otherwise a number. Equal rows stay together."""
-        training, validation = self._divide(range(len(self)), validation_size, seed)
-        return self._part(training, self.dropped), self._part(validation)
-
-    def held_out(self) -> tuple[Self, Self | None]:
-        """Training and validation rows as the entries' `split_validation_size` say; None when no entry keeps any back."""
-        training: list[int] = []
-        validation: list[int] = []
-        for part in self._hold_outs:
-            positions = range(part.start, part.stop)
-            kept, held = self._divide(positions, part.size, part.seed) if part.size else (list(positions), [])
-            training += kept
-            validation += held
-        return (self._part(training, self.dropped), self._part(validation)) if validation else (self, None)
-
-    def _divide(self, positions: Sequence[int], size: float, seed: int) -> tuple[list[int], list[int]]:
-        digests = [self._table.digest(int(self._rows[position])) for position in positions]
-        distinct = list(dict.fromkeys(digests))
-        count = int(size) if size >= 1 else max(1, round(size * len(distinct)))
-        if not 0 < count < len(distinct):
-            raise DataError(
-                f"{self.name}: a validation part of {size:g} leaves nothing to train on or to validate with; "
-                f"there are {len(distinct)} different rows"
-            )
-        chosen = {distinct[index] for index in keyed_order(len(distinct), seed, 0)[:count]}
-        training = [position for position, digest in zip(positions, digests, strict=True) if digest not in chosen]
-        # A repeated row is validated once.
-        first = {digest: position for position, digest in reversed(list(zip(positions, digests, strict=True)))}
-        return training, sorted(first[digest] for digest in chosen)
-
-    def _part(self, positions: Sequence[int], dropped: Mapping[str, int] | None = None) -> Self:
-        return type(self)(self.name, self._table, self._rows[list(positions)], dropped)
 
 
 class TaskDataset(RowDataset[Task]):
@@ -173,7 +41,34 @@ class TaskDataset(RowDataset[Task]):
 
 
 class PairDataset(RowDataset[Pair]):
-    """Preferences."""
+    """Preferences. Pairs of one precomputed pack stay next to each other in every order."""
+
+    @property
+    def pack_size(self) -> int:
+        """Room of the precomputed packs, in tokens; 0 if there are none."""
+        return self._table.pack_size
+
+    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        if not self.pack_size:
+            return super().order(seed, epoch)
+        starts = self._starts
+        ends = [*starts[1:], len(self)]
+        shuffled = keyed_order(len(starts), seed, epoch)
+        return np.concatenate([np.arange(starts[run], ends[run]) for run in shuffled])
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where a pack begins; a pair without one is a pack of its own."""
+        packs = [self._table.items[int(row)].pack for row in self._rows]
+        return [i for i, pack in enumerate(packs) if i == 0 or pack < 0 or pack != packs[i - 1]]
+
+
+class JudgedDataset(RowDataset[Judged]):
+    """Answers that somebody called good or bad."""
+
+    @property
+    def num_desirable(self) -> int:
+        return sum(self._table.items[int(row)].desirable for row in self._rows)
 
 
 class ExampleDataset(RowDataset[Example]):
@@ -185,11 +80,26 @@ class Reader(Protocol[Item]):
 
 
 def load_task_dataset(
-    entries: Any, defaults: Any, chat: ChatFormat, *, max_prompt_tokens: int | None, seed: int
+    entries: Any,
+    defaults: Any,
+    chat: ChatFormat,
+    *,
+    max_prompt_tokens: int | None,
+    seed: int,
+    max_total_tokens: int = 1 << 30,
+    needs_signal: bool = True,
 ) -> TaskDataset:
-    """Tasks of one entry, or of several one after another. Prompts over `max_prompt_tokens` are dropped."""
+    """Tasks of one entry, or of several one after another. Prompts over `max_prompt_tokens` are dropped.
+
+    Of recorded groups, answers over `max_total_tokens` are, and with `needs_signal` groups whose rewards are all equal.
+    """
     loading: _Loading[Task] = _Loading(seed)
     for entry in read_entries(entries, defaults):
+        if is_recorded(entry):
+            recorded = RecordedRows(entry)
+            answers = RecordedReader(entry, chat, max_total_tokens, needs_signal=needs_signal)
+            loading.add(entry, None, answers, recorded.rows(), recorded.left_out)
+            continue
         known = _response_spec(entry)
         reader = TaskReader(entry, known or RESPONSE_DATASETS[0], chat, max_prompt_tokens)
         loading.add(entry, known, reader)
@@ -203,8 +113,38 @@ def load_pair_dataset(
     loading: _Loading[Pair] = _Loading(seed)
     for entry in read_entries(entries, defaults):
         known = _preference_spec(entry)
-        loading.add(entry, known, PairReader(entry, known or PREFERENCE_DATASETS[0], chat, max_total_tokens))
+        spec = known or PREFERENCE_DATASETS[0]
+        if spec.kind == "packed":
+            file = PackedFile.open(entry.file, chat)
+            loading.add_packed(entry, known, file, max_total_tokens)
+            continue
+        if spec.kind == "traces":
+            traces = TracePairRows(entry)
+            # The text of a trace is what a user said.
+            plain = replace(entry, prompt_is_templated=bool(entry.prompt_is_templated))
+            loading.add(entry, known, PairReader(plain, spec, chat, max_total_tokens), traces.rows(), traces.left_out)
+        else:
+            loading.add(entry, known, PairReader(entry, spec, chat, max_total_tokens))
     return PairDataset(*loading.finished())
+
+
+def load_judged_dataset(
+    entries: Any, defaults: Any, chat: ChatFormat, *, max_total_tokens: int, seed: int
+) -> JudgedDataset:
+    """Answers that are wanted or not: labelled ones, both answers of each pair, or traces by their rewards."""
+    loading: _Loading[Judged] = _Loading(seed)
+    for entry in read_entries(entries, defaults):
+        known = _preference_spec(entry)
+        spec = known or PREFERENCE_DATASETS[0]
+        if spec.kind == "packed":
+            raise DataError(f"{entry.file}: packs hold pairs; use the rows that they were made of")
+        if spec.kind == "traces":
+            traces = JudgedTraceRows(entry)
+            reader = JudgedReader(entry, chat, max_total_tokens, traces.judge)
+            loading.add(entry, known, reader, traces.rows(), traces.left_out)
+        else:
+            loading.add(entry, known, JudgedReader.of_columns(entry, spec, chat, max_total_tokens))
+    return JudgedDataset(*loading.finished())
 
 
 def load_example_dataset(
@@ -228,24 +168,51 @@ class _Loading(Generic[Item]):
         self._names: list[str] = []
         self._rows: list[int] = []
         self._dropped: Counter[str] = Counter()
+        self._noted: Counter[str] = Counter()
         self._hold_outs: list[HoldOut] = []
 
-    def add(self, entry: Entry, known: ResponseSpec | PreferenceSpec | None, reader: Reader[Item]) -> None:
+    def add(
+        self,
+        entry: Entry,
+        known: ResponseSpec | PreferenceSpec | None,
+        reader: Reader[Item],
+        rows: Iterable[Row] | None = None,
+        left_out: Callable[[], Mapping[str, int]] | None = None,
+    ) -> None:
+        """`rows` are the entry's own unless given; `left_out` says, when they have been read, what did not become a row."""
         name = _label(entry, known)
+        self._gather(entry, name, _outcomes(name, entry.rows(known) if rows is None else rows, reader), left_out)
+
+    def add_packed(
+        self: _Loading[Pair], entry: Entry, known: PreferenceSpec | None, file: PackedFile, max_total_tokens: int
+    ) -> None:
+        name = _label(entry, known)
+        # Packs of several files are told apart by numbers of their own.
+        first = 1 + max((pair.pack for pair in self._table.items), default=-1)
+        self._gather(entry, name, file.outcomes(name, max_total_tokens, first))
+        self._table.pack_size = max(self._table.pack_size, file.header.statistics.pack_size)
+
+    def _gather(
+        self,
+        entry: Entry,
+        name: str,
+        outcomes: Iterable[Outcome[Item]],
+        left_out: Callable[[], Mapping[str, int]] | None = None,
+    ) -> None:
         first, dropped = len(self._table.items), Counter[str]()
-        rows = ((f"{name}:{index}", row) for index, row in enumerate(entry.rows(known)))
-        while chunk := list(islice(rows, ROWS_PER_CHUNK)):
-            for outcome in reader.read(chunk):
-                if isinstance(outcome, str):
-                    dropped[outcome] += 1
-                else:
-                    self._table.append(outcome.item, outcome.tokens)
+        for outcome in outcomes:
+            if isinstance(outcome, str):
+                dropped[outcome] += 1
+            else:
+                self._table.append(outcome.item, outcome.tokens)
+                self._noted.update(outcome.notes)
+        dropped.update(left_out() if left_out else {})
         kept = range(first, len(self._table.items))
         if not kept:
             reasons = "; ".join(f"{reason}: {count}" for reason, count in dropped.items()) or "it has none"
-            raise DataError(
-                f"{name}: no row is left ({reasons}). Raise policy.max_total_sequence_length, or look at the data"
-            )
+            too_long = any("longer than" in reason for reason in dropped)
+            remedy = "Raise policy.max_total_sequence_length, or look" if too_long else "Look"
+            raise DataError(f"{name}: no row is left ({reasons}). {remedy} at the data")
         start = len(self._rows)
         self._rows += list(kept) * (entry.repeat or 1)
         seed = self._seed if entry.seed is None else entry.seed
@@ -253,8 +220,15 @@ class _Loading(Generic[Item]):
         self._names.append(name)
         self._dropped += dropped
 
-    def finished(self) -> tuple[str, Table[Item], list[int], dict[str, int], list[HoldOut]]:
-        return "+".join(self._names), self._table, self._rows, dict(self._dropped), self._hold_outs
+    def finished(self) -> tuple[str, Table[Item], list[int], dict[str, int], list[HoldOut], dict[str, int]]:
+        name = "+".join(self._names)
+        return name, self._table, self._rows, dict(self._dropped), self._hold_outs, dict(self._noted)
+
+
+def _outcomes(name: str, rows: Iterable[Row], reader: Reader[Item]) -> Iterator[Outcome[Item]]:
+    numbered = ((f"{name}:{index}", row) for index, row in enumerate(rows))
+    while chunk := list(islice(numbered, ROWS_PER_CHUNK)):
+        yield from reader.read(chunk)
 
 
 def _response_spec(entry: Entry) -> ResponseSpec | None:

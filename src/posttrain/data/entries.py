@@ -45,6 +45,16 @@ class Entry:
     prompt_key: str | None = None
     chosen_key: str | None = None
     rejected_key: str | None = None
+    chosen_reward_key: str | None = None
+    rejected_reward_key: str | None = None
+    default_chosen_reward: float | None = None
+    default_rejected_reward: float | None = None
+    completion_key: str | None = None
+    label_key: str | None = None
+    prompt_is_templated: bool | None = None
+    trace_columns: Mapping[str, Any] | None = None
+    trace_filters: Mapping[str, Any] | None = None
+    pair_rules: Mapping[str, Any] | None = None
     chat_key: str | None = None
     system_key: str | None = None
     subset: str | None = None
@@ -85,6 +95,13 @@ class Entry:
             return self.data_path
         name = self.dataset_name or ""
         return name if looks_like_path(name) or Path(name).exists() else None
+
+    @property
+    def file(self) -> str:
+        """The path that an entry must have whose data lies in files only."""
+        if self.data_path is None:
+            raise DataError(f"{self.dataset_name} has no data of its own: point `data_path` at a file or folder")
+        return self.data_path
 
     def rows(self, known: HubDataset | None) -> Iterator[Row]:
         """The rows, from local files where the entry names some, otherwise from the hub."""

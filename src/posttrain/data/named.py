@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.sources import Row
@@ -107,7 +107,10 @@ RESPONSE_DATASETS = (
 
 @dataclass(frozen=True)
 class PreferenceSpec:
-    """Two answers to one prompt. The shape of a row is recognised, so a name mostly says where the rows live."""
+    """Two answers to one prompt. The shape of a row is recognised, so a name mostly says where the rows live.
+
+    `kind` "traces" makes pairs of labelled traces; "packed" is a file that `posttrain data pack` wrote.
+    """
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -117,6 +120,7 @@ class PreferenceSpec:
     prompt: str = "prompt"
     chosen: str = "chosen"
     rejected: str = "rejected"
+    kind: Literal["rows", "traces", "packed"] = "rows"
 
 
 PREFERENCE_DATASETS = (
@@ -131,6 +135,8 @@ PREFERENCE_DATASETS = (
         hub="HuggingFaceH4/ultrafeedback_binarized",
         split="train_prefs",
     ),
+    PreferenceSpec("TracePairs", aliases=("Traces",), kind="traces"),
+    PreferenceSpec("PackedPairs", kind="packed"),
 )
 
 Spec = TypeVar("Spec", bound=ResponseSpec | PreferenceSpec)

@@ -4,21 +4,31 @@ Knows token counts only: no model, no device. Because losses are sums with globa
 choice made here changes speed and memory, never the loss.
 
 The unit is a *bundle*: one prompt with some of its responses, which costs the prompt once. A group that does not fit the
-budget is split into several bundles, each of which repeats the prompt.
+budget is split into several bundles, each of which repeats the prompt. Pairs that come from a file of precomputed packs
+(the column `pack`) are bundled as the file says.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import groupby
 
+from posttrain.data.bin_packing import PackingAlgorithm, PackingStatistics, pack
 from posttrain.types import TokenBatch
 
-PackingAlgorithm = Literal[
-    "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
+__all__ = [
+    "PACK",
+    "Bundle",
+    "MicroBatching",
+    "PackingAlgorithm",
+    "cost",
+    "pack",
+    "packing_metrics",
+    "plan_micro_batches",
 ]
+
+PACK = "pack"  # the column that says which precomputed pack a response belongs to
 
 
 @dataclass(frozen=True)
@@ -28,11 +38,12 @@ class MicroBatching:
     max_tokens: int | None = None
     num_responses: int = 1
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
+    seed: int = 0  # of first_fit_shuffle
 
 
 @dataclass(frozen=True)
 class Bundle:
-    rows: tuple[int, ...]  # responses of one prompt
+    rows: tuple[int, ...]  # responses of one prompt, or of one precomputed pack
     num_tokens: int
 
 
@@ -46,9 +57,30 @@ def plan_micro_batches(
         bundles = _bundles(batch, batching.max_tokens, keep_groups_whole)
         bins = [
             tuple(row for index in chosen for row in bundles[index].rows)
-            for chosen in pack([bundle.num_tokens for bundle in bundles], batching.max_tokens, batching.algorithm)
+            for chosen in pack(
+                [bundle.num_tokens for bundle in bundles], batching.max_tokens, batching.algorithm, batching.seed
+            )
         ]
     return _deal(batch, bins, num_ranks)
+
+
+def packing_metrics(
+    batch: TokenBatch, batching: MicroBatching, plan: Sequence[Sequence[Sequence[int]]], *, keep_groups_whole: bool
+) -> dict[str, float]:
+    """How full the micro-batches of a plan are; nothing where they are not cut by tokens.
+
+    The bins are made before they are dealt to ranks, so these numbers do not depend on how many ranks there are.
+    """
+    if batching.max_tokens is None:
+        return {}
+    bins = [rows for rank in plan for rows in rank if rows]
+    counts = [len({batch.prompt_of[row] for row in rows}) if keep_groups_whole else len(rows) for rows in bins]
+    loads = [cost(batch, rows) for rows in bins]
+    statistics = PackingStatistics.of(loads, counts, max(loads, default=0), batching.max_tokens)
+    return {
+        "packing_factor": statistics.packing_factor,
+        "packing_efficiency": statistics.packing_efficiency,
+    }
 
 
 def cost(batch: TokenBatch, rows: Sequence[int]) -> int:
@@ -78,6 +110,8 @@ def _in_order(batch: TokenBatch, num_responses: int, keep_groups_whole: bool) ->
 
 
 def _bundles(batch: TokenBatch, max_tokens: int, keep_groups_whole: bool) -> list[Bundle]:
+    if PACK in batch.columns:
+        return _precomputed(batch, max_tokens)
     bundles = []
     for group in _groups(batch):
         prompt_tokens = len(batch.prompts[batch.prompt_of[group[0]]])
@@ -94,6 +128,23 @@ def _bundles(batch: TokenBatch, max_tokens: int, keep_groups_whole: bool) -> lis
     return bundles
 
 
+def _precomputed(batch: TokenBatch, max_tokens: int) -> list[Bundle]:
+    """Pairs of one precomputed pack stay together; a pack that a step boundary has cut may share with another."""
+    groups = _groups(batch)
+    places = [int(part[0]) if len(part) else -1 for part in batch.column_parts(PACK)]
+    bundles: list[Bundle] = []
+    for place, members in groupby(groups, key=lambda group: places[group[0]]):
+        rows: tuple[int, ...] = ()
+        for group in members:
+            # Two passes over the data may meet here with the same pack.
+            if rows and (place < 0 or cost(batch, (*rows, *group)) > max_tokens):
+                bundles.append(Bundle(rows, cost(batch, rows)))
+                rows = ()
+            rows += tuple(group)
+        bundles.append(Bundle(rows, cost(batch, rows)))
+    return bundles
+
+
 def _deal(batch: TokenBatch, bins: list[tuple[int, ...]], num_ranks: int) -> list[list[tuple[int, ...]]]:
     """Heaviest first to the lightest rank. Equal counts, because every rank takes part in every collective."""
     per_rank = max(1, -(-len(bins) // num_ranks))
@@ -106,75 +157,3 @@ def _deal(batch: TokenBatch, bins: list[tuple[int, ...]], num_ranks: int) -> lis
         dealt[rank].append(bins[index])
         load[rank] += weights[index]
     return [rows + [()] * (per_rank - len(rows)) for rows in dealt]
-
-
-def pack(sizes: Sequence[int], capacity: int, algorithm: PackingAlgorithm) -> list[list[int]]:
-    """Indices of the items in each bin. An item larger than the capacity gets a bin of its own."""
-    order = list(range(len(sizes)))
-    if algorithm == "concatenative":
-        return _next_fit(sizes, order, capacity)
-    if algorithm == "first_fit_shuffle":
-        random.Random(0).shuffle(order)
-        return _first_fit(sizes, order, capacity)
-    order.sort(key=lambda i: -sizes[i])
-    if algorithm == "first_fit_decreasing":
-        return _first_fit(sizes, order, capacity)
-    return _modified_first_fit(sizes, order, capacity)
-
-
-def _next_fit(sizes: Sequence[int], order: list[int], capacity: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    free = 0
-    for index in order:
-        if not bins or sizes[index] > free:
-            bins.append([])
-            free = capacity
-        bins[-1].append(index)
-        free -= sizes[index]
-    return bins
-
-
-def _first_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for index in order:
-        place = next((b for b, room in enumerate(free) if sizes[index] <= room), len(bins))
-        if place == len(bins):
-            bins.append([])
-            free.append(capacity)
-        bins[place].append(index)
-        free[place] -= sizes[index]
-    return bins
-
-
-def _modified_first_fit(sizes: Sequence[int], order: list[int], capacity: int) -> list[list[int]]:
-    """Johnson and Garey's MFFD ("A 71/60 theorem for bin packing"): pairs large items with what fills them best."""
-    large = [i for i in order if sizes[i] > capacity / 2]
-    medium = [i for i in order if capacity / 3 < sizes[i] <= capacity / 2]
-    small = [i for i in order if sizes[i] <= capacity / 3]
-    bins = [[i] for i in large]
-    free = [capacity - sizes[i] for i in large]
-
-    def place(bin_index: int, item: int, pool: list[int]) -> None:
-        pool.remove(item)
-        bins[bin_index].append(item)
-        free[bin_index] -= sizes[item]
-
-    def largest_that_fits(room: int, pool: list[int]) -> int | None:
-        return next((item for item in pool if sizes[item] <= room), None)
-
-    with_medium = set()
-    for b in range(len(bins)):
-        if (item := largest_that_fits(free[b], medium)) is not None:
-            place(b, item, medium)
-            with_medium.add(b)
-    for b in reversed([b for b in range(len(bins)) if b not in with_medium]):
-        if len(small) >= 2 and sizes[small[-1]] + sizes[small[-2]] <= free[b]:
-            place(b, small[-1], small)
-            if (item := largest_that_fits(free[b], small)) is not None:
-                place(b, item, small)
-    rest = sorted(medium + small, key=lambda i: -sizes[i])
-    for b in range(len(bins)):
-        while (item := largest_that_fits(free[b], rest)) is not None:
-            place(b, item, rest)
-    return bins + _first_fit(sizes, rest, capacity)

@@ -1,7 +1,7 @@
-"""Rows to items in tokens: tasks, preference pairs, supervised examples. One reader per kind, each over a chunk of rows.
+"""Rows to items in tokens: tasks and supervised examples. One reader per kind, each over a chunk of rows.
 
-A row that cannot be used is either dropped, with a reason that is counted (too long, a tie), or an error (a key is
-missing). Nothing is ever cut to fit.
+A row that cannot be used is either dropped, with a reason that is counted (too long, empty), or an error (a key is
+missing). Nothing is ever cut to fit. Preferences are read in `preference_readers.py`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from posttrain.data.chat import ChatFormat, is_answer
-from posttrain.data.conversations import TIE, as_messages, as_prompt, as_text, read_preference
+from posttrain.data.conversations import as_messages, as_prompt, as_text
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
-from posttrain.data.named import PreferenceSpec, ResponseSpec
+from posttrain.data.named import ResponseSpec
 from posttrain.data.sources import Row
-from posttrain.types import Example, Message, Pair, Task
+from posttrain.types import Example, Judged, Message, Pair, Task
 
-Item = TypeVar("Item", Task, Pair, Example)
+Item = TypeVar("Item", Task, Pair, Judged, Example)
 Made = TypeVar("Made")
 
 DEFAULT_ENVIRONMENT = "math"
+EMPTY_PROMPT = "empty prompt"
+MERGED = "an answer is tokenised on its own, because its first token would merge with the end of the prompt"
 NO_REFERENCE = 'empty answer (output_key: "" says that none is needed)'
 
 
@@ -31,6 +33,7 @@ class Read(Generic[Item]):
 
     item: Item
     tokens: Mapping[str, Sequence[int]]
+    notes: tuple[str, ...] = ()  # what is worth knowing of a row that is used all the same; counted like dropped rows
 
 
 Outcome = Read[Item] | str  # a text says why the row was dropped
@@ -48,7 +51,7 @@ class TaskReader:
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Task]]:
         conversations = [self._messages(row) for _, row in rows]
         texts = [
-            _located(row, self._chat.render, messages) for (_, row), messages in zip(rows, conversations, strict=True)
+            located(row, self._chat.render, messages) for (_, row), messages in zip(rows, conversations, strict=True)
         ]
         outcomes: list[Outcome[Task]] = []
         for (name, row), messages, text, ids in zip(
@@ -56,7 +59,7 @@ class TaskReader:
         ):
             expected = reference(row, self._entry, self._spec)
             if not ids:
-                outcomes.append("empty prompt")
+                outcomes.append(EMPTY_PROMPT)
             elif self._limit is not None and len(ids) > self._limit:
                 outcomes.append(f"prompt longer than {self._limit} tokens")
             elif expected == "":
@@ -80,40 +83,6 @@ class TaskReader:
         return self._prompts.messages(question(row, self._entry, self._spec), system)
 
 
-class PairReader:
-    def __init__(self, entry: Entry, spec: PreferenceSpec, chat: ChatFormat, max_total_tokens: int) -> None:
-        self._keys = (
-            entry.prompt_key or spec.prompt,
-            entry.chosen_key or spec.chosen,
-            entry.rejected_key or spec.rejected,
-        )
-        self._chat, self._limit, self._prompts = chat, max_total_tokens, entry.prompts
-
-    def read(self, rows: Sequence[Numbered]) -> list[Outcome[Pair]]:
-        preferences = [read_preference(row, *self._keys) for _, row in rows]
-        turns: list[tuple[str, str]] = []
-        for (_, row), preference in zip(rows, preferences, strict=True):
-            messages = self._prompts.messages(preference.prompt)
-            for answer in (preference.chosen, preference.rejected):
-                turns.append(_located(row, self._chat.render_turn, messages, answer))
-        encoded = self._chat.encode_turns(turns)
-        outcomes: list[Outcome[Pair]] = []
-        for index, ((name, _), preference) in enumerate(zip(rows, preferences, strict=True)):
-            (prompt, chosen), (_, rejected) = encoded[2 * index : 2 * index + 2]
-            if preference.problem:
-                outcomes.append(preference.problem)
-            elif chosen == rejected:
-                outcomes.append(TIE)
-            elif not prompt:
-                outcomes.append("empty prompt")
-            elif len(prompt) + max(len(chosen), len(rejected)) > self._limit:
-                outcomes.append(f"longer than {self._limit} tokens")
-            else:
-                tokens = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
-                outcomes.append(Read(Pair(-1, name, (), (), ()), tokens))
-        return outcomes
-
-
 class ExampleReader:
     def __init__(
         self, entry: Entry, spec: ResponseSpec, chat: ChatFormat, max_total_tokens: int, only_unmask_final: bool
@@ -126,26 +95,27 @@ class ExampleReader:
         # Nearly all rows train a single turn: those go through the tokenizer together.
         single = [index for index, messages in enumerate(conversations) if self._trains_one_turn(messages)]
         turns = [self._turn(rows[index][1], conversations[index]) for index in single]
-        encoded = dict(zip(single, self._chat.encode_turns(turns), strict=True))
+        encoded = dict(zip(single, self._chat.split_turns(turns), strict=True))
 
         outcomes: list[Outcome[Example]] = []
         for index, ((name, row), messages) in enumerate(zip(rows, conversations, strict=True)):
             mask: list[bool] = []
+            crossed = False
             if not messages:
                 outcomes.append("no assistant turn to learn from")
                 continue
             if index in encoded:
-                prompt, response = encoded[index]
+                prompt, response, crossed = encoded[index]
             else:
-                text, spans = _located(row, self._chat.render_conversation, messages)
+                text, spans = located(row, self._chat.render_conversation, messages)
                 prompt, response, mask = self._chat.encode_conversation(text, spans)
             if not prompt:
-                outcomes.append("empty prompt")
+                outcomes.append(EMPTY_PROMPT)
             elif len(prompt) + len(response) > self._limit:
                 outcomes.append(f"longer than {self._limit} tokens")
             else:
                 tokens: dict[str, Sequence[int]] = {"prompt_ids": prompt, "response_ids": response, "mask": mask}
-                outcomes.append(Read(Example(-1, name, (), ()), tokens))
+                outcomes.append(Read(Example(-1, name, (), ()), tokens, (MERGED,) if crossed else ()))
         return outcomes
 
     def _conversation(self, row: Row) -> list[Message]:
@@ -168,7 +138,7 @@ class ExampleReader:
         return spoken == 1 or (spoken > 1 and self._only_final)
 
     def _turn(self, row: Row, messages: Sequence[Message]) -> tuple[str, str]:
-        return _located(row, self._chat.render_turn, messages[:-1], messages[-1]["content"])
+        return located(row, self._chat.render_turn, messages[:-1], messages[-1]["content"])
 
 
 def question(row: Row, entry: Entry, spec: ResponseSpec) -> str | list[Message]:
@@ -205,7 +175,7 @@ def solution(row: Row, entry: Entry, spec: ResponseSpec) -> str:
     return as_text(reference(row, entry, spec), row, entry.output_key or "output")
 
 
-def _located(row: Row, render: Callable[..., Made], *arguments: Any) -> Made:
+def located(row: Row, render: Callable[..., Made], *arguments: Any) -> Made:
     """Puts the row's place before what the chat template has to say."""
     try:
         return render(*arguments)

@@ -9,10 +9,9 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.data.datasets import RowDataset
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Item
-from posttrain.data.shuffling import keyed_order
+from posttrain.data.row_dataset import RowDataset
 
 
 class Stream(Generic[Item]):
@@ -81,5 +80,5 @@ class Stream(Generic[Item]):
         if not self._shuffle:
             return np.arange(len(self._dataset))
         if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:
-            self._order_of_epoch = (epoch, keyed_order(len(self._dataset), self._seed, epoch))
+            self._order_of_epoch = (epoch, self._dataset.order(self._seed, epoch))
         return self._order_of_epoch[1]

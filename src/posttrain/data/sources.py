@@ -79,7 +79,7 @@ def read_local(
         raise DataError(
             f"{path}: split {split!r}: a slice works for hub datasets only; write the rows to a file of their own"
         )
-    filesystem, root = _filesystem(path)
+    filesystem, root = filesystem_of(path)
     if any(character in root for character in "*?"):
         files = sorted(str(file) for file in filesystem.glob(root) if str(file).endswith(FORMATS))
         if not files:
@@ -98,7 +98,7 @@ def read_local(
             raise DataError(f"{path} is a single file and has no subset {subset!r}; remove the key `subset`")
         files = [root]
     else:
-        raise DataError(_not_found(path))
+        raise DataError(not_found(path))
     for file in files:
         # Shown as the user wrote it: fsspec makes local paths absolute.
         shown = path.rstrip("/") + file[len(root) :] if file.startswith(root) else file
@@ -149,7 +149,8 @@ def read_hub(name: str, subsets: Iterable[str | None], split: str, cache_dir: st
             yield Row(values, label, number)
 
 
-def _filesystem(path: str) -> tuple[Any, str]:
+def filesystem_of(path: str) -> tuple[Any, str]:
+    """Where fsspec finds `path`, and what it is called there. Credentials and endpoints come from the environment."""
     try:
         filesystem, root = fsspec.core.url_to_fs(path)
     except ImportError as error:
@@ -159,7 +160,7 @@ def _filesystem(path: str) -> tuple[Any, str]:
     return filesystem, str(root)
 
 
-def _not_found(path: str) -> str:
+def not_found(path: str) -> str:
     """A message that shows what lies beside the missing file."""
     message = f"file or folder not found: {path}"
     if "://" in path:

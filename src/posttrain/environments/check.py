@@ -1,6 +1,6 @@
 """Does the `env:` of a config work? Asked before a model is loaded, so nothing here imports torch.
 
-Each environment is started once, in a worker, as it will be for the run. A reward function that hangs, exits or crashes
+Each reward is started once, in a worker, as it will be for the run. A reward function that hangs, exits or crashes
 while it is imported is reported like one that raises, and leaves nothing behind in this process.
 """
 
@@ -10,21 +10,33 @@ import time
 from pathlib import Path
 from typing import Any
 
-from posttrain.environments.settings import EnvironmentSettings, FunctionSettings, RewardConfigError, read_settings
+from posttrain.config.rewards import PythonRewardConfig
+from posttrain.environments.registry import WORKER_SCORERS
+from posttrain.environments.settings import RewardConfigError, RewardSettings, read_settings
+from posttrain.environments.turns.settings import read_turns
 from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
 
 
 def check_environments(mapping: Any, base_folder: Path | None = None) -> None:
     """Raise `RewardConfigError` if a block under `env:` is wrong, or what it names cannot be used."""
-    for settings in read_settings(mapping, base_folder).values():
-        reason = _reason_not_to_start(settings)
-        if reason is not None and isinstance(settings, FunctionSettings):
-            raise RewardConfigError(f"env.{settings.name}.function is {settings.function!r}: {reason}")
-        if reason is not None:
-            raise RewardConfigError(f"env.{settings.name} cannot start: {reason}")
+    for environment in read_settings(mapping, base_folder).values():
+        for settings in environment.rewards.values():
+            # What lives where the models live is looked at when it is built, and no worker can start it.
+            if settings.config.type in WORKER_SCORERS:
+                _check(settings)
+    for settings in read_turns(mapping, base_folder).values():
+        _check(settings)
 
 
-def _reason_not_to_start(settings: EnvironmentSettings) -> str | None:
+def _check(settings: RewardSettings) -> None:
+    reason = _reason_not_to_start(settings)
+    if reason is not None and isinstance(settings.config, PythonRewardConfig):
+        raise RewardConfigError(f"{settings.path}.function is {settings.config.function!r}: {reason}")
+    if reason is not None:
+        raise RewardConfigError(f"{settings.path} cannot start: {reason}")
+
+
+def _reason_not_to_start(settings: RewardSettings) -> str | None:
     worker = WorkerProcess(settings)
     try:
         while not worker.ready:

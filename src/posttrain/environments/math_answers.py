@@ -2,8 +2,8 @@
 
 Two verifiers, by NeMo RL's names. `hf_math_verify` reads both sides as mathematics with the math-verify package and asks
 whether they are equal. `dapo_math_verify` compares normalised text, as the DAPO recipe does; it needs no sympy.
-Deviations from NeMo RL: a `\\boxed{}` always wins over other ways to state the answer; a verifier that fails leaves the
-completion unscored instead of scoring 0; the DAPO verifier also reads `\\boxed{}`.
+Deviations from NeMo RL: a `\\boxed{}` always wins over other ways to state the answer, and after it a last line `#### …`;
+a verifier that fails leaves the completion unscored instead of scoring 0; the DAPO verifier also reads `\\boxed{}`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import contextlib
 import logging
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
@@ -21,15 +22,36 @@ from posttrain.environments.multiple_choice import choice_scorer
 # An answer such as 9^9^9^9 is a lot of digits: give up before the machine does.
 _MEMORY_LIMIT_BYTES = 4 << 30
 _DAPO_TAIL_CHARACTERS = 300
+_LAST_LINE = re.compile(r"^####[ \t]*([^\n]+?)\s*\Z", re.MULTILINE)
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
 
 
-def math_scorer(math_verify_impl: str, verifier_type: str) -> Callable[[ScoringItem], float]:
-    """The scorer for these settings. Importing sympy, about a second, happens here and not at the first completion."""
+def math_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+    """The scorer for a reward of type math. Importing sympy, about a second, happens here and not at the first completion."""
+    verifier_type = setup.get("verifier_type") or "math"
     if verifier_type != "math":
         return choice_scorer(multilingual=verifier_type == "multilingual_multichoice")
-    if math_verify_impl == "dapo_math_verify":
+    if setup.get("math_verify_impl") == "dapo_math_verify":
         return dapo_score
-    return _math_verify_scorer()
+    return _math_verify_scorer(
+        Readings(
+            setup.get("reference_as", "boxed"),
+            tuple(setup.get("match_types", ("latex", "expr"))),
+            setup.get("boxed_match_priority", 0),
+        ),
+        float_rounding=setup.get("precision", 6),
+        strict=setup.get("strict", True),
+        allow_set_relation_comp=setup.get("allow_set_relation_comp", False),
+    )
+
+
+@dataclass(frozen=True)
+class Readings:
+    """How the two texts become mathematics."""
+
+    reference_as: str
+    match_types: tuple[str, ...]
+    boxed_match_priority: int
 
 
 def reference_text(item: ScoringItem) -> str:
@@ -40,32 +62,47 @@ def reference_text(item: ScoringItem) -> str:
     return text
 
 
-def _math_verify_scorer() -> Callable[[ScoringItem], float]:
+def _math_verify_scorer(readings: Readings, **comparison: Any) -> Callable[[ScoringItem], float]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # It warns that its own time limits are off. They rely on signals; the pool's limit does not.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     _limit_memory()
 
-    reference_targets = (LatexExtractionConfig(),)
-    response_targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    targets = {
+        "latex": LatexExtractionConfig(boxed_match_priority=readings.boxed_match_priority),
+        "expr": ExprExtractionConfig(),
+    }
+    response_targets = tuple(targets[kind] for kind in readings.match_types)
 
     def read(text: str, targets: tuple[Any, ...]) -> list[Any]:
         found: list[Any] = parse(text, targets, parsing_timeout=None, raise_on_error=True)
         return found
 
+    def read_reference(text: str) -> list[Any]:
+        if readings.reference_as == "written":
+            return read(text, response_targets)
+        boxed = text if last_boxed(text) is not None else f"\\boxed{{{text}}}"
+        found = read(boxed, (LatexExtractionConfig(),))
+        # In a box `1,22` is two numbers; whoever wrote only that may as well have meant 1.22.
+        return found + read(text, (targets["expr"],)) if _DECIMAL_COMMA.fullmatch(text) else found
+
+    def read_response(text: str) -> list[Any]:
+        # GSM8K ends with `#### 33`; without this, "the answer as a percentage: 33.3" further up would win.
+        line = _LAST_LINE.search(text) if last_boxed(text) is None else None
+        return (read(line[1], response_targets) if line else []) or read(text, response_targets)
+
     def score(item: ScoringItem) -> float:
         reference = reference_text(item)
-        boxed = reference if last_boxed(reference) is not None else f"\\boxed{{{reference}}}"
-        expected = read(boxed, reference_targets)
+        expected = read_reference(reference)
         if not expected:
             raise Unscored(f"the reference answer {reference[:80]!r} cannot be read as mathematics")
         # Each side is a list of readings of the same answer. One that cannot be compared matters only if no other agrees.
         first_error: Exception | None = None
-        for answer in read(item.response, response_targets):
+        for answer in read_response(item.response):
             for truth in expected:
                 try:
-                    if verify(truth, answer, timeout_seconds=None, raise_on_error=True):
+                    if verify(truth, answer, timeout_seconds=None, raise_on_error=True, **comparison):
                         return 1.0
                 except Exception as error:
                     first_error = first_error or error

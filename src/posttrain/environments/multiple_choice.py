@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
 
@@ -26,6 +27,10 @@ _OTHER_LINKS = (
     *("هي", "هو", "হল", "है", "是", "为", "為", "は", "은", "는"),
 )
 _OTHER_LETTERS = ("أبجد", "ابجد", "অবডঢ", "কখগঘ", "कखगघ")  # A, B, C, D of each script
+
+
+def multiple_choice_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+    return choice_scorer(multilingual=setup["language"] == "multilingual")
 
 
 def choice_scorer(*, multilingual: bool) -> Callable[[ScoringItem], float]:
@@ -48,7 +53,7 @@ def choice_finder(*, multilingual: bool) -> Callable[[str], str | None]:
     word = "|".join(map(re.escape, words))
     link = "|".join(map(re.escape, links))
     # A small letter counts only at the end of its line: "answer: a good one" chooses nothing.
-    letter = r"\(?\s*(?P<letter>[A-Z](?![\w'’])|[a-z](?=\s*[).]?\s*$))"
+    letter = r"\(?\s*(?P<letter>[A-Z](?![\w'’])|[a-z](?=\s*[).]*\s*$))"
     statement = re.compile(
         rf"(?im:(?:{word})\s*(?:{link})?\s*:?\s*(?:(?:option|choice)\s)?)\s*(?-i:{letter})", re.MULTILINE
     )

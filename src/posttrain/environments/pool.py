@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.environments.item import ScoringItem
-from posttrain.environments.settings import DEFAULT_NUM_WORKERS, EnvironmentSettings, MathSettings
+from posttrain.environments.settings import RewardSettings
 from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
 from posttrain.roles import Progress
 from posttrain.types import Score
@@ -28,10 +27,14 @@ _MAX_SHOWN_LINES = 100
 _LONGEST_WAIT_S = 0.5  # also how soon the death of a worker is seen when its children keep its pipes open
 
 
-class ScoringPool:
-    """The worker processes of one environment. They start when there is something to score, and stay."""
+class ScoringInterrupted(Exception):
+    """Somebody no longer wants the scores."""
 
-    def __init__(self, settings: EnvironmentSettings) -> None:
+
+class ScoringPool:
+    """The worker processes of one reward. They start when there is something to score, and stay."""
+
+    def __init__(self, settings: RewardSettings) -> None:
         self.settings = settings
         self.num_workers = _num_workers(settings)
         self._workers: list[WorkerProcess] = []
@@ -39,11 +42,12 @@ class ScoringPool:
         self._start_failure = Score(None, error="no worker has been started")
         self._shown_lines = 0
         self._closed = False
+        self._interrupted = threading.Event()
         self._lock = threading.Lock()
         # Also runs when the interpreter ends.
         self._finalizer = weakref.finalize(self, _stop_all, self._workers, os.getpid())
 
-    def score(self, items: Sequence[ScoringItem], progress: Progress | None = None) -> list[Score]:
+    def score(self, items: Sequence[object], progress: Progress | None = None) -> list[Score]:
         """One score per item, in the order of the items."""
         assert not self._closed, "this environment has been closed"
         with self._lock:
@@ -53,6 +57,8 @@ class ScoringPool:
             self._failed_starts = min(self._failed_starts, _MAX_FAILED_STARTS - 1)
             try:
                 while batch.unfinished:
+                    if self._interrupted.is_set():
+                        raise ScoringInterrupted
                     self._start_workers(batch)
                     self._hand_out(batch)
                     self._collect(batch)
@@ -60,6 +66,10 @@ class ScoringPool:
                 for worker in list(batch.running):  # only when interrupted: their replies would meet the next batch
                     self._discard(worker)
             return batch.results()
+
+    def interrupt(self) -> None:
+        """Make a `score` that runs in another thread, and every later one, give up within half a second."""
+        self._interrupted.set()
 
     def close(self) -> None:
         with self._lock:
@@ -124,8 +134,11 @@ class ScoringPool:
         if number != expected:
             worker.gone = True  # a reply nobody asked for: something else writes to our pipe
             return
-        self._conclude(batch, worker, _to_score(reply))
+        self._conclude(batch, worker, self._read(reply))
         self._show(worker.take_output())
+
+    def _read(self, reply: dict[str, Any]) -> Score:
+        return to_score(reply)
 
     def _conclude(self, batch: _Batch, worker: WorkerProcess, score: Score) -> None:
         number, _ = batch.running.pop(worker)
@@ -149,7 +162,7 @@ class ScoringPool:
         self._failed_starts += 1
         line = " ".join(reason.split())[:500]
         self._start_failure = Score(
-            None, error=f"no worker of env.{self.settings.name} could start: {line}", traceback=traceback or reason
+            None, error=f"no worker of {self.settings.path} could start: {line}", traceback=traceback or reason
         )
 
     def _show(self, text: str) -> None:
@@ -160,13 +173,13 @@ class ScoringPool:
             self._shown_lines += 1
             if self._shown_lines > _MAX_SHOWN_LINES:
                 line = "(further output is not shown)"
-            print(f"[env.{self.settings.name}] {line[:500]}", file=sys.stderr)
+            print(f"[{self.settings.path}] {line[:500]}", file=sys.stderr)
 
 
 class _Batch:
     """The items of one call: which wait, which run where, and what came of the others. Numbers count from 1."""
 
-    def __init__(self, items: Sequence[ScoringItem], progress: Progress | None) -> None:
+    def __init__(self, items: Sequence[object], progress: Progress | None) -> None:
         self.payloads: dict[int, bytes] = {}
         self.waiting: deque[int] = deque()
         self.running: dict[WorkerProcess, tuple[int, float]] = {}  # worker -> item, time at which it is killed
@@ -194,18 +207,20 @@ class _Batch:
         return [score for score in self._scores if score is not None]
 
 
-def _to_score(reply: dict[str, Any]) -> Score:
+def to_score(reply: dict[str, Any]) -> Score:
     if "error" in reply:
         return Score(None, error=str(reply["error"]), traceback=reply.get("traceback"))
     return Score(float(reply["reward"]), parts=dict(reply["parts"]))
 
 
-def _num_workers(settings: EnvironmentSettings) -> int:
+def _num_workers(settings: RewardSettings) -> int:
     """Checking mathematics keeps a core busy, so more workers than cores only cost; a function may well be waiting."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if settings.num_workers is not None and not isinstance(settings, MathSettings):
+    if settings.config.mostly_waits:
+        return settings.num_workers or settings.config.default_num_workers
+    if settings.num_workers is not None and not settings.config.keeps_cores_busy:
         return settings.num_workers
-    return min(settings.num_workers or DEFAULT_NUM_WORKERS, cores)
+    return min(settings.num_workers or settings.config.default_num_workers, cores)
 
 
 def _stop_all(workers: list[WorkerProcess], owner: int) -> None:

@@ -13,12 +13,12 @@ import inspect
 import random
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from posttrain.environments.item import ScoringItem
+from posttrain.environments.item import BadSetup, ScoringItem
 
 # Accepted parameter name -> field of the item. The first name of a field is the one that `**kwargs` receives.
 _ARGUMENTS = {
@@ -30,13 +30,19 @@ _ARGUMENTS = {
     "messages": "messages",
     "task_metadata": "metadata",
     "metadata": "metadata",
+    "num_tokens": "num_tokens",
+    "finish_reason": "finish_reason",
 }
 _POSITIONS = ("prompt", "response", "reference")
 _SHOWN_TRACEBACK_LINES = 12
 
 
-class FunctionLoadError(Exception):
+class FunctionLoadError(BadSetup):
     """The function cannot be used; the message names the file or module and says what to do."""
+
+
+def function_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], Any]:
+    return load_scorer(setup["function"], Path(setup["base_folder"]))
 
 
 def load_scorer(spec: str, base_folder: Path) -> Callable[[ScoringItem], Any]:
@@ -46,7 +52,7 @@ def load_scorer(spec: str, base_folder: Path) -> Callable[[ScoringItem], Any]:
     runner = asyncio.Runner()  # one event loop for the worker's life: clients that a function keeps stay usable
 
     def score(item: ScoringItem) -> Any:
-        _seed(item.noise_key)
+        seed_noise(item.noise_key)
         positional, named = arguments_of(item)
         value = function(*positional, **named)
         return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
@@ -56,6 +62,11 @@ def load_scorer(spec: str, base_folder: Path) -> Callable[[ScoringItem], Any]:
 
 def load_function(spec: str, base_folder: Path) -> Callable[..., Any]:
     """`path/file.py:name` (relative to `base_folder`), `package.module:name` or `package.module.name`."""
+    return _find_callable(*load_module(spec, base_folder))
+
+
+def load_module(spec: str, base_folder: Path) -> tuple[ModuleType, str, str]:
+    """The module that `spec` names, as it is called there, and the name of what is wanted of it."""
     module_name, separator, attribute = spec.rpartition(":")
     if not separator:
         module_name, _, attribute = spec.rpartition(".")
@@ -67,7 +78,7 @@ def load_function(spec: str, base_folder: Path) -> Callable[..., Any]:
         module = _import_file(base_folder / Path(module_name).expanduser())
     else:
         module = _import_module(module_name, base_folder)
-    return _find_callable(module, module_name, attribute)
+    return module, module_name, attribute
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -181,7 +192,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _seed(key: str) -> None:
+def seed_noise(key: str) -> None:
     random.seed(key.encode("utf-8", "surrogatepass"))  # a sampled text may hold half a character
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -23,7 +23,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -58,13 +57,9 @@ def main() -> None:
 
 def build_scorer(setup: dict[str, Any]) -> Callable[[Any], Any]:
     """The function from an item to what it is worth. Slow imports happen here, outside of any completion's time limit."""
-    if setup["kind"] == "math":
-        from posttrain.environments.math_answers import math_scorer
+    from posttrain.environments.registry import worker_scorer
 
-        return math_scorer(setup["math_verify_impl"], setup["verifier_type"])
-    from posttrain.environments.python_function import load_scorer
-
-    return load_scorer(setup["function"], Path(setup["base_folder"]))
+    return worker_scorer(setup)
 
 
 def serve(request_fd: int, reply_fd: int, scorer: Callable[[Any], Any]) -> None:
@@ -81,10 +76,14 @@ def serve(request_fd: int, reply_fd: int, scorer: Callable[[Any], Any]) -> None:
 
 
 def judge(scorer: Callable[[Any], Any], payload: bytes) -> dict[str, Any]:
+    from posttrain.environments.item import PlainReply
     from posttrain.environments.reward_values import to_reward
 
     try:
-        reward, parts = to_reward(scorer(pickle.loads(payload)))
+        found = scorer(pickle.loads(payload))
+        if isinstance(found, PlainReply):
+            return found.fields
+        reward, parts = to_reward(found)
         return {"reward": reward, "parts": {clean(name, 100): part for name, part in parts.items()}}
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: a completion may not end the worker
         return failure(error)
@@ -92,14 +91,13 @@ def judge(scorer: Callable[[Any], Any], payload: bytes) -> dict[str, Any]:
 
 def failure(error: BaseException) -> dict[str, Any]:
     """One line and a traceback, of bounded size, in characters that any file can hold."""
-    from posttrain.environments.item import Unscored
-    from posttrain.environments.python_function import FunctionLoadError
+    from posttrain.environments.item import BadSetup, Unscored
 
     try:
         message = str(error)
     except Exception:
         message = "<the error has no text>"
-    if isinstance(error, (Unscored, FunctionLoadError)):
+    if isinstance(error, (Unscored, BadSetup)):
         return {"error": clean(message, 4 * _MAX_ERROR_CHARACTERS), "traceback": None}
     line = f"{type(error).__name__}: {message}" if message else type(error).__name__
     line = " ".join(line.split())

@@ -20,7 +20,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from posttrain.environments import worker as worker_program
-from posttrain.environments.settings import EnvironmentSettings
+from posttrain.environments.settings import RewardSettings
 
 START_LIMIT_S = 120.0
 _KEPT_OUTPUT_BYTES = 16_384
@@ -32,7 +32,7 @@ _DUMP_GRACE_S = 0.1
 class WorkerProcess:
     """A started worker. `ready` once its scorer is built; `failed_start` says why that did not work; `gone` when dead."""
 
-    def __init__(self, settings: EnvironmentSettings) -> None:
+    def __init__(self, settings: RewardSettings) -> None:
         self.ready = False
         self.gone = False
         self.has_worked = False  # the pool's note: it came as far as a completion

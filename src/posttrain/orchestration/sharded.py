@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.data.packing import MicroBatching, cost, plan_micro_batches
+from posttrain.data.packing import MicroBatching, cost, packing_metrics, plan_micro_batches
 from posttrain.errors import InputError
 from posttrain.orchestration.local import WorkerGroup
 from posttrain.policy.objectives.reduce import combine_metrics
@@ -37,7 +37,7 @@ class ShardedPolicy:
         self.num_updates = 0
 
     def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
-        parts, num_tokens = self._shards(batch, self.train, objective.keeps_groups_whole)
+        parts, num_tokens, packing = self._shards(batch, self.train, objective.keeps_groups_whole)
         seed = (self.seed * 1_000_003 + self.num_updates) % 2**63
         with self.show_progress("training", len(parts[0])) as progress:
             results = self._call("update", parts, objective, seed, self._local(progress))
@@ -46,10 +46,10 @@ class ShardedPolicy:
         self.num_updates += 1
         same = {name: results[0][name] for name in _SAME_ON_EVERY_RANK}
         sums = [{k: v for k, v in result.items() if k not in same} for result in results]
-        return UpdateReport({**combine_metrics(sums), **same}, num_tokens)
+        return UpdateReport({**combine_metrics(sums), **same, **packing}, num_tokens)
 
     def evaluate(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
-        parts, num_tokens = self._shards(batch, self.score, objective.keeps_groups_whole)
+        parts, num_tokens, _ = self._shards(batch, self.score, objective.keeps_groups_whole)
         with self.show_progress("validation", len(parts[0])) as progress:
             results = self._call("evaluate", parts, objective, self._local(progress))
             if not self.workers.in_process:
@@ -61,6 +61,9 @@ class ShardedPolicy:
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         return self._token_column(batch, "reference_logprobs")
+
+    def reference_fingerprint(self) -> str:
+        return str(self._call_all("reference_fingerprint")[0])
 
     def end_step(self) -> None:
         self._call_all("end_step")
@@ -80,10 +83,12 @@ class ShardedPolicy:
 
     def _shards(
         self, batch: TokenBatch, batching: MicroBatching, keep_groups_whole: bool
-    ) -> tuple[list[list[TokenBatch | None]], int]:
+    ) -> tuple[list[list[TokenBatch | None]], int, dict[str, float]]:
+        """Micro-batches by rank, the tokens in them, and how full they are."""
         plan = plan_micro_batches(batch, batching, self.workers.size, keep_groups_whole=keep_groups_whole)
         num_tokens = sum(cost(batch, rows) for rank in plan for rows in rank)
-        return [[batch.select(rows) if rows else None for rows in rank] for rank in plan], num_tokens
+        packing = packing_metrics(batch, batching, plan, keep_groups_whole=keep_groups_whole)
+        return [[batch.select(rows) if rows else None for rows in rank] for rank in plan], num_tokens, packing
 
     def _token_column(self, batch: TokenBatch, method: str) -> Tensor:
         plan = plan_micro_batches(batch, self.score, self.workers.size)

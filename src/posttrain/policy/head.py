@@ -60,21 +60,8 @@ class OutputHead:
         )
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Hidden states [tokens, hidden size] of one packed row, inside whatever attention context is active.
-
-        With weights in bf16 the matrix products are bf16, and what is handed from layer to layer stays fp32. Rounding
-        that too would add up over the layers, differently in the sampler and in the trainer.
-        """
-        embedded = self.embedding(input_ids)
-        reduced = embedded.dtype in (torch.bfloat16, torch.float16)
-        with torch.autocast(
-            embedded.device.type, embedded.dtype if reduced else None, enabled=reduced, cache_enabled=False
-        ):
-            output = self.decoder(
-                inputs_embeds=embedded.float() if reduced else embedded, position_ids=position_ids, use_cache=False
-            )
-        states: Tensor = output.last_hidden_state[0]
-        return states
+        """Hidden states [tokens, hidden size] of one packed row, inside whatever attention context is active."""
+        return decoder_states(self.decoder, self.embedding, input_ids, position_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [..., vocabulary], as the model itself computes them; fp32 where that costs nothing."""
@@ -98,6 +85,24 @@ class OutputHead:
                 "this model changes its logits after the output head in a way that posttrain does not know "
                 f"(largest logit {spread:.4g} in the model's own forward pass, {float(ours.abs().max()):.4g} in ours)"
             )
+
+
+def decoder_states(decoder: nn.Module, embedding: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Hidden states [tokens, hidden size] of one packed row, inside whatever attention context is active.
+
+    With weights in bf16 the matrix products are bf16, and what is handed from layer to layer stays fp32. Rounding that
+    too would add up over the layers, differently in the sampler and in the trainer.
+    """
+    embedded = embedding(input_ids)
+    reduced = embedded.dtype in (torch.bfloat16, torch.float16)
+    with torch.autocast(
+        embedded.device.type, embedded.dtype if reduced else None, enabled=reduced, cache_enabled=False
+    ):
+        output = decoder(
+            inputs_embeds=embedded.float() if reduced else embedded, position_ids=position_ids, use_cache=False
+        )
+    states: Tensor = output.last_hidden_state[0]
+    return states
 
 
 def project(hidden: Tensor, weight: Tensor) -> Tensor:

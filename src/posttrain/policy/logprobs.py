@@ -23,6 +23,8 @@ class TokenLogprobs(nn.Module):
     Call it, and its backward pass, inside `attention_context(row.attention)`.
     """
 
+    reads_own_token = False  # but the token before, which predicts it
+
     def __init__(self, model: nn.Module, chunk_tokens: int | None = None) -> None:
         super().__init__()
         self.model = model

@@ -34,7 +34,7 @@ def resolve_device(setting: str) -> torch.device:
     return torch.device(setting)
 
 
-def _explain_missing(name: str, field: str, error: Exception) -> SettingsError:
+def explain_missing(name: str, field: str, error: Exception) -> SettingsError:
     if Path(name).is_dir():
         return SettingsError(f"{field}: the folder {name!r} is not a Hugging Face model folder: {error}")
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.exists()
@@ -51,16 +51,16 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> dict[str,
         return AutoConfig.from_pretrained(name).to_dict()
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
-        raise _explain_missing(name, field, ValueError(first_line)) from error
+        raise explain_missing(name, field, ValueError(first_line)) from error
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise _explain_missing(name, "policy.tokenizer.name", error) from error
+        raise explain_missing(name, field, error) from error
     if tokenizer.eos_token_id is None:
-        raise SettingsError(f"policy.tokenizer.name: the tokenizer of {name!r} has no end-of-sequence token")
+        raise SettingsError(f"{field}: the tokenizer of {name!r} has no end-of-sequence token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -74,7 +74,7 @@ def load_model(
             name, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **dict(overrides or {})
         )
     except OSError as error:
-        raise _explain_missing(name, "policy.model_name", error) from error
+        raise explain_missing(name, "policy.model_name", error) from error
     except (TypeError, SafetensorError) as error:
         raise SettingsError(
             f"policy.model_name {name!r} with policy.hf_config_overrides {overrides}: {error}"
@@ -88,15 +88,18 @@ def load_model(
     return model.to(device)
 
 
-def add_lora(model: PreTrainedModel, lora: Any, seed: int) -> nn.Module:
-    """Adapters through peft. `lora` has the keys of `policy.dtensor_cfg.lora_cfg`."""
+def add_lora(model: PreTrainedModel, lora: Any, seed: int, *, task_type: str = "CAUSAL_LM") -> nn.Module:
+    """Adapters through peft. `lora` has the keys of `policy.dtensor_cfg.lora_cfg`.
+
+    With the task "SEQ_CLS" the scoring layer of a reward model is trained whole, and saved beside the adapters.
+    """
     from peft import LoraConfig, get_peft_model
 
     targets: str | list[str] = (
         "all-linear" if lora.match_all_linear or not lora.target_modules else list(lora.target_modules)
     )
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         r=lora.dim,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
+from posttrain.checkpointing.errors import CheckpointError
 from posttrain.errors import InputError
 
 
@@ -158,7 +159,31 @@ class MixedPrecisionOptimizer:
     def schedule_state(self) -> dict[str, Any]:
         """The schedule and the hyperparameters it has changed. Plain values."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        return {"scheduler": self.scheduler.state_dict() if self.scheduler else None, "groups": groups}
+        return {
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "groups": groups,
+            "kinds": self._kinds(),
+        }
+
+    def _kinds(self) -> dict[str, list[str]]:
+        """What optimizer and schedule are, by the settings that choose them."""
+        schedule = [] if self.scheduler is None else getattr(self.scheduler, "_schedulers", [self.scheduler])
+        return {
+            "policy.optimizer.name": [_class_name(self.optimizer)],
+            "policy.scheduler": [_class_name(part) for part in schedule],
+        }
+
+    def check_kinds(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if a saved state is that of another optimizer or schedule: it would mean nothing here."""
+        saved, current = state.get("kinds", self._kinds()), self._kinds()  # older checkpoints do not say
+        for setting, names in current.items():
+            if saved[setting] != names:
+                was, now = (", then ".join(kinds) or "none" for kinds in (saved[setting], names))
+                raise CheckpointError(
+                    f"{setting}: the checkpoint was made with {was}, this run has {now}, which cannot go on from its state. "
+                    "Go on with the former, or start a new run from the checkpoint's weights with policy.model_name "
+                    "and another checkpointing.checkpoint_dir"
+                )
 
     def load_schedule_state(self, state: Mapping[str, Any]) -> None:
         """Where the schedule was. Hyperparameters are those of this run: a changed learning rate holds from here on."""
@@ -170,6 +195,10 @@ class MixedPrecisionOptimizer:
                 group["lr"] = saved["lr"] if scale == 1 else saved["lr"] * scale
             for part in (self.scheduler, *getattr(self.scheduler, "_schedulers", ())):
                 part.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _master(parameter: Tensor) -> nn.Parameter:

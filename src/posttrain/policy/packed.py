@@ -15,13 +15,18 @@ from posttrain.types import TokenBatch
 class PackedRow:
     input_ids: Tensor  # [1, tokens]
     position_ids: Tensor  # [1, tokens]
-    source: Tensor  # [response tokens]: position in the row whose hidden state predicts the token
+    source: Tensor  # [response tokens]: position in the row whose hidden state is read for the token
     targets: Tensor  # [response tokens]
+    last: Tensor  # [responses]: which response token is the last of its response
     attention: PackedAttention
 
     @classmethod
-    def build(cls, batch: TokenBatch, device: torch.device) -> PackedRow:
-        """Lay out each prompt, then its responses. A response's last token predicts nothing, so it is not fed."""
+    def build(cls, batch: TokenBatch, device: torch.device, *, reads_own_token: bool = False) -> PackedRow:
+        """Lay out each prompt, then its responses.
+
+        The hidden state that is read for a token is that of the token before, which predicts it. A response's last token
+        predicts nothing, so it is not fed. With `reads_own_token` all tokens are fed and each is read at its own place.
+        """
         rows_of: dict[int, list[int]] = {}
         for row, prompt_row in enumerate(batch.prompt_of):
             rows_of.setdefault(prompt_row, []).append(row)
@@ -42,8 +47,9 @@ class PackedRow:
             at = prompt_end
             for row in rows:
                 assert len(batch.responses[row]) > 0, "a response has at least one token"
-                fed = batch.responses[row][:-1]
-                source[row] = torch.tensor([prompt_end - 1, *range(at, at + len(fed))])
+                fed = batch.responses[row] if reads_own_token else batch.responses[row][:-1]
+                before = [] if reads_own_token else [prompt_end - 1]
+                source[row] = torch.tensor([*before, *range(at, at + len(fed))])
                 if len(fed):
                     segments.append(Segment(at, at + len(fed), prompt_start, prompt_end))
                     pieces.append(fed)
@@ -54,6 +60,7 @@ class PackedRow:
             position_ids=torch.cat(positions)[None].to(device),
             source=torch.cat([source[row] for row in range(len(batch.responses))]).to(device),
             targets=torch.cat(list(batch.responses)).to(device),
+            last=torch.tensor(batch.response_lengths).cumsum(0).sub(1).to(device),
             attention=PackedAttention(segments, device),
         )
 

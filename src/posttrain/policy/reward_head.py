@@ -11,7 +11,7 @@ and in vLLM. Those find the last token as the last one that is not padding; see 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,7 @@ class SequenceScores(nn.Module):
 
 def load_reward_model(
     name: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Literal["auto"],
     device: torch.device,
     overrides: Mapping[str, Any] | None = None,
     *,
@@ -124,6 +124,7 @@ def load_reward_model(
         )
     if fresh:
         _draw(getattr(model, HEAD).weight, float(getattr(model.config, "initializer_range", 0.02)), seed or 0)
+    model.config.architectures = [type(model).__name__]  # as it is saved: a checkpoint is compared with it
     model.config.get_text_config().pad_token_id = pad_token_id
     model.config.use_cache = False
     return model.to(device)

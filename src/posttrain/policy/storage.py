@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.checkpointing import CheckpointError, check_same_model, describe_model
 from posttrain.policy.model import is_adapted
@@ -106,6 +106,8 @@ def load(
             f"{folder}: no optimizer state (it was saved with checkpointing.save_optimizer: false), so training cannot go on "
             "from it exactly. Start a new run from its weights with policy.model_name instead."
         )
+    schedule = torch.load(folder / SCHEDULE, weights_only=True)
+    optimizer.check_kinds(schedule)
     reader = dcp.FileSystemReader(folder / OPTIMIZER)
     saved = {
         key: (tuple(entry.size), entry.properties.dtype)
@@ -116,7 +118,7 @@ def load(
     with _without_single_process_warning():
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     optimizer.load_state_tensors(tensors)
-    optimizer.load_schedule_state(torch.load(folder / SCHEDULE, weights_only=True))
+    optimizer.load_schedule_state(schedule)
 
 
 def _saved_weights(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -125,9 +127,18 @@ def _saved_weights(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
 
         saved = load_file(folder / "adapter_model.safetensors")
-        return {name.replace(".weight", ".default.weight"): value for name, value in saved.items()}
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=next(model.parameters()).dtype)
+        return {_adapted_name(name): value for name, value in saved.items()}
+    kind: Any = type(model)  # a language model or a reward model
+    whole = kind.from_pretrained(folder, dtype=next(model.parameters()).dtype)
     return dict(whole.named_parameters())
+
+
+def _adapted_name(saved: str) -> str:
+    """peft leaves the adapter's name out of the file. Modules that are trained whole lie under a name of their own."""
+    module, _, parameter = saved.rpartition(".")
+    if ".lora_" in saved:
+        return f"{module}.default.{parameter}"
+    return f"{module}.modules_to_save.default.{parameter}"
 
 
 @contextmanager

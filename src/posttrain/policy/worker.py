@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from posttrain.config import PolicyConfig
 from posttrain.generation.native import NativeEngine, NativeSettings
-from posttrain.generation.native.forward import ForwardPass, evaluation_mode
+from posttrain.generation.native.forward import check_length, evaluation_mode, observe_layers
 from posttrain.policy import storage
 from posttrain.policy.attention import attention_context
+from posttrain.policy.fingerprint import model_fingerprint
+from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.model import (
     DTYPES,
@@ -38,8 +40,11 @@ from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import MixedPrecisionOptimizer, trainable
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel import data_parallel_mesh, shard, whole_parameters
+from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
 from posttrain.roles import Objective, Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
+
+Forward = TokenLogprobs | SequenceScores  # a packed row in, one number per response token out
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class WorkerSetup:
     needs_reference: bool
     chat_template: str | None = None  # the one the data was written with: it travels with the checkpoints
     trains: bool = True  # False: no optimizer, for sampling and evaluation only
+    reward_model: bool = False  # a score for each answer, instead of a log-probability for each token
+    answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
 
 
 class PolicyWorker:
@@ -65,12 +72,9 @@ class PolicyWorker:
             self.temperature = 1.0  # greedy sampling has no temperature to train under
         self.tokenizer = load_tokenizer(config.tokenizer.name)
         self.tokenizer.chat_template = setup.chat_template
-        self.model: nn.Module = load_model(
-            config.model_name, DTYPES[config.precision], self.device, config.hf_config_overrides
-        )
+        self.model = self._load_model(setup)
         lora = config.dtensor_cfg.lora_cfg
-        if lora.enabled:
-            self.model = add_lora(self.model, lora, setup.seed)
+        self._scores_answers = setup.reward_model
         if config.dtensor_cfg.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         mesh = data_parallel_mesh(self.device)
@@ -90,8 +94,28 @@ class PolicyWorker:
                 NativeSettings(**native.model_dump(), max_total_tokens=config.max_total_sequence_length),
             )
 
-    def _shardable(self, model: nn.Module, mesh: Any) -> TokenLogprobs:
-        root = TokenLogprobs(model, self.config.logprob_chunk_size)
+    def _load_model(self, setup: WorkerSetup) -> nn.Module:
+        """The model with its adapters, if it has any."""
+        config, dtype = setup.policy, DTYPES[setup.policy.precision]
+        if setup.reward_model:
+            padding = padding_for_scores(self.tokenizer, setup.answer_ends)
+            use_padding(self.tokenizer, padding)
+            model = load_reward_model(
+                config.model_name, dtype, self.device, config.hf_config_overrides, seed=setup.seed, pad_token_id=padding
+            )
+        else:
+            model = load_model(config.model_name, dtype, self.device, config.hf_config_overrides)
+        lora = config.dtensor_cfg.lora_cfg
+        if not lora.enabled:
+            return model
+        return add_lora(model, lora, setup.seed, task_type="SEQ_CLS" if setup.reward_model else "CAUSAL_LM")
+
+    def _shardable(self, model: nn.Module, mesh: Any) -> Forward:
+        root: Forward
+        if self._scores_answers:
+            root = SequenceScores(model)
+        else:
+            root = TokenLogprobs(model, self.config.logprob_chunk_size)
         if mesh is not None:
             layers: Any = root.head.decoder.layers
             shard(root, list(layers), mesh)
@@ -104,11 +128,10 @@ class PolicyWorker:
     def _refuse_unsupported(self) -> None:
         """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of the logits."""
         with torch.no_grad(), evaluation_mode(self.model), whole_parameters(self.forward):
-            inspection = ForwardPass(self.model)
-            inspection.layers()
-            inspection.check_length(self.config.max_total_sequence_length)
+            observe_layers(without_adapter_wrapper(self.model), self.forward.head)
+            check_length(storage.base_config(self.model).get_text_config(), self.config.max_total_sequence_length)
 
-    def _freeze_reference(self, mesh: Any) -> TokenLogprobs:
+    def _freeze_reference(self, mesh: Any) -> Forward:
         frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
         return self._shardable(frozen, mesh)
 
@@ -117,10 +140,15 @@ class PolicyWorker:
         return {
             "num_parameters": sum(p.numel() for p in self.model.parameters()),
             "num_trainable": trainable(self.model.parameters()),
-            "model_config": storage.base_config(self.model).to_dict(),
+            "model_config": self._model_config(),
             "device": self.device.type,
             "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
         }
+
+    def _model_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = storage.base_config(self.model).to_dict()
+        # A reward model has no output table, so there is none to share with the input's.
+        return {**config, "tie_word_embeddings": False} if self._scores_answers else config
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -133,7 +161,7 @@ class PolicyWorker:
         self.model.train()
         metrics: list[Mapping[str, Tensor]] = []
         for part in parts:
-            with self._row(part) as row:
+            with self._row(part, self.forward) as row:
                 logprobs = self.forward(row, self.temperature)
                 if part is None:
                     loss = logprobs.sum() * 0.0
@@ -157,7 +185,7 @@ class PolicyWorker:
         self.model.eval()
         metrics = []
         for part in parts:
-            with self._row(part) as row:
+            with self._row(part, self.forward) as row:
                 logprobs = self.forward(row, self.temperature)
             if part is not None:
                 metrics.append(_to_floats(objective(logprobs, part)[1]))
@@ -183,19 +211,25 @@ class PolicyWorker:
         with without_adapters(self.model):
             return self._score(self.forward, parts)
 
+    def reference_fingerprint(self) -> str:
+        """A digest of all that decides `reference_logprobs`, whatever the number of ranks. Rank 0 has the answer."""
+        model = self.model if self.reference is None else self.reference.model
+        return model_fingerprint(model, storage.base_config(self.model).to_dict(), self.temperature)
+
     @torch.no_grad()
-    def _score(self, forward: TokenLogprobs, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
+    def _score(self, forward: Forward, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
         scores: list[Tensor | None] = []
         for part in parts:
-            with self._row(part) as row:
+            with self._row(part, forward) as row:
                 logprobs = forward(row, self.temperature)
             scores.append(None if part is None else logprobs.cpu())
         return scores
 
     @contextmanager
-    def _row(self, part: TokenBatch | None) -> Iterator[PackedRow]:
+    def _row(self, part: TokenBatch | None, forward: Forward) -> Iterator[PackedRow]:
         """The packed row, with its attention in force: backward passes belong inside too."""
-        row = PackedRow.build(_DUMMY if part is None else part, self.device)
+        batch = _DUMMY if part is None else part
+        row = PackedRow.build(batch, self.device, reads_own_token=forward.reads_own_token)
         with attention_context(row.attention):
             yield row
 

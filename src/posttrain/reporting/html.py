@@ -34,6 +34,11 @@ HEADLINE_CHARTS: dict[str, ChartSpec] = {
         (("train/accuracy", "training"), ("validation/accuracy", "validation")),
         "Share of pairs whose chosen answer has the higher implicit reward.",
     ),
+    "rm": (
+        "Preference accuracy",
+        (("train/accuracy", "training"), ("validation/accuracy", "validation")),
+        "Share of pairs whose chosen answer has the higher score.",
+    ),
     "sft": (
         "Loss",
         (("train/loss", "training"), ("validation/loss", "validation")),
@@ -42,9 +47,10 @@ HEADLINE_CHARTS: dict[str, ChartSpec] = {
 }
 CHARTS: tuple[ChartSpec, ...] = (
     (
-        "Implicit rewards",
+        "Rewards of the pairs",
         (("train/rewards_chosen_mean", "chosen"), ("train/rewards_rejected_mean", "rejected")),
-        "Log-probability gained over the reference, not multiplied by beta. The gap should open.",
+        "The log-probability gained over the reference, not multiplied by beta, or a reward model's score. "
+        "The gap should open.",
     ),
     (
         "KL to the reference",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.reporting.run_files import Row, write_whole
 
 if TYPE_CHECKING:
-    from posttrain.types import Group, Rollout
+    from posttrain.types import Conversation, Group, Rollout
 
 
 def finite(value: float | None) -> float | None:
@@ -34,15 +34,26 @@ def group_row(group: Group) -> Row:
 
 def _completion_row(rollout: Rollout) -> Row:
     score = rollout.score
+    shaped = {} if rollout.shaped_reward is None else {"shaped_reward": finite(rollout.shaped_reward)}
     return {
         "text": rollout.completion.text,
+        **_turns_row(rollout.completion.conversation),
         "reward": finite(score.reward),
+        **shaped,
         "parts": {name: finite(value) for name, value in score.parts.items()},
         "advantage": finite(rollout.advantage),
         "error": score.error,
         "finish_reason": rollout.completion.finish_reason,
-        "num_tokens": len(rollout.completion.token_ids),
+        "num_tokens": rollout.completion.num_sampled,
     }
+
+
+def _turns_row(conversation: Conversation | None) -> Row:
+    """Who said what, for people: only where the environment took turns with the model."""
+    if conversation is None:
+        return {}
+    said = [{"role": u.role, "text": u.text, "num_tokens": u.num_tokens} for u in conversation.utterances]
+    return {"turns": said, "counts": {name: finite(value) for name, value in conversation.counts.items()}}
 
 
 def _plain(value: Any) -> Any:

@@ -71,6 +71,8 @@ class RunData:
             return str(self.info["algorithm"])
         if "train/reward" in self.keys:
             return "grpo"
+        if "train/rewards_std" in self.keys:
+            return "rm"
         return "dpo" if "train/rewards_chosen_mean" in self.keys else "sft"
 
     @property

@@ -79,8 +79,22 @@ def _completion(completion: Row, low: float, high: float) -> str:
     chips += [f"<span>{_text(name)} {_number(value)}</span>" for name, value in parts.items()]
     cut = ' <span class="cut">cut at the limit</span>' if completion.get("finish_reason") == "length" else ""
     chips.append(f"<span>{_text(completion.get('num_tokens', '?'))} tokens{cut}</span>")
-    text = _text(completion.get("text", "")) or '<i class="nothing">(empty)</i>'
-    return f'<div class="{kind}"{style}><div class="verdict">{"".join(chips)}</div><pre>{text}</pre></div>'
+    chips += [
+        f"<span>{_text(name)} {_number(value)}</span>" for name, value in (completion.get("counts") or {}).items()
+    ]
+    said = completion.get("turns") or [{"text": completion.get("text", "")}]
+    body = "".join(_turn(turn) for turn in said)
+    return f'<div class="{kind}"{style}><div class="verdict">{"".join(chips)}</div>{body}</div>'
+
+
+def _turn(turn: Row) -> str:
+    """What one side said; a single turn needs no name."""
+    text = _text(turn.get("text", "")) or '<i class="nothing">(empty)</i>'
+    role = turn.get("role")
+    if role is None:
+        return f"<pre>{text}</pre>"
+    kind = "model" if role == "assistant" else "environment"
+    return f'<div class="turn {kind}"><b>{_text(role)}</b><pre>{text}</pre></div>'
 
 
 def _number(value: Any) -> str:

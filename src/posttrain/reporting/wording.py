@@ -17,10 +17,10 @@ from posttrain.reporting.metric_rows import TOTAL_STEP, TOTAL_VALIDATION
 from posttrain.reporting.run_files import Row
 
 if TYPE_CHECKING:
-    from posttrain.types import Group
+    from posttrain.types import Completion, Group
 
 Style = Literal["header", "title", "plain", "muted", "good", "warning"]
-Algorithm = Literal["grpo", "dpo", "sft"]
+Algorithm = Literal["grpo", "dpo", "rm", "sft"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ RESULTS: Mapping[Algorithm, tuple[tuple[str, str, str], ...]] = {
     "grpo": (
         ("loss", "Loss", "loss"),
         ("reward", "Avg Reward", "reward"),
+        ("filtered_reward", "Avg Reward of Kept Groups", "kept"),
+        ("dynamic_sampling_num_gen_batches", "Generation Batches", ""),
         ("mean_generation_length", "Mean Generation Length", "length"),
         ("kl_penalty", "KL", "kl"),
         ("gen_kl_error", "Generation KL Error", ""),
@@ -47,6 +49,15 @@ RESULTS: Mapping[Algorithm, tuple[tuple[str, str, str], ...]] = {
         ("accuracy", "Accuracy", "accuracy"),
         ("rewards_chosen_mean", "Chosen Reward", "chosen"),
         ("rewards_rejected_mean", "Rejected Reward", "rejected"),
+        ("grad_norm", "Grad Norm", "grad"),
+        ("lr", "Learning Rate", ""),
+    ),
+    "rm": (
+        ("loss", "Loss", "loss"),
+        ("accuracy", "Accuracy", "accuracy"),
+        ("rewards_chosen_mean", "Chosen Reward", "chosen"),
+        ("rewards_rejected_mean", "Rejected Reward", "rejected"),
+        ("rewards_std", "Spread of Rewards", ""),
         ("grad_norm", "Grad Norm", "grad"),
         ("lr", "Learning Rate", ""),
     ),
@@ -227,10 +238,19 @@ def sample_lines(groups: Sequence[Group], count: int, max_characters: int = 600)
         verdict = number(rollout.score.reward) if rollout.score.scored else f"unscored: {rollout.score.error}"
         lines.append(Line(f"Sample {index} ({group.task.id}), reward {verdict}", "title"))
         lines += _quoted("prompt", group.task.prompt, max_characters)
-        lines += _quoted("answer", rollout.completion.text, max_characters)
+        for label, text in _said(rollout.completion):
+            lines += _quoted(label, text, max_characters)
         if group.task.reference is not None:
             lines += _quoted("expected", str(group.task.reference), max_characters)
     return lines
+
+
+def _said(completion: Completion) -> list[tuple[str, str]]:
+    """The answer; where the environment took turns with the model, turn by turn."""
+    if completion.conversation is None:
+        return [("answer", completion.text)]
+    said = completion.conversation.utterances
+    return [("answer" if utterance.role == "assistant" else utterance.role[:8], utterance.text) for utterance in said]
 
 
 def _quoted(label: str, text: str, max_characters: int) -> list[Line]:
@@ -261,7 +281,7 @@ def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False
 
 def headline_metric(algorithm: str) -> tuple[str, bool]:
     """The one training metric a run is judged by, and whether less of it is better."""
-    known = {"grpo": ("train/reward", False), "dpo": ("train/accuracy", False)}
+    known = {"grpo": ("train/reward", False), "dpo": ("train/accuracy", False), "rm": ("train/accuracy", False)}
     return known.get(algorithm, ("train/loss", True))
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms.advantages import GroupAdvantages
+from posttrain.algorithms.credit import Credit
+from posttrain.algorithms.group_selection import EveryGroup
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.supervised_batches import example_batch, pair_batch
 from posttrain.policy.objectives import ClippedPolicyGradient
@@ -69,14 +71,10 @@ def run(
     groups: list[Group], *, updates: int = 1, kl: float = 0.0, overlong_filtering: bool = False
 ) -> tuple[FakePolicy, dict[str, float]]:
     policy = FakePolicy()
-    settings = GrpoSettings(
-        num_prompts_per_step=len(groups),
-        num_generations_per_prompt=len(groups[0].rollouts),
-        num_updates_per_step=updates,
-        overlong_filtering=overlong_filtering,
-    )
+    settings = GrpoSettings(num_updates_per_step=updates, overlong_filtering=overlong_filtering)
     objective = ClippedPolicyGradient(reference_policy_kl_penalty=kl)
-    grpo = Grpo(settings, objective, GroupAdvantages(normalize_rewards=False), policy, FakeRollouts(groups))
+    credit = Credit(GroupAdvantages(normalize_rewards=False))
+    grpo = Grpo(settings, objective, credit, EveryGroup(len(groups)), policy, FakeRollouts(groups))
     return policy, dict(grpo.step(1).metrics)
 
 
@@ -88,7 +86,7 @@ def test_one_update_needs_no_second_forward_pass() -> None:
 
 def test_several_updates_score_the_old_policy_before_the_first_and_the_schedule_moves_once() -> None:
     policy, _ = run([make_group(0, [1.0, 0.0]), make_group(1, [1.0, 0.0])], updates=2)
-    assert policy.calls == ["logprobs", "logprobs", "update", "update", "end_step"]
+    assert policy.calls == ["logprobs", "update", "update", "end_step"]
     assert all((batch.columns["prev_logprobs"] == -1).all() for batch in policy.batches)
 
 
@@ -143,6 +141,14 @@ def test_overlong_filtering_masks_the_loss_but_keeps_the_reward_in_the_baseline(
     assert batch.columns["mask"].tolist() == [1, 1, 1, 0, 0, 0]
     assert batch.columns["advantages"].tolist() == pytest.approx([0.5, -1, -1, 0.5, 0.5, 0.5])
     assert (batch.num_tokens, batch.num_sequences) == (3.0, 2.0)
+
+
+def test_where_every_answer_was_cut_off_there_is_no_update() -> None:
+    """Weight decay and momentum would move the weights without anything to learn from."""
+    groups = [make_group(0, [1.0], cut=0), make_group(1, [0.0])]
+    policy, metrics = run(groups, updates=2, overlong_filtering=True)
+    assert policy.calls == ["logprobs", "update", "end_step"]
+    assert metrics["num_updates"] == 1.0
 
 
 def test_updates_split_the_rollouts_in_their_order() -> None:

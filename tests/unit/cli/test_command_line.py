@@ -60,13 +60,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(["--help"], capsys)
     assert code == 0
-    for word in ("grpo", "dpo", "sft", "demo", "config"):
+    for word in ("grpo", "dpo", "rm", "sft", "demo", "config"):
         assert f"\n    {word} " in out
     for meaning in ("0 done", "64 bad config", "85 stopped by SIGTERM", "130 stopped by Ctrl-C", "1 crash"):
         assert meaning in out
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "rm", "sft"])
 def test_help_of_a_training_command_has_an_example_and_says_how_to_go_on(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +167,7 @@ def test_a_typo_exits_with_64_and_names_the_right_key(capsys: pytest.CaptureFixt
         assert "grpo.num_prompts_per_step" in err
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "rm", "sft"])
 def test_a_validation_set_given_on_the_command_line_is_used(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The built-in one belongs to the built-in training set and goes with it. One that was given stays."""
     values = shown([kind, "data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"], capsys)

@@ -103,7 +103,19 @@ def test_micro_batches_that_were_typed_must_divide_their_batch() -> None:
         load_config("dpo", None, ["dpo.val_micro_batch_size=3"])
     with pytest.raises(ConfigError, match=r"sft\.val_global_batch_size = 32 examples"):
         load_config("sft", None, ["sft.val_micro_batch_size=5"])
+    with pytest.raises(ConfigError, match=r"rm\.val_global_batch_size = 32 pairs.*val_micro_batch_size = 5"):
+        load_config("rm", None, ["rm.val_micro_batch_size=5"])
     assert load_config("dpo", None, ["policy.train_global_batch_size=3"]).config.policy.train_micro_batch_size == 2
+
+
+def test_only_the_reward_model_command_trains_a_reward_model() -> None:
+    for kind in ("grpo", "dpo", "sft"):
+        with pytest.raises(ConfigError, match=r"policy\.reward_model_cfg\.enabled = true.*`posttrain rm`"):
+            load_config(kind, None, ["policy.reward_model_cfg.enabled=true"])
+    with pytest.raises(ConfigError, match=r"policy\.reward_model_cfg\.enabled = false"):
+        load_config("rm", None, ["policy.reward_model_cfg.enabled=false"])
+    with pytest.raises(ConfigError, match=r"reward_model_type.*bradley_terry"):
+        load_config("rm", None, ["policy.reward_model_cfg.reward_model_type=regression"])
 
 
 def test_a_metric_that_nothing_measures_is_mentioned() -> None:

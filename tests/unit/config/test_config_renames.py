@@ -15,6 +15,7 @@ RENAMES = [
     ("grpo", "loss_fn.kl_penalty_coeff=0.04", {"loss_fn.reference_policy_kl_penalty": 0.04}),
     ("grpo", "checkpointing.metric_name=val_reward", {"checkpointing.metric_name": "val:accuracy"}),
     ("sft", "checkpointing.metric_name=val_loss", {"checkpointing.metric_name": "val:val_loss"}),
+    ("rm", "rm.max_num_steps=-1", {"rm.max_num_steps": 1_000_000}),
     ("grpo", "data.dataset_name='DeepScaler'", {"data.train.dataset_name": "DeepScaler"}),
     ("grpo", "data.train_data_path=a.jsonl", {"data.train.data_path": "a.jsonl"}),
     ("grpo", "data.val_data_path=b.jsonl", {"data.validation.data_path": "b.jsonl"}),

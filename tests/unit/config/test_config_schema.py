@@ -107,7 +107,7 @@ POSTTRAIN_DEFAULTS = {
     "policy.device": "auto",
     "policy.num_threads": None,
     "cluster.launcher": "auto",
-    "env.math.timeout_s": 10.0,
+    "env.math.timeout_s": None,
     "logger.log_dir": None,
     "data.default.prompt_file": None,
 }
@@ -137,6 +137,28 @@ DPO_DEFAULTS = {
     "data.train.dataset_name": "HelpSteer3",
     "data.validation.split": "validation",
 }
+RM_DEFAULTS = {
+    "rm.max_num_epochs": 1,
+    "rm.max_num_steps": 1_000_000,
+    "rm.val_period": 16,
+    "rm.val_batches": -1,
+    "rm.val_global_batch_size": 32,
+    "rm.val_at_start": False,
+    "rm.seed": 42,
+    "rm.center_rewards_coefficient": 0.0,
+    "rm.margin_from_rewards": False,
+    "checkpointing.save_period": 16,
+    "checkpointing.checkpoint_dir": "results/rm",
+    "policy.reward_model_cfg.enabled": True,
+    "policy.reward_model_cfg.reward_model_type": "bradley_terry",
+    "policy.train_global_batch_size": 128,
+    "policy.train_micro_batch_size": 1,
+    "policy.max_total_sequence_length": 8192,
+    "policy.optimizer.kwargs.lr": 2e-6,
+    "policy.scheduler": None,
+    "policy.generation": None,
+    "data.train.dataset_name": "HelpSteer3",
+}
 SFT_DEFAULTS = {
     "sft.max_num_steps": 60,
     "sft.val_global_batch_size": 32,
@@ -152,7 +174,12 @@ SFT_DEFAULTS = {
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("grpo", {**GRPO_DEFAULTS, **POSTTRAIN_DEFAULTS}), ("dpo", DPO_DEFAULTS), ("sft", SFT_DEFAULTS)],
+    [
+        ("grpo", {**GRPO_DEFAULTS, **POSTTRAIN_DEFAULTS}),
+        ("dpo", DPO_DEFAULTS),
+        ("rm", RM_DEFAULTS),
+        ("sft", SFT_DEFAULTS),
+    ],
 )
 def test_defaults_are_those_of_nemo_rl(kind: str, expected: dict) -> None:
     loaded = load_config(kind, None, [])

@@ -11,18 +11,9 @@ from posttrain.config.unimplemented import RULES, rule_for
 
 REFUSED = [
     "grpo.async_grpo.enabled=true",
-    "grpo.use_dynamic_sampling=true",
-    "grpo.batch_multiplier=1.5",
-    "grpo.max_rollout_turns=2",
-    "grpo.reward_shaping.enabled=true",
-    "grpo.reward_scaling.enabled=true",
-    "grpo.seq_logprob_error_threshold=1.5",
     "grpo.invalid_tool_call_advantage=-1",
     "grpo.malformed_thinking_advantage=-1",
-    "grpo.adv_estimator.name=reinforce_plus_plus",
-    "grpo.adv_estimator.name=gdpo",
-    "loss_fn.use_kl_in_reward=true",
-    "loss_fn.positive_example_nll_weight=0.1",
+    "grpo.adv_estimator.name=opd",
     "checkpointing.save_consolidated=true",
     "checkpointing.ft_save_period=5",
     "checkpointing.ft_keep_latest_k=2",
@@ -41,7 +32,6 @@ REFUSED = [
     "policy.megatron_cfg.enabled=true",
     "policy.draft.enabled=true",
     "policy.router_replay.enabled=true",
-    "policy.reward_model_cfg.enabled=true",
     "policy.generation.backend=sglang",
     "policy.generation.backend=megatron",
     "policy.generation.colocated.enabled=false",
@@ -72,7 +62,8 @@ IGNORED = [
     ("policy.generation.vllm_cfg.gpu_memory_utilization=0.9", "policy.generation.vllm_kwargs.x=1"),
     ("logger.wandb_enabled=true", "logger.tensorboard_enabled=true"),
     ("grpo.async_grpo.max_trajectory_age_steps=3", "grpo.async_grpo.in_flight_weight_updates=true"),
-    ("grpo.reward_shaping.overlong_buffer_length=64", "grpo.reward_scaling.target_max=2"),
+    ("grpo.reward_scaling.target_min=-1", "grpo.reward_scaling.target_max=2"),
+    ("grpo.dynamic_sampling_max_gen_batches=3", "grpo.dynamic_sampling_surplus=discard"),
     ("policy.draft.loss_weight=0.2", "policy.draft.num_layers=2"),
     ("data_plane.enabled=true", "data_plane.backend=other"),
     ("policy.dtensor_cfg.automodel_kwargs.force_hf=true", "grpo.debug_payload_metrics=true"),
@@ -108,6 +99,14 @@ QUIET = [
     "policy.dtensor_cfg.lora_cfg.use_triton=false",
     "policy.generation_batch_size=8",
     "grpo.overlong_filtering=true",
+    "grpo.use_dynamic_sampling=true",
+    "grpo.reward_scaling.enabled=true",
+    "grpo.reward_shaping={enabled: true, stop_properly_penalty_coef: 0.5}",
+    "grpo.seq_logprob_error_threshold=1.5",
+    "grpo.adv_estimator.name=reinforce_plus_plus",
+    "grpo.adv_estimator.name=gdpo",
+    "loss_fn.use_kl_in_reward=true",
+    "loss_fn.positive_example_nll_weight=0.1",
     "grpo.advantage_clip_low=-2",
     "loss_fn.use_cispo=true",
     "loss_fn.ratio_clip_c=3",
@@ -154,7 +153,7 @@ def test_dpo_may_pack_pairs() -> None:
 
 def test_every_refusal_and_every_group_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config("grpo", None, ["policy.megatron_cfg.enabled=true", "grpo.max_rollout_turns=3"])
+        load_config("grpo", None, ["policy.megatron_cfg.enabled=true", "grpo.async_grpo.enabled=true"])
     assert len(str(caught.value).splitlines()) == 2
 
 

@@ -10,9 +10,10 @@ import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
 
 from posttrain.data.chat import ChatFormat
-from posttrain.data.conversations import NO_SHARED_PROMPT, TIE
 from posttrain.data.datasets import PairDataset, load_pair_dataset
 from posttrain.data.errors import DataError
+from posttrain.data.preference_readers import REVERSED
+from posttrain.data.preference_shapes import NO_ANSWER, NO_SHARED_PROMPT, REWARD_NOT_FINITE, TIE
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))
 PREFERENCES = Path(__file__).parents[3].parent / "shared" / "data" / "preferences"
@@ -44,11 +45,15 @@ EXPECTED = (CHAT.prompt(ASKED)[0], "Yes.<|im_end|>", "No.<|im_end|>")
         ("PreferenceDataset", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}),
         ("BinaryPreferenceDataset", {"prompt": ASKED, "chosen": "Yes.", "rejected": "No."}),
         ("PreferenceDataset", {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}),
-        ("NeMo-Aligner", {"prompt": "Hi?", "chosen_response": "Yes.", "rejected_response": "No."}),
-        (None, {"prompt": "Hi?", "chosen_response": "Yes.", "rejected_response": "No."}),
+        ("NeMo-Aligner", {"prompt": ASKED, "chosen_response": GOOD, "rejected_response": BAD}),
+        ("NeMo-Aligner", {"prompt": ASKED, "chosen_response": "Yes.", "rejected_response": "No."}),
+        (None, {"prompt": CHAT.prompt(ASKED)[0], "chosen_response": "Yes.", "rejected_response": "No.<|im_end|>"}),
+        (None, {"prompt": CHAT.prompt(ASKED)[0], "chosen_response": "Yes.<|im_end|>\n", "rejected_response": "No."}),
         ("Tulu3Preference", {"prompt": "Hi?", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}),
         ("UltraFeedback", {"prompt": "Hi?", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD], "score_chosen": 8.0}),
         (None, {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}),
+        (None, {"prompt": ASKED, "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}),
+        (None, {"chosen": "\n\nHuman: Hi?\n\nAssistant: Yes.", "rejected": "\n\nHuman: Hi?\n\nAssistant: No."}),
         ("HelpSteer3", {"context": ASKED, "response1": "No.", "response2": "Yes.", "overall_preference": 2}),
         ("HelpSteer3", {"context": ASKED, "response1": "Yes.", "response2": "No.", "overall_preference": -1}),
         (
@@ -64,6 +69,90 @@ def test_shapes_of_preference_rows_give_the_same_pair(tmp_path: Path, name: str 
 def test_own_keys_are_used(tmp_path: Path) -> None:
     row = {"q": "Hi?", "good": "Yes.", "bad": "No."}
     assert texts(load(tmp_path, [row], prompt_key="q", chosen_key="good", rejected_key="bad")) == EXPECTED
+
+
+def test_text_in_the_columns_of_nemo_aligner_is_what_the_model_sees(tmp_path: Path) -> None:
+    row = {
+        "prompt": "<extra_id_1>User\nHi?\n<extra_id_1>Assistant\n",
+        "chosen_response": "Yes.",
+        "rejected_response": "No.",
+    }
+    assert texts(load(tmp_path, [row])) == (row["prompt"], "Yes.<|im_end|>", "No.<|im_end|>")
+    as_said = load(tmp_path, [row], prompt_is_templated=False)
+    assert texts(as_said)[0] == CHAT.prompt([{"role": "user", "content": row["prompt"]}])[0]
+
+
+def test_text_elsewhere_is_what_the_user_said_unless_the_entry_says_otherwise(tmp_path: Path) -> None:
+    row = {"prompt": "Q: Hi?\nA:", "chosen": " Yes.", "rejected": " No."}
+    assert texts(load(tmp_path, [row], prompt_is_templated=True)) == ("Q: Hi?\nA:", " Yes.<|im_end|>", " No.<|im_end|>")
+    assert texts(load(tmp_path, [row]))[0] == CHAT.prompt([{"role": "user", "content": "Q: Hi?\nA:"}])[0]
+
+
+def test_prompt_that_both_texts_start_with_is_found_as_trl_finds_it(tmp_path: Path) -> None:
+    row = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
+    assert texts(load(tmp_path, [row])) == ("The sky is", " blue.<|im_end|>", " green.<|im_end|>")
+    from trl import extract_prompt
+
+    expected = extract_prompt(row)
+    assert expected == {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
+
+
+def test_turns_before_the_answer_follow_the_prompt(tmp_path: Path) -> None:
+    more = [GOOD, {"role": "user", "content": "Sure?"}]
+    row = {"prompt": ASKED, "chosen": [*more, GOOD], "rejected": [*more, BAD]}
+    assert texts(load(tmp_path, [row]))[0] == CHAT.prompt([*ASKED, *more])[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "rewards"),
+    [
+        ({}, (1.0, 0.0)),
+        ({"chosen_reward": 0.9, "rejected_reward": -2}, (0.9, -2.0)),
+        ({"score_chosen": 8.0, "score_rejected": 7.5}, (8.0, 7.5)),
+        ({"chosen_rating": "4", "rejected_rating": None}, (4.0, 0.0)),
+        ({"chosen_reward": 0.75, "score_chosen": 8.0, "score_rejected": 7.5}, (0.75, 0.0)),
+    ],
+)
+def test_rewards_of_the_two_answers_are_read(tmp_path: Path, row: dict[str, Any], rewards: tuple[float, float]) -> None:
+    pair = load(tmp_path, [{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No.", **row}])[0]
+    assert (pair.chosen_reward, pair.rejected_reward) == rewards
+
+
+def test_rewards_that_no_row_states_come_from_the_entry(tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No.", "good": 3.0, "bad": None}]
+    pair = load(tmp_path, rows, default_chosen_reward=5.0, default_rejected_reward=0.0)[0]
+    assert (pair.chosen_reward, pair.rejected_reward) == (5.0, 0.0)
+    named = load(tmp_path, rows, chosen_reward_key="good", rejected_reward_key="bad", default_rejected_reward=-1.0)[0]
+    assert (named.chosen_reward, named.rejected_reward) == (3.0, -1.0)
+
+
+def test_strength_of_a_helpsteer_preference_is_its_reward(tmp_path: Path) -> None:
+    row = {"context": ASKED, "response1": "No.", "response2": "Yes.", "overall_preference": 3}
+    pair = load(tmp_path, [row])[0]
+    assert (pair.chosen_reward, pair.rejected_reward) == (3.0, 0.0)
+
+
+def test_rewards_are_part_of_what_a_dataset_is(tmp_path: Path) -> None:
+    row = {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}
+    marks = [
+        load(tmp_path, [{**row, **more}]).fingerprint for more in ({}, {"chosen_reward": 1.0}, {"chosen_reward": 2.0})
+    ]
+    assert marks[0] == marks[1] != marks[2]
+
+
+def test_reward_that_is_no_number_is_dropped_and_one_the_wrong_way_round_is_noted(tmp_path: Path) -> None:
+    row = {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}
+    rows = [{**row, "chosen_reward": value, "rejected_reward": 0.5} for value in (float("nan"), 0.25, 0.75)]
+    pairs = load(tmp_path, rows)
+    assert pairs.dropped == {REWARD_NOT_FINITE: 1}
+    assert pairs.noted == {REVERSED: 1}
+    assert len(pairs) == 2
+
+
+def test_transcript_without_an_answer_is_dropped(tmp_path: Path) -> None:
+    bad = {"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c", "rejected": "\n\nHuman: a\n\nAssistant: d"}
+    good = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: d"}
+    assert load(tmp_path, [bad, good]).dropped == {NO_ANSWER: 1}
 
 
 def test_many_turn_prompt_is_kept_whole(tmp_path: Path) -> None:
@@ -123,6 +212,7 @@ def test_pair_is_left_out_when_its_longer_answer_does_not_fit(tmp_path: Path) ->
         ({"prompt": "p", "chosen": ASKED, "rejected": "b"}, "'chosen' must end with an assistant's turn"),
         ({"prompt": [{"content": "p"}, {}], "chosen": "a", "rejected": "b"}, "message 1 of 'prompt' needs the texts"),
         ({"context": "p", "completions": [{"rank": 0}]}, "'completions' needs two records"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "chosen_reward": "good"}, "'chosen_reward' must be a number"),
     ],
 )
 def test_row_that_is_no_preference_is_located(tmp_path: Path, row: dict[str, Any], complaint: str) -> None:

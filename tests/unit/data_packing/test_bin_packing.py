@@ -7,7 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from posttrain.data.bin_packing import PackingStatistics
 from posttrain.data.packing import pack
+from posttrain.data.shuffling import keyed_order
 
 ALGORITHMS = ["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"]
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -98,3 +100,102 @@ def test_modified_first_fit_beats_first_fit_where_it_should() -> None:
     modified = len(pack(sizes, capacity, "modified_first_fit_decreasing"))
     assert modified <= len(pack(sizes, capacity, "first_fit_decreasing"))
     assert modified <= math.ceil(71 / 60 * math.ceil(sum(sizes) / capacity) + 1)
+
+
+# -- the plain definitions, without any search structure ------------------------------------------------------------------
+
+
+def slow_first_fit(sizes: list[int], order: list[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    for index in order:
+        for chosen in bins:
+            if sum(sizes[i] for i in chosen) + sizes[index] <= capacity:
+                chosen.append(index)
+                break
+        else:
+            bins.append([index])
+    return bins
+
+
+def slow_next_fit(sizes: list[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    for index, size in enumerate(sizes):
+        if bins and sum(sizes[i] for i in bins[-1]) + size <= capacity:
+            bins[-1].append(index)
+        else:
+            bins.append([index])
+    return bins
+
+
+def slow_modified_first_fit(sizes: list[int], capacity: int) -> list[list[int]]:
+    """Johnson and Garey, step by step, over lists that shrink."""
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    bins = [[i] for i in order if sizes[i] > capacity / 2]
+    medium = [i for i in order if capacity / 3 < sizes[i] <= capacity / 2]
+    small = [i for i in order if sizes[i] <= capacity / 3]
+
+    def room(chosen: list[int]) -> int:
+        return capacity - sum(sizes[i] for i in chosen)
+
+    def move_largest(pool: list[int], chosen: list[int]) -> bool:
+        for item in pool:
+            if sizes[item] <= room(chosen):
+                pool.remove(item)
+                chosen.append(item)
+                return True
+        return False
+
+    unpaired = [chosen for chosen in bins if not move_largest(medium, chosen)]
+    for chosen in reversed(unpaired):
+        if len(small) >= 2 and sizes[small[-1]] + sizes[small[-2]] <= room(chosen):
+            chosen.append(small.pop())
+            move_largest(small, chosen)
+    rest = sorted(medium + small, key=lambda i: -sizes[i])
+    for chosen in bins:
+        while move_largest(rest, chosen):
+            pass
+    return bins + slow_first_fit(sizes, rest, capacity)
+
+
+@given(sizes=st.lists(st.integers(1, 130), max_size=60), seed=st.integers(0, 3))
+@example(sizes=[60, 58, 55, 20, 20, 20, 15, 15, 12], seed=0)
+@example(sizes=[101, 70, 34, 34, 33, 33, 16, 16, 1, 1], seed=1)
+@settings(max_examples=200)
+def test_bins_are_those_of_the_plain_definitions(sizes: list[int], seed: int) -> None:
+    decreasing = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    shuffled = keyed_order(len(sizes), seed, 0).tolist()
+    assert pack(sizes, 100, "concatenative") == slow_next_fit(sizes, 100)
+    assert pack(sizes, 100, "first_fit_decreasing") == slow_first_fit(sizes, decreasing, 100)
+    assert pack(sizes, 100, "first_fit_shuffle", seed) == slow_first_fit(sizes, shuffled, 100)
+    assert pack(sizes, 100, "modified_first_fit_decreasing") == slow_modified_first_fit(sizes, 100)
+
+
+def test_the_seed_decides_the_shuffled_order_and_nothing_else() -> None:
+    sizes = [7 + 13 * i % 60 for i in range(50)]
+    packed = {seed: pack(sizes, 100, "first_fit_shuffle", seed) for seed in range(3)}
+    assert packed[0] != packed[1] != packed[2]
+    assert pack(sizes, 100, "first_fit_shuffle", 1) == packed[1]
+    for algorithm in ALGORITHMS:
+        if algorithm != "first_fit_shuffle":
+            assert pack(sizes, 100, algorithm, 1) == pack(sizes, 100, algorithm, 2)
+
+
+def test_many_items_are_packed_without_comparing_each_with_every_bin() -> None:
+    """Half a million comparisons with bins would be 5 * 10^9 if each item looked at each bin: this would not end."""
+    sizes = [1 + 7919 * i % 2000 for i in range(100_000)]
+    for algorithm in ALGORITHMS:
+        bins = pack(sizes, 2048, algorithm)
+        assert sum(map(len, bins)) == len(sizes)
+        assert len(bins) >= sum(sizes) / 2048
+
+
+def test_statistics_are_nemos() -> None:
+    numbers = PackingStatistics.of(loads=[90, 60], counts=[3, 1], largest=60, capacity=100)
+    assert (numbers.packing_factor, numbers.packing_efficiency) == (2.0, 75.0)
+    assert (numbers.dataset_max_seqlen, numbers.max_samples_per_bin) == (60, 3)
+    assert (numbers.pack_size, numbers.min_packed_seqlen) == (100, 60)
+
+
+def test_a_bin_with_an_oversize_item_is_full_and_no_bins_are_not_full() -> None:
+    assert PackingStatistics.of([150, 50], [1, 1], 150, 100).packing_efficiency == 80.0
+    assert PackingStatistics.of([], [], 0, 100).packing_efficiency == 0.0

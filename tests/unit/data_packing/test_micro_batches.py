@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.packing import MicroBatching, cost, plan_micro_batches
+from posttrain.data.packing import PACK, MicroBatching, cost, packing_metrics, plan_micro_batches
 from posttrain.types import TokenBatch
 
 ALGORITHMS = ["concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"]
@@ -116,6 +116,79 @@ def test_work_is_spread_over_the_ranks() -> None:
     batch = make_batch([(1, [40]), (1, [40]), (1, [1]), (1, [1])])
     plan = plan_micro_batches(batch, MicroBatching(num_responses=1), 2)
     assert [sum(cost(batch, micro) for micro in rank) for rank in plan] == [43, 43]
+
+
+# -- precomputed packs ------------------------------------------------------------------------------------------------------
+
+
+def in_packs(batch: TokenBatch, packs: list[int]) -> TokenBatch:
+    """`packs` names the pack of each pair."""
+    per_token = [packs[batch.prompt_of[row]] for row, n in enumerate(batch.response_lengths) for _ in range(n)]
+    return batch.with_columns(**{PACK: torch.tensor(per_token)})
+
+
+def test_pairs_of_one_precomputed_pack_are_one_micro_batch() -> None:
+    batch = in_packs(make_batch([(4, [10, 10]), (4, [20, 20]), (4, [30, 30]), (4, [8, 8])]), [5, 5, 3, 3])
+    plan = plan_micro_batches(batch, MicroBatching(max_tokens=90), keep_groups_whole=True)
+    assert sorted(plan[0]) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_parts_of_packs_that_a_step_boundary_has_cut_share_a_micro_batch_if_they_fit() -> None:
+    batch = in_packs(make_batch([(2, [10, 10]), (2, [30, 30]), (2, [10, 10])]), [1, 2, 3])
+    plan = plan_micro_batches(batch, MicroBatching(max_tokens=64), keep_groups_whole=True)
+    assert sorted(sorted(micro) for micro in plan[0]) == [[0, 1, 4, 5], [2, 3]]
+
+
+def test_the_same_pack_twice_in_a_row_does_not_overflow() -> None:
+    batch = in_packs(make_batch([(4, [20, 20]), (4, [20, 20])]), [7, 7])
+    plan = plan_micro_batches(batch, MicroBatching(max_tokens=50), keep_groups_whole=True)
+    assert sorted(plan[0]) == [(0, 1), (2, 3)]
+
+
+@given(
+    pairs=st.lists(st.tuples(pair, st.integers(-1, 2)), min_size=1, max_size=8),
+    budget=st.integers(1, 300),
+    ranks=st.integers(1, 3),
+)
+def test_nothing_is_lost_from_precomputed_packs(
+    pairs: list[tuple[tuple[int, list[int]], int]], budget: int, ranks: int
+) -> None:
+    batch = in_packs(make_batch([lengths for lengths, _ in pairs]), [pack for _, pack in pairs])
+    plan = plan_micro_batches(batch, MicroBatching(max_tokens=budget), ranks, keep_groups_whole=True)
+    micro_batches = [micro for rank in plan for micro in rank if micro]
+    assert sorted(row for micro in micro_batches for row in micro) == list(range(len(batch.responses)))
+    assert all(cost(batch, micro) <= budget or len(micro) == 2 for micro in micro_batches)
+
+
+# -- how full micro-batches are ----------------------------------------------------------------------------------------------
+
+
+@given(pairs=st.lists(pair, min_size=1, max_size=8), budget=st.integers(1, 150), ranks=st.integers(2, 4))
+def test_how_full_micro_batches_are_does_not_depend_on_the_number_of_ranks(
+    pairs: list[tuple[int, list[int]]], budget: int, ranks: int
+) -> None:
+    batch, batching = make_batch(pairs), MicroBatching(max_tokens=budget)
+    measured = [
+        packing_metrics(
+            batch, batching, plan_micro_batches(batch, batching, n, keep_groups_whole=True), keep_groups_whole=True
+        )
+        for n in (1, ranks)
+    ]
+    assert measured[0] == pytest.approx(measured[1])
+    assert 0 < measured[0]["packing_efficiency"] <= 100
+
+
+def test_packing_factor_counts_pairs_where_pairs_stay_together_and_responses_elsewhere() -> None:
+    batch, batching = make_batch([(2, [4, 4]), (2, [4, 4]), (2, [4, 4])]), MicroBatching(max_tokens=20)
+    plan = plan_micro_batches(batch, batching, keep_groups_whole=True)
+    pairs = packing_metrics(batch, batching, plan, keep_groups_whole=True)
+    assert pairs == pytest.approx({"packing_factor": 1.5, "packing_efficiency": 75.0})
+    assert packing_metrics(batch, batching, plan, keep_groups_whole=False)["packing_factor"] == 3.0
+
+
+def test_micro_batches_of_a_fixed_number_have_no_room_to_fill() -> None:
+    batch, batching = make_batch([(2, [4, 4])]), MicroBatching(num_responses=2)
+    assert packing_metrics(batch, batching, plan_micro_batches(batch, batching), keep_groups_whole=True) == {}
 
 
 # -- what is cut from a batch ---------------------------------------------------------------------------------------------

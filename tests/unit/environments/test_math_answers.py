@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.config.rewards import parse_reward
 from posttrain.environments import build_environments
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.math_answers import dapo_score, last_boxed, math_scorer, normalised
@@ -16,20 +17,22 @@ from posttrain.types import Completion, Task
 
 SHARED_DATA = Path(__file__).parents[3].parent / "shared" / "data"
 
-# `1,22` in a box is the two numbers 1 and 22. Outside of one, math-verify takes the comma for a decimal point.
-COMMA_CASE = "mv-006"
-
 
 @pytest.fixture(scope="module")
 def hf_score(request: pytest.FixtureRequest) -> Callable[[ScoringItem], float]:
     # The memory limit is for worker processes; this one has torch in it.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
-        return math_scorer("hf_math_verify", "math")
+        return math_scorer(setup_of("math"))
 
 
 def item(response: str, reference: Any) -> ScoringItem:
     return ScoringItem(prompt="", response=response, reference=reference)
+
+
+def setup_of(kind: str, **keys: Any) -> dict[str, Any]:
+    """What a worker gets for these keys of the config."""
+    return parse_reward({"type": kind, **keys}).model_dump(mode="json", by_alias=True)
 
 
 def read_jsonl(name: str) -> list[dict[str, Any]]:
@@ -39,11 +42,28 @@ def read_jsonl(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_agrees_with_math_verify_on_its_own_cases(hf_score: Callable[[ScoringItem], float]) -> None:
+def test_agrees_with_math_verify_on_all_its_own_cases(hf_score: Callable[[ScoringItem], float]) -> None:
     cases = read_jsonl("math_verify_cases.jsonl")
     different = [case["id"] for case in cases if hf_score(item(case["answer"], case["gold"])) != case["tool_default"]]
-    assert len(cases) > 100
-    assert different == [COMMA_CASE]
+    assert len(cases) == 132
+    assert different == []
+
+
+def test_gives_what_the_upstream_tests_demand_on_all_their_cases_with_their_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
+    keys = ("match_types", "precision", "strict", "allow_set_relation_comp", "boxed_match_priority")
+    cases = read_jsonl("math_verify_cases.jsonl")
+    different = []
+    for case in cases:
+        settings = {key: case[key] for key in keys}
+        score = math_scorer(setup_of("math", reference_as="written", **settings))
+        if score(item(case["answer"], case["gold"])) != case["expected"]:
+            different.append(case["id"])
+    assert len(cases) == 132
+    assert sum(case["expected"] == 0 for case in cases) == 18
+    assert different == []
 
 
 @pytest.mark.parametrize(
@@ -61,6 +81,10 @@ def test_agrees_with_math_verify_on_its_own_cases(hf_score: Callable[[ScoringIte
         ("#### 1,234", "1234", 1.0),
         ("She has 12 eggs and sells 7 of them", "7", 1.0),
         ("#### 18", "19", 0.0),
+        ("Give the answer as a percentage: 33.3 %\n#### 33", "33", 1.0),
+        ("\\boxed{33.3}\n#### 33", "33", 0.0),
+        ("#### Step 1\nThe answer is 7.", "7", 1.0),
+        ("The answer is 7.\n#### Done", "7", 1.0),
         ("I do not know", "18", 0.0),
         ("", "18", 0.0),
         (r"\boxed{\frac{1}{", r"\frac12", 0.0),
@@ -72,6 +96,34 @@ def test_agrees_with_math_verify_on_its_own_cases(hf_score: Callable[[ScoringIte
 )
 def test_math_verify(hf_score: Callable[[ScoringItem], float], response: str, reference: Any, reward: float) -> None:
     assert hf_score(item(response, reference)) == reward
+
+
+@pytest.mark.parametrize(
+    ("keys", "response", "reference", "reward", "usual"),
+    [
+        ({"precision": 2}, r"\boxed{0.333}", "1/3", 1.0, 0.0),
+        ({"strict": False}, "$f(y)$", "$f(x)$", 1.0, 0.0),
+        ({"allow_set_relation_comp": True}, "$x > 3$", r"$(3, \infty)$", 1.0, 0.0),
+        ({"match_types": ["latex"]}, "it is 7", "7", 0.0, 1.0),
+        ({"match_types": ["expr"]}, r"it is $\frac{14}{2}$", "7", 0.0, 1.0),
+        ({"boxed_match_priority": 100}, r"So \boxed{8}. The final answer is 7.", "7", 1.0, 0.0),
+        ({"reference_as": "written"}, "7", "so 7 apples", 1.0, 0.0),
+        ({"math_verify_impl": "dapo_math_verify"}, "Answer: 0.5", "1/2", 0.0, 1.0),
+        ({"verifier_type": "english_multichoice"}, "The answer is (b).", "B", 1.0, 0.0),
+    ],
+)
+def test_each_key_changes_what_is_right(
+    keys: dict[str, Any],
+    response: str,
+    reference: str,
+    reward: float,
+    usual: float,
+    hf_score: Callable[[ScoringItem], float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
+    assert math_scorer(setup_of("math", **keys))(item(response, reference)) == reward
+    assert hf_score(item(response, reference)) == usual
 
 
 @pytest.mark.parametrize("impl", ["hf_math_verify", "dapo_math_verify"])
@@ -99,7 +151,7 @@ def test_an_error_in_the_verifier_is_raised_unless_another_reading_agrees(monkey
 
     monkeypatch.setattr(math_verify, "verify", verify)
     monkeypatch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
-    score = math_scorer("hf_math_verify", "math")
+    score = math_scorer(setup_of("math"))
     assert score(item(r"\boxed{5}", "5")) == 1.0  # equal as text
     with pytest.raises(TypeError, match="cannot compare"):
         score(item(r"\boxed{5.0}", "5"))

@@ -26,6 +26,7 @@ from posttrain.environments.multiple_choice import choice_finder, choice_scorer
         (r"\boxed{B. Paris}", "B"),
         ("B", "B"),
         ("(b)", "B"),
+        ("The answer is (b).", "B"),
         (" D. ", "D"),
         ("answer: a good question", None),
         ("The answer is Better", None),

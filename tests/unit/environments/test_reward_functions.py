@@ -17,7 +17,7 @@ from posttrain.environments import RewardConfigError, build_environments, check_
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.python_function import FunctionLoadError, load_function, load_scorer
 from posttrain.environments.reward_values import to_reward
-from posttrain.environments.settings import FunctionSettings, MathSettings, read_settings
+from posttrain.environments.settings import read_settings
 from posttrain.types import Completion, Task
 
 ITEM = ScoringItem(
@@ -27,6 +27,8 @@ ITEM = ScoringItem(
     messages=[{"role": "user", "content": "2+2?"}],
     metadata={"level": 3},
     noise_key="0",
+    token_ids=(7, 8),
+    finish_reason="length",
 )
 
 
@@ -49,6 +51,7 @@ def scorer_of(tmp_path: Path, source: str, name: str = "f") -> Callable[[Scoring
         ("response, messages", ("four", [{"role": "user", "content": "2+2?"}])),
         ("response, task_metadata", ("four", {"level": 3})),
         ("response, metadata=None", ("four", {"level": 3})),
+        ("response, num_tokens, finish_reason", ("four", 2, "length")),
     ],
 )
 def test_arguments_go_by_name_and_else_by_position(tmp_path: Path, parameters: str, expected: tuple[Any, ...]) -> None:
@@ -61,7 +64,14 @@ def test_keyword_arguments_receive_everything_that_is_not_asked_for_by_name(tmp_
     score = scorer_of(tmp_path, "def f(completion, **rest): return completion, rest")
     assert score(ITEM) == (
         "four",
-        {"prompt": ITEM.prompt, "reference": "4", "messages": ITEM.messages, "task_metadata": ITEM.metadata},
+        {
+            "prompt": ITEM.prompt,
+            "reference": "4",
+            "messages": ITEM.messages,
+            "task_metadata": ITEM.metadata,
+            "num_tokens": 2,
+            "finish_reason": "length",
+        },
     )
     score = scorer_of(tmp_path, "def f(*args): return args")
     assert score(ITEM) == ("<user>2+2?", "four", "4")
@@ -206,13 +216,13 @@ def test_a_good_config_passes_the_check(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ({"math": {"num_workers": 0}}, "env.math.num_workers is 0: a whole number of at least 1"),
+        ({"math": {"num_workers": 0}}, "env.math.num_workers is 0: must be greater than or equal to 1"),
         ({"math": {"num_workers": 2.5}}, "env.math.num_workers is 2.5"),
-        ({"math": {"timeout_s": -1}}, "env.math.timeout_s is -1: a number of seconds"),
+        ({"math": {"timeout_s": -1}}, "env.math.timeout_s is -1: must be greater than 0"),
         ({"math": {"timeout_s": "soon"}}, "env.math.timeout_s is 'soon'"),
-        ({"math": {"math_verify_impl": "sympy"}}, "one of hf_math_verify, dapo_math_verify"),
-        ({"math": {"verifier_type": "essay"}}, "one of math, english_multichoice, multilingual_multichoice"),
-        ({"math": {"num_worker": 2}}, "env.math.num_worker is not a setting .* did you mean 'num_workers'"),
+        ({"math": {"math_verify_impl": "sympy"}}, "'hf_math_verify' or 'dapo_math_verify'"),
+        ({"math": {"verifier_type": "essay"}}, "'math', 'english_multichoice' or 'multilingual_multichoice'"),
+        ({"math": {"num_worker": 2}}, "env.math.num_worker is 2: is not a key .* did you mean 'num_workers'"),
         ({"mine": {"timeout_s": 2}}, "env.mine does not say how to judge"),
         ({"mine": {"function": 3}}, "env.mine.function is 3"),
         ({"mine": {"function": "reward"}}, "env.mine.function is 'reward'"),
@@ -234,8 +244,11 @@ def test_blocks_may_be_pydantic_models_and_absent_values_mean_the_default(tmp_pa
         function: str | None = None
 
     settings = read_settings({"math": Block(), "mine": Block(function="a.py:f", timeout_s=2)}, tmp_path)
-    assert settings["math"] == MathSettings("math", num_workers=3, timeout_s=10.0)
-    assert settings["mine"] == FunctionSettings("mine", 3, 2.0, function="a.py:f", base_folder=tmp_path)
+    math, mine = settings["math"].rewards[""], settings["mine"].rewards[""]
+    assert (math.path, math.config.type, math.num_workers, math.timeout_s) == ("env.math", "math", 3, 10.0)
+    assert (mine.path, mine.config.type, mine.num_workers, mine.timeout_s) == ("env.mine", "python", 3, 2.0)
+    assert mine.worker_setup()["function"] == "a.py:f"
+    assert mine.base_folder == tmp_path
 
 
 def test_a_task_for_an_unknown_environment_is_refused_with_the_known_ones(tmp_path: Path) -> None:

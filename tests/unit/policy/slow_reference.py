@@ -31,6 +31,13 @@ DEFAULTS: Mapping[str, object] = {
     "token_level_loss": True,
     "disable_ppo_ratio": False,
     "use_cispo": False,
+    "sequence_ratio_type": "geometric_mean",
+    "loss_normalizer": None,
+    "max_response_tokens": None,
+    "ratio_ceiling": None,
+    "log_ratio_clamp_value": None,
+    "kl_importance_weight": None,
+    "positive_example_nll_weight": 0.0,
 }
 
 
@@ -44,6 +51,7 @@ class Case:
     previous: list[list[float]] | None
     sampler: list[list[float]]
     reference: list[list[float]]
+    is_rewarded: list[bool] = field(default_factory=list)  # of responses; empty: none is
     num_tokens: float = field(init=False)
     num_sequences: float = field(init=False)
 
@@ -62,6 +70,9 @@ class Case:
         }
         if self.previous is not None:
             columns["prev_logprobs"] = _flat(self.previous)
+        if self.is_rewarded:
+            counted = [[m * yes for m in row] for row, yes in zip(self.mask, self.is_rewarded, strict=True)]
+            columns["rewarded"] = _flat(counted) / max(1.0, sum(map(sum, counted)))
         return TokenBatch.build([[1]] * len(lengths), [[2] * n for n in lengths], range(len(lengths)), columns)
 
     @property
@@ -123,14 +134,18 @@ def slow_policy_gradient(case: Case, **options: object) -> tuple[float, Tensor, 
         weights, outside = _importance_weights(lp, lg, mask, o)
         actor_row, ratio_row = _actor(lc, lp, mask, case.advantages[i], o)
         actor_terms.append([w * a for w, a in zip(weights, actor_row, strict=True)])
-        kl_terms.append([_kl(c, r, g, o) for c, r, g in zip(lc, lr, lg, strict=True)])
+        weights_of_kl = _kl_weights(lc, lp, lg, mask, o)
+        kl_terms.append([_kl(c, r, w, o) for c, r, w in zip(lc, lr, weights_of_kl, strict=True)])
         for t, counted in enumerate(mask):
             if counted:
                 ratios.append(ratio_row[t])
                 out_of_bounds += float(outside[t])
 
-    kl = _reduce(kl_terms, case, bool(o["token_level_loss"]))
-    loss = _reduce(actor_terms, case, bool(o["token_level_loss"])) + o["reference_policy_kl_penalty"] * kl
+    kl = _reduce(kl_terms, case, o)
+    nll = _mean_nll(tokens, case)
+    loss = (
+        _reduce(actor_terms, case, o) + o["reference_policy_kl_penalty"] * kl + o["positive_example_nll_weight"] * nll
+    )
     flat = [t for row in tokens for t in row]
     grads = torch.autograd.grad(loss, flat, allow_unused=True)
     gradient = torch.stack([torch.zeros((), dtype=torch.float64) if g is None else g for g in grads])
@@ -145,6 +160,8 @@ def slow_policy_gradient(case: Case, **options: object) -> tuple[float, Tensor, 
         "probs_ratio_clamped_max": max(c for _, c in ratios),
         "is_oob_ratio": out_of_bounds / case.num_tokens,
     }
+    if o["positive_example_nll_weight"]:
+        metrics["positive_nll_loss"] = _value(nll)
     return _value(loss), gradient, metrics
 
 
@@ -153,12 +170,7 @@ def _actor(
 ) -> tuple[list[Tensor], list[tuple[float, float]]]:
     if o["disable_ppo_ratio"]:
         return [-advantage * c for c in lc], [(1.0, 1.0)] * len(lc)
-    if o["sequence_level_importance_ratios"]:
-        counted = [c - p for c, p, m in zip(lc, lp, mask, strict=True) if m]
-        mean = sum(counted) / len(counted) if counted else torch.zeros((), dtype=torch.float64)
-        ratios = [mean.exp()] * len(lc)
-    else:
-        ratios = [(c - p).exp() for c, p in zip(lc, lp, strict=True)]
+    ratios = _ratios(lc, lp, mask, o)
     low, high = 1 - o["ratio_clip_min"], 1 + o["ratio_clip_max"]
     losses, seen = [], []
     for c, ratio in zip(lc, ratios, strict=True):
@@ -168,6 +180,8 @@ def _actor(
         if o["use_cispo"]:
             losses.append(-advantage * _value(clipped) * c)
             continue
+        if o["ratio_ceiling"] is not None and _value(ratio) > o["ratio_ceiling"]:
+            ratio = torch.tensor(o["ratio_ceiling"], dtype=torch.float64)
         unclipped_loss, clipped_loss = -advantage * ratio, -advantage * clipped
         loss = unclipped_loss if _value(unclipped_loss) >= _value(clipped_loss) else clipped_loss
         if o["ratio_clip_c"] is not None and advantage < 0:
@@ -175,6 +189,44 @@ def _actor(
             loss = loss if _value(loss) <= _value(ceiling) else ceiling
         losses.append(loss)
     return losses, seen
+
+
+def _ratios(lc: list[Tensor], lp: list[Tensor], mask: list[float], o: Mapping[str, object]) -> list[Tensor]:
+    logs = [c - p for c, p in zip(lc, lp, strict=True)]
+    if o["sequence_level_importance_ratios"]:
+        counted = [log for log, m in zip(logs, mask, strict=True) if m]
+        whole = sum(counted, torch.zeros((), dtype=torch.float64))
+        if o["sequence_ratio_type"] == "geometric_mean":
+            whole = whole / max(1, len(counted))
+        logs = [whole] * len(lc)
+    bound = o["log_ratio_clamp_value"]
+    if bound is not None:
+        far = [torch.tensor(bound if _value(log) > 0 else -bound, dtype=torch.float64) for log in logs]
+        logs = [log if abs(_value(log)) <= bound else limit for log, limit in zip(logs, far, strict=True)]
+    return [log.exp() for log in logs]
+
+
+def _kl_weights(
+    lc: list[Tensor], lp: list[Tensor], lg: list[Tensor], mask: list[float], o: Mapping[str, object]
+) -> list[Tensor]:
+    kind = o["kl_importance_weight"] or ("sampler" if o["use_on_policy_kl_approximation"] else "on_policy")
+    if kind == "previous":
+        return _ratios(lc, lp, mask, o)
+    if kind == "none":
+        return [torch.ones((), dtype=torch.float64)] * len(lc)
+    other = lg if kind == "sampler" else [c.detach() for c in lc]
+    return [(c - there).exp() for c, there in zip(lc, other, strict=True)]
+
+
+def _mean_nll(tokens: list[list[Tensor]], case: Case) -> Tensor:
+    """Over the counted tokens of rewarded responses, of all of them together."""
+    terms = [
+        -token
+        for row, mask, yes in zip(tokens, case.mask, case.is_rewarded or [False] * len(tokens), strict=True)
+        for token, counted in zip(row, mask, strict=True)
+        if yes and counted
+    ]
+    return sum(terms, torch.zeros((), dtype=torch.float64)) / max(1, len(terms))
 
 
 def _importance_weights(
@@ -204,9 +256,8 @@ def _importance_weights(
     return [min(max(w, low), high) for w in weights], outside
 
 
-def _kl(lc: Tensor, lr: Tensor, lg: Tensor, o: Mapping[str, object]) -> Tensor:
+def _kl(lc: Tensor, lr: Tensor, factor: Tensor, o: Mapping[str, object]) -> Tensor:
     log_ratio = lr - lc
-    factor = (lc - lg).exp() if o["use_on_policy_kl_approximation"] else (lc - lc.detach()).exp()
     bound = o["kl_input_clamp_value"]
     if bound is not None and abs(_value(log_ratio)) > bound:
         log_ratio = torch.tensor(bound if _value(log_ratio) > 0 else -bound, dtype=torch.float64)
@@ -219,12 +270,15 @@ def _kl(lc: Tensor, lr: Tensor, lg: Tensor, o: Mapping[str, object]) -> Tensor:
     return kl
 
 
-def _reduce(terms: list[list[Tensor]], case: Case, token_level: bool) -> Tensor:
+def _reduce(terms: list[list[Tensor]], case: Case, o: Mapping[str, object]) -> Tensor:
+    normalizer = o["loss_normalizer"] or ("tokens" if o["token_level_loss"] else "sequences")
     total = torch.zeros((), dtype=torch.float64)
     for row, mask in zip(terms, case.mask, strict=True):
         inside = sum((term * m for term, m in zip(row, mask, strict=True)), torch.zeros((), dtype=torch.float64))
-        if token_level:
+        if normalizer == "tokens":
             total = total + inside / case.num_tokens
+        elif normalizer == "max_tokens":
+            total = total + inside / (case.num_sequences * o["max_response_tokens"])
         elif sum(mask) > 0:
             total = total + inside / sum(mask) / case.num_sequences
     return total

@@ -26,6 +26,13 @@ ACTORS = {
     "gspo": GSPO,
     "gspo with dual clip": {**GSPO, "ratio_clip_c": 1.3, "ratio_clip_min": 0.05, "ratio_clip_max": 0.08},
     "cispo": {"use_cispo": True, "ratio_clip_max": 0.4},
+    "a ceiling above the upper clip": {"ratio_ceiling": 1.4},
+    "a ceiling below the upper clip": {"ratio_ceiling": 1.1, "ratio_clip_max": 0.6},
+    "log-ratio clamp": {"log_ratio_clamp_value": 0.3, "ratio_clip_min": 0.9, "ratio_clip_max": 0.9},
+    "log-ratio clamp of sequences": {**GSPO, "log_ratio_clamp_value": 0.1, "ratio_clip_min": 0.3},
+    "constant length": {"loss_normalizer": "max_tokens", "max_response_tokens": 11},
+    "sequences, by its other name": {"loss_normalizer": "sequences"},
+    "product ratio": {**GSPO, "sequence_ratio_type": "product"},
     "reinforce": {"disable_ppo_ratio": True},
     "reinforce, sequence level": {"disable_ppo_ratio": True, **SEQUENCE},
 }
@@ -68,6 +75,10 @@ PENALTIES = {
                                            "use_on_policy_kl_approximation": True} for kind in ("k1", "k2", "k3")},
     "k3 weighted and clamped twice": {**KL, "use_on_policy_kl_approximation": True, "kl_input_clamp_value": 0.5,
                                       "kl_output_clamp_value": 0.2},
+    **{f"{kind} weighted by {weight}": {**KL, "reference_policy_kl_type": kind, "kl_importance_weight": weight}
+       for kind in ("k1", "k3") for weight in ("on_policy", "sampler", "previous", "none")},
+    "k3 weighted by the ratio of sequences": {**KL, **GSPO, "kl_importance_weight": "previous"},
+    "k3 by a constant length": {**KL, "loss_normalizer": "max_tokens", "max_response_tokens": 9},
     "k3 with gspo": {**KL, **GSPO},
     "k3 with cispo": {**KL, "use_cispo": True},
     "k3 with reinforce and correction": {**KL, "disable_ppo_ratio": True, **CORRECTED},
@@ -145,6 +156,32 @@ def test_the_options_that_are_compared_really_come_into_play() -> None:
     assert min(weights) < 0.85 < 1.2 < max(weights)
     gaps = [abs(r - c) for c, _, _, r, _ in counted]
     assert min(gaps) < 0.4 < max(gaps)
+
+
+@pytest.mark.parametrize("options", [{}, SEQUENCE, KL], ids=["token level", "sequence level", "with KL"])
+def test_the_likelihood_of_rewarded_answers_is_a_mean_over_all_of_their_tokens(options: dict[str, object]) -> None:
+    case = random_case(15)
+    case.is_rewarded = [True, False, True, True, False, True]  # the last one is masked
+    assert_equals_reference(case, **options, positive_example_nll_weight=0.4)
+    case.is_rewarded = [False] * 6
+    assert_equals_reference(case, **options, positive_example_nll_weight=0.4)
+
+
+@pytest.mark.parametrize("options", [{}, SEQUENCE, GSPO, {**KL, "kl_importance_weight": "previous"}])
+def test_an_unknown_old_logprob_is_the_current_one_and_the_others_stay(options: dict[str, object]) -> None:
+    """Rows sampled by earlier weights have their sampler's log-probabilities; those sampled just now have NaN."""
+    mixed, spelt_out = random_case(16), random_case(16)
+    assert mixed.previous is not None
+    assert spelt_out.previous is not None
+    for row in (1, 3):
+        mixed.previous[row] = [math.nan] * len(mixed.previous[row])
+        spelt_out.previous[row] = list(spelt_out.current[row])
+    results = []
+    for case in (mixed, spelt_out):
+        logprobs = case.logprobs
+        loss, _ = ClippedPolicyGradient(**options)(logprobs, case.batch)
+        results.append((loss.detach(), torch.autograd.grad(loss, logprobs)[0]))
+    torch.testing.assert_close(results[0], results[1])
 
 
 # -- what the definition implies --------------------------------------------------------------------------------------

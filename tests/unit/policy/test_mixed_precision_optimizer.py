@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from posttrain.checkpointing import CheckpointError
 from posttrain.policy.optimizer import MixedPrecisionOptimizer
 
 ADAMW = ("torch.optim.AdamW", {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8})
@@ -311,3 +312,31 @@ def test_a_schedule_state_is_plain_values() -> None:
     torch.save(optimizer.schedule_state(), buffer)
     buffer.seek(0)
     assert torch.load(buffer, weights_only=True)["groups"][0]["lr"] == optimizer.learning_rate
+
+
+COSINE = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 10}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "parts"),
+    [
+        ((ADAMW, None), (SGD, None), ["policy.optimizer.name", "AdamW", "SGD"]),
+        ((ADAMW, WARMUP), (ADAMW, COSINE), ["policy.scheduler", "LinearLR, then", "ConstantLR", "CosineAnnealingLR"]),
+        ((ADAMW, WARMUP), (ADAMW, None), ["policy.scheduler", "this run has none"]),
+        ((ADAMW, None), (ADAMW, COSINE), ["policy.scheduler", "made with none"]),
+    ],
+)
+def test_the_state_of_another_optimizer_or_schedule_is_refused(saved: Any, now: Any, parts: list[str]) -> None:
+    state = build(torch.float32, *saved)[1].schedule_state()
+    with pytest.raises(CheckpointError) as caught:
+        build(torch.float32, *now)[1].check_kinds(state)
+    for part in [*parts, "policy.model_name"]:
+        assert part in str(caught.value)
+
+
+def test_the_same_kinds_with_other_numbers_are_accepted_and_so_are_older_checkpoints() -> None:
+    state = build(torch.float32, ADAMW, COSINE)[1].schedule_state()
+    slower = (ADAMW[0], {**ADAMW[1], "lr": 1e-3})
+    build(torch.float32, slower, {**COSINE, "kwargs": {"T_max": 20}})[1].check_kinds(state)
+    del state["kinds"]
+    build(torch.float32, SGD, None)[1].check_kinds(state)

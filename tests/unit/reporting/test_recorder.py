@@ -55,6 +55,7 @@ def test_short_steps_get_one_line_each_and_a_block_now_and_then(bench: Any, repo
     ("algorithm", "metrics", "expected"),
     [
         ("dpo", {"accuracy": 0.75, "rewards_chosen_mean": 1.5}, ["Accuracy: 0.7500", "Chosen Reward: 1.5000"]),
+        ("rm", {"accuracy": 0.75, "rewards_std": 0.5}, ["Accuracy: 0.7500", "Spread of Rewards: 0.5000"]),
         ("sft", {"lr": 2e-5}, ["Loss: 0.1000", "Learning Rate: 2.00e-05"]),
     ],
 )

@@ -118,7 +118,7 @@ class GenerationCall:
 
     def _draw(self, samples: Sequence[Sample], logits: Tensor) -> None:
         keys = [sample.noise_key for sample in samples]
-        index = [len(sample.token_ids) for sample in samples]
+        index = [sample.noise_index for sample in samples]
         noise = torch.tensor([keys, index], dtype=torch.long).to(self.cache.device, non_blocking=True)
         tokens, logprobs = self.sampler.draw(logits, noise[0], noise[1])
         # float64 holds every token id and every float32.

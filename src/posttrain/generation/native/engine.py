@@ -83,7 +83,7 @@ class NativeEngine:
         samples = [
             Sample(group, index, sequence_key(key.seed, key.step, group.task.draw, index), scanner=stop.scanner())
             for group in [self._group(task, sampling) for task in tasks]
-            for index in range(num_samples)
+            for index in range(group.task.first_sample, group.task.first_sample + num_samples)
         ]
         if samples:
             with evaluation_mode(self.model):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,14 @@ from posttrain.policy.head import OutputHead, UnsupportedModelError, without_ada
 
 # Rotary embeddings whose angles depend on the longest sequence of the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class Head(Protocol):
+    """The end of a model: that of a language model, or of a reward model."""
+
+    decoder: nn.Module
+
+    def check_logits(self, hidden: Tensor, expected: Tensor) -> None: ...
 
 
 class ForwardPass:
@@ -50,37 +58,44 @@ class ForwardPass:
         """What each attention layer keeps of a token, seen by running one. Also compares our logits with the model's."""
         place = (self.device, self._embedding.dtype)
         if place not in self._layers:
-            self._layers[place] = self._look()
+            self._layers[place] = observe_layers(self.base, self.head)
         return self._layers[place]
-
-    def _look(self) -> dict[int, LayerShape]:
-        observer = _LayerObserver()
-        seen: list[Tensor] = []
-        hook = self.head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
-        one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        try:
-            with attention_context(observer):
-                logits = self.base(input_ids=one, position_ids=one, use_cache=False).logits
-        finally:
-            hook.remove()
-        expected = self.config.num_hidden_layers
-        if len(observer.layers) != expected:
-            raise UnsupportedModelError(
-                f"{self.config.model_type}: {len(observer.layers)} of {expected} layers use the attention interface. "
-                "Layers with a recurrent state or with attention of their own cannot be sampled here."
-            )
-        self.head.check_logits(seen[-1], logits)
-        return observer.layers
 
     def check_length(self, longest: int) -> None:
         """Refuse lengths at which the model's positions would depend on which sequences run together."""
-        for rope in _rope_settings(self.config):
-            limit = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
-            if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and longest > limit:
-                raise UnsupportedModelError(
-                    f"rope_type {rope['rope_type']!r} changes all positions of a batch once one sequence is longer than "
-                    f"{limit} tokens; this call may reach {longest}. Lower max_total_tokens to {limit} or less."
-                )
+        check_length(self.config, longest)
+
+
+def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
+    """What each attention layer keeps of a token, seen by running one. Refuses models that we would compute wrongly."""
+    config, observer = base.config.get_text_config(), _LayerObserver()
+    seen: list[Tensor] = []
+    hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
+    one = torch.zeros(1, 1, dtype=torch.long, device=base.get_input_embeddings().weight.device)
+    try:
+        with attention_context(observer):
+            logits = base(input_ids=one, position_ids=one, use_cache=False).logits
+    finally:
+        hook.remove()
+    expected = config.num_hidden_layers
+    if len(observer.layers) != expected:
+        raise UnsupportedModelError(
+            f"{config.model_type}: {len(observer.layers)} of {expected} layers use the attention interface. "
+            "Layers with a recurrent state or with attention of their own cannot be sampled here."
+        )
+    head.check_logits(seen[-1], logits)
+    return observer.layers
+
+
+def check_length(config: Any, longest: int) -> None:
+    """Refuse lengths at which the model's positions would depend on which sequences run together."""
+    for rope in _rope_settings(config):
+        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and longest > limit:
+            raise UnsupportedModelError(
+                f"rope_type {rope['rope_type']!r} changes all positions of a batch once one sequence is longer than "
+                f"{limit} tokens; this call may reach {longest}. Lower max_total_tokens to {limit} or less."
+            )
 
 
 class _LayerObserver:

@@ -69,7 +69,7 @@ class DecodeGraphs:
         rows = np.array(
             [
                 (s.token_ids[-1], at := s.num_cached, s.pages[at // page_size] * page_size + at % page_size, at + 1,
-                 s.noise_key, len(s.token_ids))
+                 s.noise_key, s.noise_index)
                 for s in samples
             ],
             dtype=np.int64,

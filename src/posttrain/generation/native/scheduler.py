@@ -54,6 +54,11 @@ class Sample:
     admission: int = -1  # counts admissions over the whole call: the youngest sample has the largest
 
     @property
+    def noise_index(self) -> int:
+        """The name of the next token's noise: its place among all tokens after the task's first prompt."""
+        return self.group.task.first_token + len(self.token_ids)
+
+    @property
     def num_cached(self) -> int:
         """Tokens whose keys and values are in the cache while it is active: all but the one drawn last."""
         return self.group.prompt_length + len(self.token_ids) - 1

@@ -7,7 +7,7 @@ Only differences of scores are learnt from the first term; the second, off by de
 arXiv:2307.09288). As in TRL's RewardTrainer; NeMo RL has the first term alone.
 
 Responses come in pairs, chosen then rejected, of one prompt. What comes in stands where log-probabilities stand for other
-losses: the score of a response at its last token, 0 elsewhere. Columns used: mask, and `margins` if there are any.
+losses: the score of a response at its last token, 0 elsewhere. Columns used: mask; for margins given_rewards.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from posttrain.types import TokenBatch
 @dataclass(frozen=True)
 class BradleyTerry:
     center_rewards_coefficient: float = 0.0
+    margin_from_rewards: bool = False  # ask for the difference that the annotator saw
 
     keeps_groups_whole = True
 
@@ -38,9 +39,9 @@ class BradleyTerry:
 
         margins = chosen - rejected
         wanted = margins
-        if "margins" in batch.columns:
-            first = [part[0] for part in batch.column_parts("margins")[0::2]]
-            wanted = margins - margins.new_tensor(first)
+        if self.margin_from_rewards:
+            given = margins.new_tensor([float(part[0]) for part in batch.column_parts("given_rewards")])
+            wanted = margins - (given[0::2] - given[1::2])
         preference = -(F.logsigmoid(wanted) * counts).sum() / num_pairs
         loss = preference
         if self.center_rewards_coefficient:

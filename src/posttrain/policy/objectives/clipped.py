@@ -2,14 +2,16 @@
 
 PPO's clipped ratio (arXiv:1707.06347) with the group advantages of GRPO (arXiv:2402.03300), separate lower and upper
 clips (DAPO, arXiv:2503.14476), dual clip (arXiv:1912.09729), sequence ratios (GSPO, arXiv:2507.18071), CISPO
-(arXiv:2506.13585), and truncated importance sampling for the gap between sampler and trainer. The formulas and the names
-of options and metrics are NeMo RL's.
+(arXiv:2506.13585), the likelihood term of VAPO (arXiv:2504.05118), and truncated importance sampling for the gap between
+sampler and trainer. The formulas and the names of options and metrics are NeMo RL's; options that it does not have make
+the numbers of other systems reproducible.
 
 Deviations: where one update is made per step, the policy before the update *is* the policy being updated, so the old
-log-probabilities are the current ones without gradient, and no second forward pass is made to find them.
+log-probabilities are the current ones without gradient, and no second forward pass is made to find them. VAPO's term is
+divided by the rewarded tokens of the whole batch, not of the micro-batch.
 
-Columns used: mask, advantages, generation_logprobs; prev_logprobs and reference_logprobs where the options need them.
-Notation: lc current, lp before the update, lg sampler, lr reference.
+Columns used: mask, advantages, generation_logprobs; prev_logprobs (NaN: the current one), reference_logprobs and rewarded
+where the options need them. Notation: lc current, lp before the update, lg sampler, lr reference.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from posttrain.policy.objectives.kl import kl_estimate
 from posttrain.policy.objectives.reduce import masked_extreme, per_sequence, sequence_ids
 from posttrain.types import TokenBatch
 
@@ -42,9 +45,16 @@ class ClippedPolicyGradient:
     truncated_importance_sampling_ratio: float | None = None
     truncated_importance_sampling_ratio_min: float | None = None
     sequence_level_importance_ratios: bool = False
+    sequence_ratio_type: Literal["geometric_mean", "product"] = "geometric_mean"
     token_level_loss: bool = True
+    loss_normalizer: Literal["tokens", "sequences", "max_tokens"] | None = None  # None: by token_level_loss
+    max_response_tokens: int | None = None  # of the normalizer max_tokens
     disable_ppo_ratio: bool = False
     use_cispo: bool = False
+    ratio_ceiling: float | None = None
+    log_ratio_clamp_value: float | None = None
+    kl_importance_weight: Literal["on_policy", "sampler", "previous", "none"] | None = None  # None: by the switch above
+    positive_example_nll_weight: float = 0.0
 
     keeps_groups_whole = False
 
@@ -53,18 +63,33 @@ class ClippedPolicyGradient:
         return self.reference_policy_kl_penalty != 0
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        frame = _Frame(logprobs, batch, self.token_level_loss)
+        frame = _Frame(logprobs, batch, self._denominator(batch))
         ratio, clipped, actor = self._actor(frame)
         weight, out_of_bounds = self._importance_weight(frame)
         loss = frame.reduce(weight * actor)
         metrics = self._metrics(frame, ratio, clipped)
         metrics["is_oob_ratio"] = frame.token_mean(out_of_bounds)
         if self.needs_reference:
-            kl = self._kl_term(frame)
+            kl = self._kl_term(frame, ratio)
             loss = loss + self.reference_policy_kl_penalty * frame.reduce(kl)
             metrics["kl_penalty"] = frame.reduce(kl.detach())
+        if self.positive_example_nll_weight:
+            # The column adds up to 1 over the whole batch: a mean with the global denominator.
+            nll = -(logprobs * batch.columns["rewarded"].to(logprobs.device)).sum()
+            loss = loss + self.positive_example_nll_weight * nll
+            metrics["positive_nll_loss"] = nll.detach()
         metrics["loss"] = loss.detach()
         return loss, metrics
+
+    def _denominator(self, batch: TokenBatch) -> float | None:
+        """What a sum over tokens is divided by; None stands for means within sequences, averaged over sequences."""
+        normalizer = self.loss_normalizer or ("tokens" if self.token_level_loss else "sequences")
+        if normalizer == "sequences":
+            return None
+        if normalizer == "tokens":
+            return batch.num_tokens + EPS
+        assert self.max_response_tokens is not None, "the config has checked it"
+        return batch.num_sequences * self.max_response_tokens + EPS
 
     # -- the actor ---------------------------------------------------------------------------------------------------
 
@@ -75,12 +100,16 @@ class ClippedPolicyGradient:
             return torch.ones_like(lc), torch.ones_like(lc), -advantages * lc
         difference = lc - frame.previous
         if self.sequence_level_importance_ratios:
-            difference = frame.sequence_mean(difference)[frame.ids]
+            whole = frame.sequence_mean if self.sequence_ratio_type == "geometric_mean" else frame.sequence_sum
+            difference = whole(difference)[frame.ids]
+        if self.log_ratio_clamp_value is not None:
+            difference = difference.clamp(-self.log_ratio_clamp_value, self.log_ratio_clamp_value)
         ratio = difference.exp()
         clipped = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
         if self.use_cispo:
             return ratio, clipped, -advantages * clipped.detach() * lc
-        loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+        bounded_ratio = ratio if self.ratio_ceiling is None else ratio.clamp(max=self.ratio_ceiling)
+        loss = torch.maximum(-advantages * bounded_ratio, -advantages * clipped)
         if self.ratio_clip_c is not None:
             bounded = torch.minimum(loss, -advantages * self.ratio_clip_c)
             loss = torch.where(advantages < 0, bounded, loss)
@@ -93,7 +122,7 @@ class ClippedPolicyGradient:
             return ones, torch.zeros_like(ones)
         gap = frame.previous.detach() - frame.sampler
         if self.sequence_level_importance_ratios:
-            weight = per_sequence(gap * frame.mask, frame.ids, frame.num_sequences).exp()[frame.ids]
+            weight = frame.sequence_sum(gap).exp()[frame.ids]
         else:
             weight = gap.exp()
         weight = torch.nan_to_num(weight, nan=0.0, posinf=0.0, neginf=0.0)
@@ -112,11 +141,11 @@ class ClippedPolicyGradient:
 
     # -- the price of leaving the reference -----------------------------------------------------------------------------
 
-    def _kl_term(self, frame: _Frame) -> Tensor:
+    def _kl_term(self, frame: _Frame, ratio: Tensor) -> Tensor:
         lc = frame.current
         log_ratio = frame.reference - lc
         clamped = log_ratio
-        factor = (lc - frame.sampler).exp() if self.use_on_policy_kl_approximation else (lc - lc.detach()).exp()
+        factor = self._kl_weight(frame, ratio)
         if self.kl_input_clamp_value is not None:
             clamped = log_ratio.clamp(-self.kl_input_clamp_value, self.kl_input_clamp_value)
             factor = torch.where(clamped == log_ratio, factor, factor.detach())
@@ -125,6 +154,16 @@ class ClippedPolicyGradient:
             kl = kl.clamp(-self.kl_output_clamp_value, self.kl_output_clamp_value)
         return kl
 
+    def _kl_weight(self, frame: _Frame, ratio: Tensor) -> Tensor:
+        """What makes the estimate one under the current policy. `on_policy` is worth 1, but not in the gradient."""
+        lc = frame.current
+        kind = self.kl_importance_weight or ("sampler" if self.use_on_policy_kl_approximation else "on_policy")
+        if kind == "sampler":
+            return (lc - frame.sampler).exp()
+        if kind == "previous":
+            return ratio
+        return (lc - lc.detach()).exp() if kind == "on_policy" else torch.ones_like(lc)
+
     # -- what to watch ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -132,7 +171,11 @@ class ClippedPolicyGradient:
         lc, lp, lg = frame.current, frame.previous, frame.sampler
         kind = self.reference_policy_kl_type
         mixture = torch.logaddexp(lp, lg) - torch.log(torch.tensor(2.0))
+        pushed = torch.where(frame.advantages > 0, ratio > clipped, ratio < clipped) & (frame.advantages != 0)
         return {
+            "policy_shift_kl": frame.token_mean(kl_estimate(lc - lp, "k3")),
+            "advantage_weighted_shift": frame.token_mean(frame.advantages * (lc - lp)),
+            "clip_fraction": frame.token_mean(pushed.float()),
             "probs_ratio": frame.token_mean(ratio),
             "probs_ratio_min": masked_extreme(ratio, frame.mask, largest=False),
             "probs_ratio_max": masked_extreme(ratio, frame.mask, largest=True),
@@ -150,42 +193,38 @@ class ClippedPolicyGradient:
         }
 
 
-def kl_estimate(log_ratio: Tensor, kind: str) -> Tensor:
-    """Schulman's estimators of KL(p || q) from log q - log p at samples of p."""
-    if kind == "k1":
-        return -log_ratio
-    if kind == "k2":
-        return log_ratio.square() / 2
-    return log_ratio.exp() - 1 - log_ratio
-
-
 class _Frame:
     """The columns of one micro-batch beside its log-probabilities, and the reductions over them."""
 
-    def __init__(self, logprobs: Tensor, batch: TokenBatch, token_level: bool) -> None:
+    def __init__(self, logprobs: Tensor, batch: TokenBatch, denominator: float | None) -> None:
         device = logprobs.device
         columns = {name: column.to(device) for name, column in batch.columns.items()}
         self.current = logprobs
-        self.previous = columns.get("prev_logprobs", logprobs.detach())
-        self.sampler = columns["generation_logprobs"]
+        before = columns.get("prev_logprobs", logprobs.detach())
+        self.previous = torch.where(before.isnan(), logprobs.detach(), before)
         self.reference = columns.get("reference_logprobs", logprobs.detach())
         self.advantages = columns["advantages"]
         self.mask = columns["mask"]
+        # The sampler has no opinion of tokens that are not the model's; a 0 there would overflow once exponentiated.
+        self.sampler = torch.where(self.mask != 0, columns["generation_logprobs"], self.previous.detach())
         self.ids = sequence_ids(batch, device)
         self.num_sequences = len(batch.responses)
         self._batch = batch
-        self._token_level = token_level
+        self._denominator = denominator
         self._lengths = per_sequence(self.mask, self.ids, self.num_sequences)
 
     def token_mean(self, values: Tensor) -> Tensor:
         return (values * self.mask).sum() / (self._batch.num_tokens + EPS)
 
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        return per_sequence(values * self.mask, self.ids, self.num_sequences)
+
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Mean over the tokens of each sequence."""
-        return per_sequence(values * self.mask, self.ids, self.num_sequences) / self._lengths.clamp(min=EPS)
+        return self.sequence_sum(values) / self._lengths.clamp(min=EPS)
 
     def reduce(self, values: Tensor) -> Tensor:
-        """Token-level: mean over all tokens of the batch. Else: mean over its sequences of their token means."""
-        if self._token_level:
-            return self.token_mean(values)
+        """The sum over all tokens by the denominator, or else the mean over sequences of their token means."""
+        if self._denominator is not None:
+            return (values * self.mask).sum() / self._denominator
         return self.sequence_mean(values).sum() / (self._batch.num_sequences + EPS)

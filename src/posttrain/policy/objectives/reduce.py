@@ -42,3 +42,10 @@ def masked_extreme(values: Tensor, mask: Tensor, *, largest: bool) -> Tensor:
     neutral = float("-inf") if largest else float("inf")
     kept = values.detach().masked_fill(mask == 0, neutral)
     return kept.max() if largest else kept.min()
+
+
+def sequence_values(batch: TokenBatch, name: str, device: torch.device) -> Tensor:
+    """A column that has the same value at every token of a response, as one value per response."""
+    column = batch.columns[name].to(device)
+    starts = torch.tensor([0, *batch.response_lengths[:-1]], device=device).cumsum(0)
+    return column[starts] if len(column) else column

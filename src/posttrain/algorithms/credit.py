@@ -1,0 +1,141 @@
+"""From the scores of a step to the advantage of each of its tokens.
+
+In this order, as in NeMo RL: scaling and shaping of rewards, the price of leaving the reference where it is part of the
+reward, the estimator, whitening, bounds. What the environment said stays in the rollouts; `advantage` of a rollout is the
+mean over its tokens, which differ only where the KL is charged token by token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithms.advantages import Estimator, Whitening
+from posttrain.algorithms.rewards import RewardStep, shaped
+from posttrain.algorithms.rollout_batches import Place
+from posttrain.policy.objectives.kl import clamped_kl
+from posttrain.types import Group, Rollout, TokenBatch
+
+
+@dataclass(frozen=True)
+class KlInReward:
+    """The KL to the reference, of the policy before the step, as a part of the reward instead of the loss.
+
+    charged to   sequence: the answer's reward, as a sum over its tokens, before any baseline (RLOO, PPO)
+                 token:    each token's own advantage (NeMo RL's REINFORCE++)
+                 return:   every token up to the one that caused it (REINFORCE++ of OpenRLHF and verl)
+    """
+
+    penalty: float
+    charged_to: Literal["sequence", "token", "return"]
+    kind: Literal["k1", "k2", "k3"] = "k3"
+    input_clamp: float | None = 20.0
+    output_clamp: float | None = 10.0
+
+    def of_tokens(self, batch: TokenBatch) -> Tensor:
+        """KL of every trained token, 0 of the others."""
+        log_ratio = batch.columns["reference_logprobs"].double() - batch.columns["current_logprobs"].double()
+        kl = clamped_kl(log_ratio, self.kind, self.input_clamp, self.output_clamp)
+        return torch.where(batch.columns["mask"] != 0, kl, torch.zeros_like(kl))
+
+
+@dataclass(frozen=True)
+class Credit:
+    estimator: Estimator
+    reward_steps: tuple[RewardStep, ...] = ()
+    whitening: Whitening | None = None
+    kl: KlInReward | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
+
+    def __call__(
+        self, groups: Sequence[Group], batch: TokenBatch, places: Sequence[Place]
+    ) -> tuple[list[Group], TokenBatch, dict[str, float]]:
+        """The groups with their advantages, the batch with its column `advantages`, and what there is to tell.
+
+        `places` says which rollout each row of the batch is. With KL in the reward the batch has the columns
+        `current_logprobs` and `reference_logprobs`.
+        """
+        kl = self.kl.of_tokens(batch) if self.kl is not None and batch.responses else None
+        metrics = {}
+        if kl is not None:
+            metrics["kl_penalty"] = float(kl.sum()) / max(float(batch.columns["mask"].sum()), 1.0)
+        judged = shaped(groups, self.reward_steps)
+        seen = self._with_sequence_kl(judged, batch, kl, places)
+        of_rollouts = self.estimator([[rollout.score for rollout in group.rollouts] for group in seen])
+        tokens = self._of_tokens(of_rollouts, batch, kl, places)
+        if self.reward_steps:
+            metrics |= _mean_shaped_reward(judged)
+        return (
+            self._told(groups, judged, batch, tokens, places),
+            batch.with_columns(advantages=tokens.float()),
+            metrics,
+        )
+
+    def _with_sequence_kl(
+        self, groups: Sequence[Group], batch: TokenBatch, kl: Tensor | None, places: Sequence[Place]
+    ) -> list[Group]:
+        if kl is None or self.kl is None or self.kl.charged_to != "sequence":
+            return list(groups)
+        rollouts = [list(group.rollouts) for group in groups]
+        for (g, r), of_row in zip(places, kl.split(batch.response_lengths), strict=True):
+            rollout = rollouts[g][r]
+            assert rollout.score.reward is not None, "rows of a batch are scored"
+            reward = rollout.score.reward - self.kl.penalty * float(of_row.sum())
+            rollouts[g][r] = replace(rollout, score=replace(rollout.score, reward=reward))
+        return [replace(group, rollouts=tuple(own)) for group, own in zip(groups, rollouts, strict=True)]
+
+    def _of_tokens(
+        self, of_rollouts: Sequence[Sequence[float]], batch: TokenBatch, kl: Tensor | None, places: Sequence[Place]
+    ) -> Tensor:
+        lengths = torch.tensor(batch.response_lengths, dtype=torch.long)
+        values = torch.tensor([of_rollouts[g][r] for g, r in places], dtype=torch.float64)
+        if self.whitening is not None and self.whitening.over == "rollouts":
+            values = self.whitening(values, torch.ones_like(values))
+        tokens = values.repeat_interleave(lengths)
+        if kl is not None and self.kl is not None and self.kl.charged_to != "sequence":
+            charged = kl if self.kl.charged_to == "token" else _still_to_come(kl, batch.response_lengths)
+            tokens = tokens - self.kl.penalty * charged
+        if self.whitening is not None and self.whitening.over == "tokens":
+            tokens = self.whitening(tokens, batch.columns["mask"].double())
+        return tokens.clamp(
+            -math.inf if self.clip_low is None else self.clip_low,
+            math.inf if self.clip_high is None else self.clip_high,
+        )
+
+    def _told(
+        self,
+        groups: Sequence[Group],
+        judged: Sequence[Group],
+        batch: TokenBatch,
+        tokens: Tensor,
+        places: Sequence[Place],
+    ) -> list[Group]:
+        """The groups as the environment scored them, with what credit made of the scores."""
+        told: list[list[Rollout]] = [list(group.rollouts) for group in groups]
+        for (g, r), of_row in zip(places, tokens.split(batch.response_lengths), strict=True):
+            shaped_reward = judged[g].rollouts[r].score.reward if self.reward_steps else None
+            told[g][r] = replace(told[g][r], advantage=_mean(of_row), shaped_reward=shaped_reward)
+        return [replace(group, rollouts=tuple(own)) for group, own in zip(groups, told, strict=True)]
+
+
+def _still_to_come(kl: Tensor, lengths: Sequence[int]) -> Tensor:
+    """For each token the sum from it to the end of its answer."""
+    return torch.cat([part.flip(0).cumsum(0).flip(0) for part in kl.split(list(lengths))]) if len(kl) else kl
+
+
+def _mean(values: Tensor) -> float:
+    """Exactly the value where all of them are equal: a sum would round it."""
+    if not len(values):
+        return 0.0
+    return float(values[0]) if bool((values == values[0]).all()) else float(values.mean())
+
+
+def _mean_shaped_reward(groups: Sequence[Group]) -> dict[str, float]:
+    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+    return {"shaped_reward": math.fsum(rewards) / len(rewards)} if rewards else {}

@@ -1,0 +1,130 @@
+"""The batches that GRPO trains on: one row per scored rollout, cut into one batch per optimizer update.
+
+A row has the sampler's log-probabilities, or, for an answer from a record, those of the starting policy in their place.
+`prev_logprobs` is what ratios are taken against: the policy before the first update of the step for what it has just
+sampled, the policy that sampled it for everything else. NaN stands for "the policy as it is in this update", which needs
+no forward pass of its own where there is only one update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from posttrain.types import Group, TokenBatch
+
+Place = tuple[int, int]  # (group, rollout)
+
+
+def scored_places(groups: Sequence[Group]) -> list[Place]:
+    """Where the rows of a batch come from: every scored rollout, in order."""
+    return [
+        (g, r) for g, group in enumerate(groups) for r, rollout in enumerate(group.rollouts) if rollout.score.scored
+    ]
+
+
+def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) -> TokenBatch:
+    """All scored rollouts of the step. Those that `overlong_filtering` leaves out are masked: credit still sees them."""
+    places = scored_places(groups)
+    prompts = {g: groups[g].task.prompt_ids for g, _ in places}
+    index = {g: i for i, g in enumerate(prompts)}
+    rollouts = [groups[g].rollouts[r] for g, r in places]
+    mask = [
+        float(trained and not (overlong_filtering and rollout.truncated))
+        for rollout in rollouts
+        for trained in rollout.completion.trained
+    ]
+    sampler = [
+        logprob
+        for rollout in rollouts
+        for logprob in rollout.completion.logprobs or (0.0,) * len(rollout.completion.token_ids)
+    ]
+    return TokenBatch.build(
+        prompts=list(prompts.values()),
+        responses=[rollout.completion.token_ids for rollout in rollouts],
+        prompt_of=[index[g] for g, _ in places],
+        columns={
+            "mask": torch.tensor(mask, dtype=torch.float32),
+            "generation_logprobs": torch.tensor(sampler, dtype=torch.float32),
+        },
+    )
+
+
+def of_tokens(rows: Sequence[bool], batch: TokenBatch) -> Tensor:
+    """What holds for a row, for each of its tokens."""
+    return torch.tensor(rows, dtype=torch.bool).repeat_interleave(torch.tensor(batch.response_lengths))
+
+
+def with_sampler_of_records(batch: TokenBatch, is_recorded: Tensor) -> TokenBatch:
+    """Nobody knows what sampled a recorded answer; the policy that training starts from takes its place."""
+    columns = batch.columns
+    sampler = torch.where(is_recorded, columns["reference_logprobs"], columns["generation_logprobs"])
+    return batch.with_columns(generation_logprobs=sampler)
+
+
+def with_anchor(batch: TokenBatch, is_off_policy: Tensor, *, several_updates: bool) -> TokenBatch:
+    """With `prev_logprobs`, where anything but the current policy is needed; without `current_logprobs`."""
+    columns = dict(batch.columns)
+    current = columns.pop("current_logprobs", None)
+    if several_updates or bool(is_off_policy.any()):
+        known = current if several_updates and current is not None else torch.full_like(columns["mask"], torch.nan)
+        is_known_elsewhere = is_off_policy & (columns["mask"] != 0)
+        columns["prev_logprobs"] = torch.where(is_known_elsewhere, columns["generation_logprobs"], known)
+    return replace(batch, columns=columns)
+
+
+def without_logprob_errors(
+    batch: TokenBatch, threshold: float, is_fresh: Tensor
+) -> tuple[TokenBatch, dict[str, float]]:
+    """Masks rows whose mean exp(|sampler - trainer|) is above `threshold`: the two do not mean the same answer."""
+    gap = (batch.columns["generation_logprobs"] - batch.columns["current_logprobs"]).abs().exp()
+    counted = batch.columns["mask"] * is_fresh
+    lengths = batch.response_lengths
+    errors = torch.stack(
+        [
+            (error * own).sum() / own.sum().clamp(min=1)
+            for error, own in zip(gap.split(lengths), counted.split(lengths), strict=True)
+        ]
+    )
+    dropped = errors > threshold
+    mask = batch.columns["mask"] * ~of_tokens(dropped.tolist(), batch)
+    return batch.with_columns(mask=mask), {
+        "max_seq_mult_prob_error": float(errors.max()),
+        "num_masked_seqs_by_logprob_error": float(dropped.sum()),
+    }
+
+
+def minibatches(
+    batch: TokenBatch, groups: Sequence[Group], num_updates: int, *, with_rewarded: bool = False
+) -> list[TokenBatch]:
+    """The rows in their order, one batch per optimizer update, each with denominators of its own.
+
+    Unscored rollouts hold their place in the count, so that a failed reward moves no other rollout to another update.
+    """
+    places = [(g, r) for g, group in enumerate(groups) for r in range(len(group.rollouts))]
+    per_update = -(-len(places) // num_updates)
+    row_of = {place: row for row, place in enumerate(scored_places(groups))}
+    batches = []
+    for start in range(0, len(places), per_update):
+        chosen = [place for place in places[start : start + per_update] if place in row_of]
+        part = batch.select([row_of[place] for place in chosen], recount=True)
+        if part.num_tokens == 0:
+            continue  # an update without a gradient would still decay weights and spend momentum
+        if with_rewarded:
+            part = _with_rewarded(part, [_is_rewarded(groups, place) for place in chosen])
+        batches.append(part)
+    return batches
+
+
+def _is_rewarded(groups: Sequence[Group], place: Place) -> bool:
+    reward = groups[place[0]].rollouts[place[1]].score.reward
+    return reward is not None and reward > 0
+
+
+def _with_rewarded(batch: TokenBatch, is_rewarded: Sequence[bool]) -> TokenBatch:
+    """`rewarded` adds up to 1 over the trained tokens of rewarded answers: its denominator is the whole batch's."""
+    counted = batch.columns["mask"] * of_tokens(is_rewarded, batch)
+    return batch.with_columns(rewarded=counted / counted.sum().clamp(min=1))

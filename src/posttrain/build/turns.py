@@ -1,0 +1,73 @@
+"""The rollouts of a run in which an environment takes turns with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import GrpoRunConfig
+from posttrain.data.chat import ChatFormat
+from posttrain.data.next_turn import NextTurn
+from posttrain.environments.settings import read_settings
+from posttrain.environments.turns.pool import TurnRouter
+from posttrain.environments.turns.settings import read_turns
+from posttrain.generation.multi_turn import ConversationScores, MultiTurnRollouts
+from posttrain.generation.rollouts import FreshRollouts
+from posttrain.generation.tool_prompts import ToolPrompts
+
+
+@dataclass(frozen=True)
+class TurnTaking:
+    """Makes a source of single turns one of conversations."""
+
+    router: TurnRouter
+    renderer: NextTurn
+    chat: ChatFormat
+    judged: frozenset[str]
+    max_turns: int
+    max_total_tokens: int
+
+    def over(self, fresh: FreshRollouts) -> MultiTurnRollouts:
+        return MultiTurnRollouts(
+            ToolPrompts(fresh.stream, self.chat, self.router.names, self.router.tools),
+            fresh.generator,
+            ConversationScores(fresh.environment, self.judged),
+            fresh.num_samples,
+            fresh.sampling,
+            fresh.seed,
+            fresh.show_progress,
+            fresh.label,
+            turns=self.router,
+            renderer=self.renderer,
+            max_turns=self.max_turns,
+            max_total_tokens=self.max_total_tokens,
+        )
+
+
+def build_turns(
+    config: GrpoRunConfig,
+    environments: Mapping[str, Any],
+    chat: ChatFormat,
+    warn: Callable[[str], None],
+    cleanup: ExitStack,
+) -> TurnTaking | None:
+    """None if no environment in use takes turns."""
+    settings = read_turns(environments, base_folder=Path.cwd())
+    if not settings:
+        return None
+    renderer = NextTurn(chat)
+    if renderer.caution is not None:
+        warn(renderer.caution)
+    router = TurnRouter(settings)
+    cleanup.callback(router.close)
+    return TurnTaking(
+        router,
+        renderer,
+        chat,
+        judged=frozenset(read_settings(environments, Path.cwd())),
+        max_turns=config.grpo.max_rollout_turns,
+        max_total_tokens=config.policy.max_total_sequence_length,
+    )

@@ -1,0 +1,145 @@
+"""`posttrain data pack`: preference pairs to a file of tokens, sorted into packs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.data.packed_file import PackedHeader
+
+NO_LIMIT = 2**31  # of one answer: what does not fit into a pack is counted when packs are made
+ALGORITHMS = ("first_fit_shuffle", "first_fit_decreasing", "modified_first_fit_decreasing", "concatenative")
+
+DESCRIPTION = """\
+Tokenises preference pairs and places them into packs of a fixed number of tokens, once and for all. Training reads the file
+with `data.train={dataset_name: PackedPairs, data_path: OUT}`. A pair costs its prompt once and both answers, and is never cut:
+one that does not fit is left out and counted. Keys of the dataset can follow, such as prompt_key=question or
+dataset_name=HelpSteer3.
+"""
+
+
+def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "pack",
+        help="precompute packs of preference pairs",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "source", metavar="IN", help="pairs: a file, a folder or a pattern, in any shape that DPO reads"
+    )
+    parser.add_argument("target", metavar="OUT", help="the file to write, NAME.parquet")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", metavar="FOLDER", help="the model whose tokenizer and chat template are used")
+    which.add_argument("--tokenizer", metavar="NAME", help="a tokenizer by its folder or hub name")
+    parser.add_argument(
+        "--chat-template",
+        default="default",
+        metavar="TEMPLATE",
+        help="as policy.tokenizer.chat_template: default (the model's own), null, a .jinja file, or a template",
+    )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_json_map,
+        default={},
+        metavar="JSON",
+        help="variables for the template, as a map",
+    )
+    parser.add_argument("--pack-size", type=_positive, required=True, metavar="N", help="room of a pack, in tokens")
+    parser.add_argument(
+        "--algorithm",
+        choices=ALGORITHMS,
+        default=ALGORITHMS[0],
+        help=f"how pairs are placed (default: {ALGORITHMS[0]})",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the shuffling (default: 0)")
+    parser.add_argument(
+        "--max-length",
+        type=_positive,
+        metavar="N",
+        help="longest prompt with one answer, in tokens, as policy.max_total_sequence_length (default: what fits)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from posttrain.data.chat import ChatFormat
+    from posttrain.data.datasets import load_pair_dataset
+    from posttrain.data.packed_file import Packing, write_packed
+    from posttrain.policy.model import load_tokenizer
+
+    if args.model and not Path(args.model).expanduser().is_dir():
+        raise InputError(f"--model: no folder {args.model!r}; a tokenizer on the hub is named with --tokenizer")
+    template = None if args.chat_template == "null" else args.chat_template
+    chat = ChatFormat(load_tokenizer(args.model or args.tokenizer), template, args.chat_template_kwargs)
+    entry = {"data_path": args.source, **_keys(getattr(args, "words", None) or [])}
+    pairs = load_pair_dataset(entry, None, chat, max_total_tokens=args.max_length or NO_LIMIT, seed=args.seed)
+    header = write_packed(
+        args.target,
+        pairs,
+        chat,
+        Packing(args.pack_size, args.algorithm, args.seed),
+        source=args.source,
+        dropped=pairs.dropped,
+    )
+    if args.json:
+        print(json.dumps({"file": args.target, **json.loads(header.to_json()), "noted": pairs.noted}))
+    else:
+        print(_report(args.target, header, pairs.noted))
+    return 0
+
+
+def _report(target: str, header: PackedHeader, noted: dict[str, int]) -> str:
+    numbers = header.statistics
+    lines = [f"{target}: {header.num_pairs} pairs in {header.num_packs} packs ({header.algorithm}, seed {header.seed})"]
+    rows: dict[str, Any] = {
+        "packing_factor": f"{numbers.packing_factor:.2f} pairs in a pack on average",
+        "packing_efficiency": f"{numbers.packing_efficiency:.2f} % of the packs' room is filled",
+        "pack_size": f"{numbers.pack_size} tokens",
+        "dataset_max_seqlen": f"{numbers.dataset_max_seqlen} tokens in the largest pair",
+        "max_samples_per_bin": f"{numbers.max_samples_per_bin} pairs in the fullest pack",
+        "min_packed_seqlen": f"{numbers.min_packed_seqlen} tokens in the emptiest pack",
+    }
+    lines += [f"  {name:<20} {value}" for name, value in rows.items()]
+    lines += [f"  left out: {count} ({reason})" for reason, count in header.dropped.items()]
+    lines += [f"  note: {count} ({reason})" for reason, count in noted.items()]
+    return "\n".join(lines)
+
+
+def _keys(words: list[str]) -> dict[str, Any]:
+    """`prompt_key=question` as an entry of `data.train` would hold it."""
+    import yaml
+
+    keys: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise InputError(f"{word!r} is not a key of a dataset; write KEY=VALUE, such as prompt_key=question")
+        try:
+            keys[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise InputError(f"{word!r}: the value is not valid YAML ({error})") from error
+    return keys
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not possible; at least 1")
+    return number
+
+
+def _json_map(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise argparse.ArgumentTypeError(f"must be a map such as '{{\"enable_thinking\": false}}', found {text}")
+    return values

@@ -1,0 +1,177 @@
+"""Statistics of traces, reports of pairs and advice, drawn in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from posttrain.data.traces.advice import Advice
+    from posttrain.data.traces.report import PairReport, ReadReport, Tally
+    from posttrain.data.traces.statistics import TraceStatistics
+
+BAR_WIDTH = 44
+EIGHTHS = " ▏▎▍▌▋▊▉"
+BAR_STYLES = {"low": "yellow", "mid": "bright_black", "high": "blue"}
+
+
+def show_statistics(console: Console, found: TraceStatistics, path: str) -> None:
+    console.print(Text(path, style="bold"))
+    _facts(
+        console,
+        {
+            "files": f"{found.read.files:,}",
+            "rows": f"{found.read.rows:,}",
+            "traces used": _of(found.traces, found.read.rows),
+            "groups": f"{found.groups:,}, {_ratio(found.traces, found.groups)} traces each",
+            "  with signal": f"{_of(found.with_signal, found.groups)}: rewards differ",
+            "  without": (
+                f"{found.all_equal:,} with all rewards equal, {found.single:,} with a single trace"
+                if found.groups
+                else "0"
+            ),
+            "group sizes": ", ".join(f"{name}: {count:,}" for name, count in found.group_sizes.items() if count),
+            "rewards": (
+                f"mean {found.reward_mean:.4g}, standard deviation {found.reward_std:.4g}, "
+                f"from {found.reward_min:.4g} to {found.reward_max:.4g}"
+            ),
+            "duplicates": (
+                f"{found.exact_duplicates:,} responses repeat an earlier one to the same prompt, "
+                f"{found.conflicting_duplicates:,} of them with another reward"
+            ),
+        },
+    )
+    if found.traces:
+        console.print()
+        _histogram(console, found)
+    _lengths(console, found)
+    _models(console, found)
+    show_losses(console, found.read)
+    console.print()
+    show_pairs(console, found.pairs, heading="pairs that these rules would make")
+
+
+def _facts(console: Console, facts: Mapping[str, str]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bright_black", no_wrap=True)
+    grid.add_column()
+    for name, value in facts.items():
+        if value:
+            grid.add_row(name, value)
+    console.print(grid)
+
+
+def _histogram(console: Console, found: TraceStatistics) -> None:
+    from posttrain.data.traces.picture import bin_kind
+
+    most = max(found.bin_counts) or 1
+    heading = Text("reward")
+    for kind, words in (
+        ("low", f"below {found.rules.rejected_below:g}"),
+        ("mid", "between"),
+        ("high", f"{found.rules.preferred:g} or more"),
+    ):
+        heading.append("   █ ", BAR_STYLES[kind]).append(words, "bright_black")
+    console.print(heading)
+    edges = [f"{edge:.4g}" for edge in found.bin_edges]
+    ranges = [f"{left}–{right}" for left, right in pairwise(edges)]
+    width = max(map(len, ranges))
+    for index, count in enumerate(found.bin_counts):
+        eighths = round(8 * BAR_WIDTH * count / most) if count else 0
+        eighths = max(eighths, 1) if count else 0
+        bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+        line = Text(f"{ranges[index]:>{width}} ", "bright_black")
+        line.append(bar, BAR_STYLES[bin_kind(found, index)])
+        line.append(f" {count:,}" if count else "", "bright_black")
+        console.print(line)
+
+
+def _lengths(console: Console, found: TraceStatistics) -> None:
+    lengths = found.lengths
+    if lengths is None:
+        return
+    sample = "" if lengths.sampled >= found.traces else f", of a sample of {lengths.sampled:,} traces"
+    table = Table(title=f"\nlength in {lengths.unit}{sample}", title_justify="left", box=None, padding=(0, 2))
+    table.add_column("")
+    for name in lengths.prompt:
+        table.add_column("median" if name == "p50" else name, justify="right")
+    for role, values in (("prompt", lengths.prompt), ("response", lengths.response)):
+        table.add_row(role, *(f"{value:,}" for value in values.values()))
+    console.print(table)
+
+
+def _models(console: Console, found: TraceStatistics) -> None:
+    if not found.models:
+        return
+    table = Table("model", title="\nmodels", title_justify="left", box=None, padding=(0, 2))
+    table.add_column("traces", justify="right")
+    table.add_column("mean reward", justify="right")
+    for name, (count, mean) in list(found.models.items())[:12]:
+        table.add_row(Text(name), f"{count:,}", f"{mean:.3f}")
+    console.print(table)
+
+
+def show_losses(console: Console, read: ReadReport) -> None:
+    """What was dropped and why. Nothing is said when nothing was."""
+    if not read.problems and not read.filtered and not read.broken_files and not read.ids_with_several_prompts:
+        return
+    console.print()
+    for file, problem in read.broken_files.items():
+        console.print(Text("broken file: ", "red").append(f"{file}: {problem}", "default"))
+    _tallies(console, read.problems, "cannot be used", "red")
+    _tallies(console, read.filtered, "left out", "yellow")
+    if read.ids_with_several_prompts:
+        line = (
+            f"{read.ids_with_several_prompts:,} group ids cover several prompts; pairs are made within one prompt only"
+        )
+        console.print(Text("note: ", "yellow").append(line, "default"))
+
+
+def _tallies(console: Console, tallies: Mapping[str, Tally], what: str, style: str) -> None:
+    for reason, tally in tallies.items():
+        more = ", …" if tally.count > len(tally.examples) else ""
+        line = Text(f"{what}: ", style).append(f"{tally.count:,} rows, {reason}", "default")
+        console.print(line.append(f" ({'; '.join(tally.examples)}{more})", "bright_black"))
+
+
+def show_pairs(console: Console, pairs: PairReport, heading: str) -> None:
+    margin = "" if pairs.mean_margin is None else f", rewards {pairs.mean_margin:.3g} apart on average"
+    console.print(
+        Text(f"{heading}: ", "bold").append(
+            f"{pairs.pairs:,} from {_of(pairs.prompts_with_pairs, pairs.prompts)} prompts{margin}", "not bold"
+        )
+    )
+    for reason, count in pairs.none.most_common():
+        console.print(Text(f"  no pair from {count:,} prompts: {reason}", "bright_black"))
+    if pairs.over_the_cap:
+        console.print(Text(f"  {pairs.over_the_cap:,} further pairs over max_pairs_per_prompt", "bright_black"))
+    for reason, count in pairs.not_writable.items():
+        console.print(Text("not written: ", "yellow").append(f"{count:,} pairs, {reason}", "default"))
+
+
+def show_advice(console: Console, advice: Advice) -> None:
+    console.print(Text(f"{advice.method}: ", "bold green").append(advice.reason, "default"))
+    console.print()
+    for criterion in advice.criteria:
+        mark = Text("yes  " if criterion.holds else "no   ", "green" if criterion.holds else "bright_black")
+        console.print(mark.append(f"{criterion.situation} → {criterion.speaks_for}", "default"))
+        console.print(Text(f"     {criterion.numbers}", "bright_black"))
+    for caution in advice.cautions:
+        console.print(Text("note: ", "yellow").append(caution, "default"))
+    console.print()
+    console.print(Text("next:", "bold"))
+    for command in advice.commands:
+        console.print(Text(f"  {command}"), soft_wrap=True)
+
+
+def _of(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,} ({part / whole:.0%})" if whole else f"{part:,}"
+
+
+def _ratio(part: int, whole: int) -> str:
+    return f"{part / whole:.3g}" if whole else "0"

@@ -1,0 +1,248 @@
+"""`posttrain rewards list` and `posttrain rewards test`: what rewards there are, and whether one says what it should."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.config.rewards import RewardConfig
+    from posttrain.environments.agreement import Verdict
+    from posttrain.environments.stored_samples import Sample
+    from posttrain.types import Score
+
+EXIT_DISAGREEMENT = 2
+
+TEST_EPILOG = """\
+examples:
+  posttrain rewards test --type math samples.jsonl
+  posttrain rewards test --type regex samples.jsonl pattern='<answer>.*</answer>' --expected well_formed
+  posttrain rewards test --config my.yaml --env gsm8k runs/x/rollouts/step_10.jsonl.gz --strict
+  posttrain rewards test --config my.yaml --env gsm8k --part correct traces.jsonl.gz
+
+FILE is jsonl, jsonl.gz, json, csv or parquet: rows with a response (and a reference, and the reward that it should get),
+the rollouts of a run, or labelled traces (messages and prompt_len). Columns that are not named are looked for under the
+usual names. exit codes: 0 done · 2 with --strict, when a reward differs from the recorded one or a sample that has one
+could not be scored · 64 bad config or file.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    summary = "list the types of reward, or try one on stored samples"
+    parser = subparsers.add_parser("rewards", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
+    listing = commands.add_parser("list", help="show every type of reward and its keys", description=_list.__doc__)
+    listing.add_argument("words", nargs="*", metavar="TYPE", help="show only these types")
+    listing.add_argument("--json", action="store_true", help="print {type: {key: {default, description}}}")
+    listing.set_defaults(run=_list)
+    _add_test(commands)
+
+
+def _add_test(commands: Any) -> None:
+    test = commands.add_parser(
+        "test",
+        help="score stored samples and compare with the rewards recorded for them",
+        description="Score stored samples, and show where the reward differs from what was recorded for them.",
+        epilog=TEST_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="posttrain rewards test (--type TYPE | --config FILE [--env NAME]) FILE [options] [key=value …]",
+    )
+    test.add_argument(
+        "words", nargs="*", metavar="FILE key=value", help="the samples, then settings of the reward or config"
+    )
+    test.add_argument("--type", metavar="TYPE", help="a type of reward; its settings are given as key=value")
+    test.add_argument("--config", type=Path, metavar="FILE", help="config of a run, whose environment is tried")
+    test.add_argument("--env", metavar="NAME", help="key under `env` of the config; may be left out if there is one")
+    test.add_argument("--prompt", metavar="COLUMN", help="column with the prompt")
+    test.add_argument("--response", metavar="COLUMN", help="column with the answer to score")
+    test.add_argument("--reference", metavar="COLUMN", help="column with the expected answer")
+    test.add_argument("--expected", metavar="COLUMN", help="column with the reward or label to compare with")
+    test.add_argument("--part", metavar="NAME", help="compare this part of the reward instead of the sum")
+    test.add_argument("--row-settings", metavar="COLUMNS", help="columns, by comma, that are settings of the reward")
+    test.add_argument("--tokenizer", metavar="MODEL", help="counts tokens, for rewards by length in tokens")
+    test.add_argument("--tolerance", type=float, default=1e-6, help="difference that is still agreement (1e-6)")
+    test.add_argument("--limit", type=int, metavar="N", help="read only the first N samples")
+    test.add_argument("--show", type=int, default=10, metavar="N", help="disagreements and reasons to show (10)")
+    test.add_argument("--out", type=Path, metavar="FILE", help="write every sample's scores there, as jsonl")
+    test.add_argument("--strict", action="store_true", help="exit with 2 if anything disagrees or is unscored")
+    test.set_defaults(run=_test)
+
+
+def _list(args: argparse.Namespace) -> int:
+    """Show the types of reward that `env.<name>.type` and `env.<name>.rewards.<part>.type` can name, with their keys."""
+    from posttrain.config.rewards import REWARD_TYPES, RewardConfig, reward_keys
+
+    chosen = {name: section for name, section in REWARD_TYPES.items() if name in args.words or not args.words}
+    for name in args.words:
+        _known_type(name)
+    if args.json:
+        print(json.dumps({name: _keys_as_json(section) for name, section in chosen.items()}, indent=2))
+        return 0
+    common = set(RewardConfig.model_fields)
+    for name, section in chosen.items():
+        print(f"{name}\n  {' '.join((section.__doc__ or '').split())}")
+        for key, info in reward_keys(section).items():
+            if key not in common:
+                print(f"    {key:<24} {_default_text(info):<20} {info.description}")
+        print()
+    print("every type also has")
+    for key, info in RewardConfig.model_fields.items():
+        print(f"    {key:<24} {_default_text(info):<20} {info.description}")
+    return 0
+
+
+def _keys_as_json(section: type[RewardConfig]) -> dict[str, Any]:
+    from posttrain.config.rewards import reward_keys
+
+    return {
+        key: {
+            "required": info.is_required(),
+            "default": None if info.is_required() else info.get_default(call_default_factory=True),
+            "description": info.description,
+        }
+        for key, info in reward_keys(section).items()
+    }
+
+
+def _default_text(info: Any) -> str:
+    if info.is_required():
+        return "(required)"
+    default = info.get_default(call_default_factory=True)
+    return json.dumps(default)
+
+
+def _known_type(name: str) -> None:
+    from posttrain.config.rewards import REWARD_TYPES
+
+    if name not in REWARD_TYPES:
+        raise InputError(f"unknown type of reward {name!r}; known: {', '.join(REWARD_TYPES)}")
+
+
+def _test(args: argparse.Namespace) -> int:
+    file, settings = _split_words(args.words)
+    name, block = _environment(args, settings)
+    row_settings = [column.strip() for column in (args.row_settings or "").split(",") if column.strip()]
+    if row_settings and args.type is None:
+        raise InputError("--row-settings gives settings of one reward: name it with --type")
+
+    from posttrain.environments import check_environments
+    from posttrain.environments.agreement import Verdict, disagreements, report, unscored
+    from posttrain.environments.stored_samples import Columns, read_samples
+
+    if not row_settings:
+        check_environments({name: block})
+    samples = read_samples(
+        file,
+        Columns(args.prompt, args.response, args.reference, args.expected),
+        row_settings=row_settings,
+        limit=args.limit,
+        encode=_encoder(args.tokenizer),
+    )
+    started = time.perf_counter()
+    scores = _score(name, block, samples)
+    seconds = time.perf_counter() - started
+    _refuse_unknown_part(args.part, scores)
+    verdicts = [
+        Verdict(sample, score, args.tolerance, args.part) for sample, score in zip(samples, scores, strict=True)
+    ]
+    print(f"{file}, env.{name}:" if args.type is None else f"{file}, reward of type {args.type}:")
+    print(report(verdicts, seconds, num_shown=args.show))
+    if args.out is not None:
+        _write(args.out, verdicts)
+    bad = disagreements(verdicts) or [verdict for verdict in unscored(verdicts) if verdict.is_compared]
+    return EXIT_DISAGREEMENT if args.strict and bad else 0
+
+
+def _split_words(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The file and the settings. A path may have an equals sign in it, so a word that exists is the file."""
+    rest = list(words)
+    files = [word for word in rest if Path(word).exists()] or [
+        word for word in rest if "=" not in word and word[0] != "~"
+    ]
+    if not files:
+        raise InputError("name the file with the samples: posttrain rewards test --type math samples.jsonl")
+    rest.remove(files[0])
+    return files[0], rest
+
+
+def _environment(args: argparse.Namespace, settings: Sequence[str]) -> tuple[str, Any]:
+    """The name and the block of the environment to try."""
+    if (args.type is None) == (args.config is None):
+        raise InputError("say what scores: --type TYPE (posttrain rewards list), or --config FILE with --env NAME")
+    if args.type is not None:
+        _known_type(args.type)
+        return args.env or args.type, {"type": args.type, **_settings_of(args.type, settings)}
+
+    from posttrain.config import guess_kind, load_config
+
+    config = load_config(guess_kind(args.config), args.config, settings).config
+    name = args.env or (next(iter(config.env)) if len(config.env) == 1 else None)
+    if name is None or name not in config.env:
+        known = ", ".join(config.env) or "none"
+        raise InputError(f"--env {'is missing' if name is None else name}: under env of {args.config} there is {known}")
+    return name, config.env[name]
+
+
+def _settings_of(kind: str, words: Sequence[str]) -> dict[str, Any]:
+    from posttrain.config.rewards import REWARD_TYPES, reward_keys, takes_text_only
+    from posttrain.config.yaml_files import parse_value
+
+    block: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise InputError(f"{word!r} is not a setting; write key=value")
+        info = reward_keys(REWARD_TYPES[kind]).get(key)
+        # A regular expression such as [a-z] is a list to YAML; what can only be text is taken as it stands.
+        block[key] = text if info is not None and takes_text_only(info) else parse_value(text)
+    return block
+
+
+def _encoder(model: str | None) -> Callable[[str], Sequence[int]] | None:
+    if model is None:
+        return None
+    from posttrain.policy.model import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _score(name: str, block: Any, samples: Sequence[Sample]) -> list[Score]:
+    """One score per sample. Samples with other settings of their own get an environment of their own."""
+    from posttrain.environments import build_environments
+
+    rows_of: dict[str, list[int]] = {}
+    for row, sample in enumerate(samples):
+        rows_of.setdefault(json.dumps(sample.row_settings, sort_keys=True), []).append(row)
+    scores: dict[int, Score] = {}
+    for settings, rows in rows_of.items():
+        own = json.loads(settings)
+        with build_environments({name: {**block, **own} if own else block}) as environment:
+            chosen = [samples[row] for row in rows]
+            found = environment.score([sample.task for sample in chosen], [sample.completion for sample in chosen])
+        scores.update(zip(rows, found, strict=True))
+    return [scores[row] for row in range(len(samples))]
+
+
+def _refuse_unknown_part(part: str | None, scores: Sequence[Score]) -> None:
+    known = dict.fromkeys(name for score in scores for name in score.parts)
+    if part is not None and part not in known:
+        raise InputError(f"--part {part}: the reward has the parts {', '.join(known) or '(none)'}")
+
+
+def _write(path: Path, verdicts: Sequence[Verdict]) -> None:
+    try:
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            for verdict in verdicts:
+                file.write(json.dumps(verdict.as_row(), ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise InputError(f"--out {path}: cannot be written: {error.strerror or error}") from error
+    print(f"scores written to {path}", file=sys.stderr)

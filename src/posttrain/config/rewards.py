@@ -1,0 +1,277 @@
+"""The types of reward that `env` can name, and the keys of each: one strict section per type. Loads no package that scores.
+
+To add a type: a section here with its `type`, an entry in `REWARD_TYPES`, and in `posttrain.environments.registry` the
+function that scores. `posttrain rewards list` and the errors for wrong keys come from the section by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from posttrain.config.base import FreeMap, NonNegativeInt, PositiveFloat, PositiveInt
+from posttrain.config.code_reward import CodeRewardConfig
+from posttrain.config.judge_reward import JudgeRewardConfig
+from posttrain.config.reward_base import WHAT_TYPE_MEANS, Pattern, RewardConfig
+
+MathVerifier = Literal["hf_math_verify", "dapo_math_verify"]
+VerifierType = Literal["math", "english_multichoice", "multilingual_multichoice"]
+AnswerForm = Literal["latex", "expr"]
+LengthUnit = Literal["tokens", "words", "characters"]
+
+
+class _RuleReward(RewardConfig):
+    default_num_workers: ClassVar[int] = 2  # microseconds of work each
+    keeps_cores_busy: ClassVar[bool] = True
+
+
+class MathRewardConfig(RewardConfig):
+    """1 when the final answer equals the reference, as mathematics (hf_math_verify) or as normalised text."""
+
+    keeps_cores_busy: ClassVar[bool] = True
+
+    type: Literal["math"] = Field(description=WHAT_TYPE_MEANS)
+    math_verify_impl: MathVerifier | None = Field(
+        default=None, description="How answers are compared: as mathematics, or as normalised text; null is the former."
+    )
+    verifier_type: VerifierType | None = Field(
+        default=None, description="What kind of answer is expected, by NeMo RL's name; null is math."
+    )
+    reference_as: Literal["boxed", "written"] = Field(
+        default="boxed",
+        description="Reads the reference as if it stood in a box, or as it is written (LaTeX then needs its dollars).",
+    )
+    match_types: list[AnswerForm] = Field(
+        default=["latex", "expr"],
+        min_length=1,
+        description="What counts as an answer: LaTeX in a box or dollars, plain expressions and numbers, or both.",
+    )
+    boxed_match_priority: NonNegativeInt = Field(
+        default=0, description="How early a box is looked for: 0 is first, 50 after stated final answers."
+    )
+    precision: NonNegativeInt = Field(default=6, description="Decimals to which numbers are compared.")
+    strict: bool = Field(default=True, description="Tells sets from intervals and keeps the names of variables apart.")
+    allow_set_relation_comp: bool = Field(
+        default=False, description="Accepts a set for an inequality that describes it, and the other way round."
+    )
+
+
+class CosineMathRewardConfig(MathRewardConfig):
+    """Mathematics, worth more when short if right and less when short if wrong, as TRL's cosine-scaled reward."""
+
+    type: Literal["math_cosine"] = Field(description=WHAT_TYPE_MEANS)  # type: ignore[assignment]
+    max_length: PositiveInt = Field(description="Tokens of an answer at which the long end of the schedule is reached.")
+    min_value_wrong: float = Field(default=-1.0, description="Reward of a wrong answer of no length.")
+    max_value_wrong: float = Field(default=-0.5, description="Reward of a wrong answer of max_length tokens.")
+    min_value_correct: float = Field(default=0.5, description="Reward of a right answer of max_length tokens.")
+    max_value_correct: float = Field(default=1.0, description="Reward of a right answer of no length.")
+
+
+class MultipleChoiceRewardConfig(_RuleReward):
+    """1 when the letter that the answer states last is the reference's."""
+
+    type: Literal["multiple_choice"] = Field(description=WHAT_TYPE_MEANS)
+    language: Literal["english", "multilingual"] = Field(
+        default="english", description="Languages in which the word for `answer` and the letters are known."
+    )
+
+
+class ExactRewardConfig(_RuleReward):
+    """1 when the answer is the reference, or one of a list of references, as text."""
+
+    type: Literal["exact"] = Field(description=WHAT_TYPE_MEANS)
+    extract: Pattern | None = Field(
+        default=None,
+        description="Regular expression whose last match is compared: its first group if it has one; null is all.",
+    )
+    ignore_case: bool = Field(default=False, description="Compares without regard to capital letters.")
+    ignore_punctuation: bool = Field(
+        default=False, description="Compares without punctuation; signs and points of numbers stay."
+    )
+    ignore_articles: bool = Field(default=False, description="Compares without the words a, an and the.")
+    collapse_whitespace: bool = Field(
+        default=True, description="Takes any run of white space for one space, and none at the ends."
+    )
+    normalise_unicode: bool = Field(
+        default=True, description="Compares forms of a character that look alike (full width, ligatures) as equal."
+    )
+
+
+class RegexRewardConfig(_RuleReward):
+    """1 when a regular expression matches the answer."""
+
+    type: Literal["regex"] = Field(description=WHAT_TYPE_MEANS)
+    pattern: Pattern = Field(description="Regular expression, in Python's syntax.")
+    match: Literal["search", "full"] = Field(
+        default="search", description="Whether it may match anywhere, or must match the whole answer."
+    )
+    ignore_case: bool = Field(default=False, description="Matches without regard to capital letters.")
+    multiline: bool = Field(default=False, description="^ and $ also match at the ends of lines.")
+    dotall: bool = Field(default=False, description="A dot also matches a line break.")
+
+
+class JsonSchemaRewardConfig(_RuleReward):
+    """1 when the answer is JSON, and fits the schema if there is one."""
+
+    type: Literal["json_schema"] = Field(description=WHAT_TYPE_MEANS)
+    schema_: FreeMap | None = Field(default=None, alias="schema", description="JSON schema that the JSON must fit.")
+    schema_file: str | None = Field(default=None, description="File with that schema instead, as JSON.")
+    where: Literal["auto", "whole", "fenced"] = Field(
+        default="auto",
+        description="JSON is the whole answer, the last ``` block of it, or (auto) that block if there is one.",
+    )
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> JsonSchemaRewardConfig:
+        if self.schema_ is not None and self.schema_file is not None:
+            raise ValueError("schema and schema_file are both given: one of them is needed")
+        return self
+
+
+class LengthRewardConfig(_RuleReward):
+    """1 when the answer is as long as wanted, less the further it is from that."""
+
+    type: Literal["length"] = Field(description=WHAT_TYPE_MEANS)
+    limit: PositiveInt | None = Field(
+        default=None, description="Length up to which nothing is lost; set this or target."
+    )
+    target: PositiveInt | None = Field(default=None, description="Length that is best; set this or limit.")
+    unit: LengthUnit = Field(default="tokens", description="What length is counted in.")
+    tolerance: NonNegativeInt = Field(
+        default=0, description="Units beyond the limit, or away from the target, over which the reward falls to 0."
+    )
+    shape: Literal["linear", "cosine"] = Field(
+        default="linear", description="How it falls: in a line from the limit on, or as half a cosine from length 0 on."
+    )
+
+    @model_validator(mode="after")
+    def _one_aim(self) -> LengthRewardConfig:
+        if (self.limit is None) == (self.target is None):
+            raise ValueError("one of limit and target is needed")
+        if self.shape == "cosine" and (self.limit is None or self.tolerance):
+            raise ValueError("shape cosine falls from length 0 to limit: it takes limit, and no target or tolerance")
+        return self
+
+
+class RepetitionRewardConfig(_RuleReward):
+    """The share of n-grams of the answer that are not repeats of others; 1 when none repeats."""
+
+    type: Literal["repetition"] = Field(description=WHAT_TYPE_MEANS)
+    ngram_size: PositiveInt = Field(default=3, description="How many units in a row make one n-gram.")
+    unit: LengthUnit = Field(default="tokens", description="What n-grams are made of.")
+
+
+class PythonRewardConfig(RewardConfig):
+    """What a Python function of yours returns."""
+
+    type: Literal["python"] = Field(description=WHAT_TYPE_MEANS)
+    function: str = Field(description="`file.py:name`, `package.module:name` or `package.module.name`.")
+
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, value: str) -> str:
+        if not value.strip() or not ({":", "."} & set(value)):
+            raise ValueError("'file.py:name', 'package.module:name' or 'package.module.name' is needed")
+        return value.strip()
+
+
+class RewardModelRewardConfig(RewardConfig):
+    """The score of a reward model, as `posttrain rm` trains one; any number, so give score_mean and score_std to weigh it."""
+
+    type: Literal["reward_model"] = Field(description=WHAT_TYPE_MEANS)
+    model_name: str = Field(
+        min_length=1, description="Folder or hub name of the reward model; a checkpoint's folder means the model in it."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where it lives, in the process that trains; auto prefers cuda."
+    )
+    precision: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Number format of its weights; null is the one they are saved in, which they were trained in.",
+    )
+    max_model_len: PositiveInt | None = Field(
+        default=None,
+        description="Longest conversation in tokens, longer ones are unscored; null is the model's own limit.",
+    )
+    max_batch_tokens: PositiveInt = Field(
+        default=16384, description="Tokens in one forward pass; changes memory and speed, not scores."
+    )
+    score_mean: float = Field(default=0.0, description="Subtracted from the score, e.g. rewards_mean of its training.")
+    score_std: PositiveFloat = Field(
+        default=1.0, description="Divides the score then, e.g. rewards_std of its training."
+    )
+
+
+REWARD_TYPES: dict[str, type[RewardConfig]] = {
+    "math": MathRewardConfig,
+    "math_cosine": CosineMathRewardConfig,
+    "multiple_choice": MultipleChoiceRewardConfig,
+    "exact": ExactRewardConfig,
+    "regex": RegexRewardConfig,
+    "json_schema": JsonSchemaRewardConfig,
+    "length": LengthRewardConfig,
+    "repetition": RepetitionRewardConfig,
+    "python": PythonRewardConfig,
+    "reward_model": RewardModelRewardConfig,
+    "code": CodeRewardConfig,
+    "judge": JudgeRewardConfig,
+}
+
+
+def reward_keys(section: type[RewardConfig]) -> dict[str, FieldInfo]:
+    """The keys of a type as they are written in a file, with what pydantic knows of each."""
+    return {info.alias or name: info for name, info in section.model_fields.items()}
+
+
+def takes_text_only(info: FieldInfo) -> bool:
+    """Whether a key can be nothing but a text (or null)."""
+    is_union = get_origin(info.annotation) in (Union, UnionType)
+    members = get_args(info.annotation) if is_union else (info.annotation,)
+    plain = [get_args(member)[0] if get_origin(member) is Annotated else member for member in members]
+    return [member for member in plain if member is not NoneType] == [str]
+
+
+def parse_reward(block: FreeMap, *, without: frozenset[str] = frozenset()) -> RewardConfig:
+    """A reward from its map. Raises pydantic's `ValidationError`, located at the key that is wrong.
+
+    `without` names keys that have no place where this map stands.
+    """
+    kind = block.get("type")
+    if kind not in REWARD_TYPES:
+        near = get_close_matches(str(kind), REWARD_TYPES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(REWARD_TYPES)} is needed"
+        problem = "is missing" if kind is None else "is not a type of reward"
+        raise _located("type", kind, f"{problem}; {hint}")
+    section = REWARD_TYPES[str(kind)]
+    known = [key for key in reward_keys(section) if key not in without]
+    refuse_unknown_keys(block, known, f"the reward type {kind!r}")
+    return section.model_validate({key: value for key, value in block.items() if value is not None or key == "type"})
+
+
+def refuse_unknown_keys(block: FreeMap, known: Sequence[str], owner: str) -> None:
+    for key, value in block.items():
+        if key not in known:
+            near = get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+            raise _located(str(key), value, f"is not a key of {owner}; {hint}")
+
+
+def _located(key: str, value: Any, message: str) -> ValidationError:
+    # Braces would be taken for places to fill in.
+    kind = PydanticCustomError("reward_key", "{message}", {"message": message})
+    return ValidationError.from_exception_data("reward", [InitErrorDetails(type=kind, loc=(key,), input=value)])
+
+
+def check_reward(block: FreeMap) -> FreeMap:
+    """The map itself, if a reward can be made of it."""
+    parse_reward(block)
+    return block
+
+
+RewardBlock = Annotated[FreeMap, AfterValidator(check_reward)]

@@ -1,0 +1,227 @@
+"""A file of preference pairs in tokens, sorted into packs: Parquet with one row per pair, and a JSON header in its metadata.
+
+`posttrain data pack` writes it and `dataset_name: PackedPairs` reads it. Tokens mean something only to the tokenizer and the
+chat template they were made with, so the header carries a fingerprint of both, and another one is refused.
+
+Columns: `pack` (packs are numbered from 0 and stand one after another), `id`, `prompt_ids`, `chosen_ids`, `rejected_ids`,
+`chosen_reward`, `rejected_reward`. A pair costs its prompt once and both answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from posttrain.data.bin_packing import PackingAlgorithm, PackingStatistics, pack
+from posttrain.data.chat import ChatFormat
+from posttrain.data.errors import DataError
+from posttrain.data.readers import Outcome, Read
+from posttrain.data.shuffling import keyed_order
+from posttrain.types import Pair
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT = "posttrain packed pairs"
+VERSION = 1
+METADATA_KEY = b"posttrain"
+ENDING = ".parquet"
+TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+PAIRS_PER_ROW_GROUP = 4096
+
+
+@dataclass(frozen=True)
+class PackedHeader:
+    tokenizer: str  # fingerprints, see ChatFormat.fingerprints
+    template: str
+    algorithm: str
+    seed: int
+    statistics: PackingStatistics
+    num_packs: int
+    num_pairs: int
+    source: str = ""
+    dropped: Mapping[str, int] = field(default_factory=dict)  # rows that are not in the file, by reason
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> PackedHeader:
+        values = json.loads(text)
+        if values.pop("format", None) != FORMAT or values.pop("version", None) != VERSION:
+            raise ValueError("it is of another format or version")
+        return cls(**{**values, "statistics": PackingStatistics(**values["statistics"])})
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What `write_packed` is told: the room of a pack in tokens, and how pairs are placed."""
+
+    pack_size: int
+    algorithm: PackingAlgorithm
+    seed: int = 0
+
+
+class Pairs(Protocol):
+    """A sequence of pairs that may put each together when it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Pair: ...
+
+
+def pair_cost(pair: Pair) -> int:
+    """Tokens that pass through the model for a pair: its prompt once, and both answers."""
+    return len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
+
+
+def write_packed(
+    path: str, pairs: Pairs, chat: ChatFormat, packing: Packing, source: str, dropped: Mapping[str, int]
+) -> PackedHeader:
+    """Packs the pairs that fit and writes them. What does not fit into a pack is left out and counted."""
+    if not path.endswith(ENDING):
+        raise DataError(f"{path}: packs are written as Parquet; give the file a name that ends in {ENDING}")
+    costs = [pair_cost(pairs[index]) for index in range(len(pairs))]
+    fitting = [index for index, cost in enumerate(costs) if cost <= packing.pack_size]
+    left_out = dict(dropped)
+    if len(fitting) < len(costs):
+        left_out[f"larger than a pack of {packing.pack_size} tokens"] = len(costs) - len(fitting)
+    if not fitting:
+        raise DataError(
+            f"{source}: no pair fits into a pack of {packing.pack_size} tokens; the smallest has {min(costs, default=0)}. "
+            "Raise --pack-size"
+        )
+    sizes = [costs[index] for index in fitting]
+    bins = pack(sizes, packing.pack_size, packing.algorithm, packing.seed)
+    # Algorithms that start with the largest would otherwise give a file that goes from long pairs to short ones.
+    packs = [[fitting[item] for item in bins[place]] for place in keyed_order(len(bins), packing.seed, 1)]
+    header = PackedHeader(
+        **chat.fingerprints,
+        algorithm=packing.algorithm,
+        seed=packing.seed,
+        statistics=PackingStatistics.of(
+            [sum(costs[index] for index in members) for members in packs],
+            [len(members) for members in packs],
+            max(sizes),
+            packing.pack_size,
+        ),
+        num_packs=len(packs),
+        num_pairs=len(fitting),
+        source=source,
+        dropped=left_out,
+    )
+    _write(Path(path).expanduser(), header, pairs, packs)
+    return header
+
+
+def _write(path: Path, header: PackedHeader, pairs: Pairs, packs: Sequence[Sequence[int]]) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    tokens = pa.list_(pa.int32())
+    schema = pa.schema(
+        [("pack", pa.int32()), ("id", pa.string()), *((name, tokens) for name in TOKEN_COLUMNS)]
+        + [("chosen_reward", pa.float64()), ("rejected_reward", pa.float64())],
+        metadata={METADATA_KEY: header.to_json().encode()},
+    )
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+            members = [(number, index) for number, chosen in enumerate(packs) for index in chosen]
+            for start in range(0, len(members), PAIRS_PER_ROW_GROUP):
+                part = [(number, pairs[index]) for number, index in members[start : start + PAIRS_PER_ROW_GROUP]]
+                columns: dict[str, list[Any]] = {
+                    name: [getattr(pair, name) for _, pair in part] for name in schema.names if name != "pack"
+                }
+                columns["pack"] = [number for number, _ in part]
+                writer.write_table(pa.table(columns, schema=schema))
+        os.replace(partial, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """A file whose tokens are the ones that `open`'s chat format would make."""
+
+    path: str
+    header: PackedHeader
+
+    @classmethod
+    def open(cls, path: str, chat: ChatFormat) -> PackedFile:
+        header = read_header(path)
+        for what, current in chat.fingerprints.items():
+            if getattr(header, what) != current:
+                named = {"tokenizer": "another tokenizer", "template": "another chat template"}[what]
+                raise DataError(
+                    f"{path}: its tokens were made with {named} than this run's (policy.tokenizer); "
+                    "pack the pairs again with this one, or train with the rows they were made of"
+                )
+        return cls(path, header)
+
+    def outcomes(self, name: str, max_total_tokens: int, first_pack: int) -> Iterator[Outcome[Pair]]:
+        """The pairs in the order of the file, their packs numbered from `first_pack`."""
+        from pyarrow import parquet
+
+        # What was left out when the file was made is not in it; the run still says how many there were.
+        for reason, count in self.header.dropped.items():
+            yield from [reason] * count
+        with parquet.ParquetFile(Path(self.path).expanduser()) as file:
+            for batch in file.iter_batches(batch_size=PAIRS_PER_ROW_GROUP):
+                yield from _pairs_of(batch, max_total_tokens, first_pack)
+
+
+def _pairs_of(batch: pa.RecordBatch, max_total_tokens: int, first_pack: int) -> Iterator[Outcome[Pair]]:
+    tokens = {name: _lists(batch.column(name)) for name in TOKEN_COLUMNS}
+    plain = {name: batch.column(name).to_pylist() for name in ("pack", "id", "chosen_reward", "rejected_reward")}
+    for index in range(batch.num_rows):
+        row = {name: column[index] for name, column in tokens.items()}
+        if len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])) > max_total_tokens:
+            yield f"longer than {max_total_tokens} tokens"
+            continue
+        pair = Pair(
+            -1,
+            plain["id"][index],
+            (),
+            (),
+            (),
+            plain["chosen_reward"][index],
+            plain["rejected_reward"][index],
+            first_pack + plain["pack"][index],
+        )
+        yield Read(pair, row)
+
+
+def _lists(column: pa.ListArray) -> list[Any]:
+    """One numpy array per row, without a Python object per token."""
+    values = column.values.to_numpy(zero_copy_only=False).astype(np.int32, copy=False)
+    offsets = column.offsets.to_numpy()
+    return [values[start:stop] for start, stop in pairwise(offsets)]
+
+
+def read_header(path: str) -> PackedHeader:
+    """What a file says of itself; DataError if it is not one of packed pairs."""
+    import pyarrow
+    from pyarrow import parquet
+
+    remedy = "make one with `posttrain data pack`"
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"file of packed pairs not found: {path}; {remedy}")
+    try:
+        metadata = parquet.read_schema(file).metadata or {}
+        if METADATA_KEY not in metadata:
+            raise ValueError("it has no header of posttrain")
+        return PackedHeader.from_json(metadata[METADATA_KEY].decode())
+    except (pyarrow.ArrowException, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: not a file of packed pairs ({error}); {remedy}") from error

@@ -1,0 +1,117 @@
+"""Labelled traces as tasks that come with their answers: what GRPO from recorded groups learns from.
+
+A group becomes one task. Its traces become rollouts whose reward is known and whose sampler is not: the log-probabilities
+stay empty. A trace of several turns keeps them all, and only what the model wrote is marked as trained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from posttrain.data.chat import ChatFormat, is_answer
+from posttrain.data.entries import Entry
+from posttrain.data.errors import DataError
+from posttrain.data.readers import DEFAULT_ENVIRONMENT, Numbered, Outcome, Read
+from posttrain.data.sources import Row
+from posttrain.data.trace_preferences import TraceRows
+from posttrain.types import Completion, Message, Rollout, Score, Task
+
+if TYPE_CHECKING:
+    from posttrain.data.traces import Trace, TraceGroup
+
+DATASET_NAME = "TraceGroups"  # as in posttrain.config.data
+
+TOO_FEW = "fewer than two usable answers to the prompt"
+ALL_EQUAL = "all recorded rewards of the prompt are equal: nothing to learn from"
+
+
+def is_recorded(entry: Entry) -> bool:
+    return (entry.dataset_name or "").lower() == DATASET_NAME.lower()
+
+
+class RecordedRows(TraceRows):
+    """One row per prompt, with all its traces."""
+
+    def rows(self) -> Iterator[Row]:
+        from posttrain.data.traces import iter_trace_groups
+
+        groups = iter_trace_groups(self._path, self._columns, self._filters, report=self._read)
+        for number, group in enumerate(groups, start=1):
+            yield Row({"group": group}, f"groups of {self._path}", number)
+
+
+class RecordedReader:
+    """`needs_signal` drops groups whose rewards are all equal; fresh answers could still make a difference to them."""
+
+    def __init__(self, entry: Entry, chat: ChatFormat, max_total_tokens: int, *, needs_signal: bool) -> None:
+        self._entry, self._chat, self._limit, self._needs_signal = entry, chat, max_total_tokens, needs_signal
+
+    def read(self, rows: Sequence[Numbered]) -> list[Outcome[Task]]:
+        return [self._read(name, row.values["group"]) for name, row in rows]
+
+    def _read(self, name: str, group: TraceGroup) -> Outcome[Task]:
+        messages = self._entry.prompts.messages(group.prompt)
+        text, prompt_ids = self._chat.prompt(messages)
+        if not prompt_ids:
+            return "empty prompt"
+        notes: Counter[str] = Counter()
+        recorded = []
+        for trace in group.traces:
+            outcome = self._rollout(messages, prompt_ids, trace)
+            if isinstance(outcome, str):
+                notes[outcome] += 1
+            else:
+                recorded.append(outcome)
+        if len(recorded) < 2:
+            return TOO_FEW
+        if self._needs_signal and len({rollout.score.reward for rollout in recorded}) == 1:
+            return ALL_EQUAL
+        task = Task(
+            draw=-1,
+            id=group.group_id or name,
+            prompt=text,
+            prompt_ids=(),
+            reference=group.traces[0].reference,
+            environment=self._entry.env_name or DEFAULT_ENVIRONMENT,
+            messages=tuple(messages),
+            recorded=tuple(recorded),
+        )
+        return Read(task, {"prompt_ids": prompt_ids}, tuple(notes.elements()))
+
+    def _rollout(self, messages: Sequence[Message], prompt_ids: Sequence[int], trace: Trace) -> Rollout | str:
+        """The trace in tokens, or why it cannot be used."""
+        mask: tuple[bool, ...] = ()
+        if isinstance(trace.response, str):
+            [encoded] = self._chat.split_turns([self._chat.render_turn(messages, trace.response)])
+            response = encoded.response
+        else:
+            turns = self._turns(messages, prompt_ids, trace.response)
+            if isinstance(turns, str):
+                return turns
+            response, mask = turns
+        if len(prompt_ids) + len(response) > self._limit:
+            return f"an answer left out: longer than {self._limit} tokens with its prompt"
+        completion = Completion(tuple(response), (), trace.response_text, "stop", mask)
+        return Rollout(completion, Score(trace.reward))
+
+    def _turns(
+        self, messages: Sequence[Message], prompt_ids: Sequence[int], response: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], tuple[bool, ...]] | str:
+        """What followed the prompt, up to the last turn with text of the model, and which of its tokens are the model's."""
+        said = [{**turn, "content": turn.get("content") or ""} for turn in response]
+        while said and not is_answer(said[-1]):
+            said.pop()
+        if not said:
+            return "an answer left out: the model says nothing in it"
+        if any(is_answer(message) for message in messages):
+            return "an answer left out: several turns after a prompt that has answers of its own"
+        try:
+            text, spans = self._chat.render_conversation([*messages, *said])
+        except DataError:
+            return "an answer left out: the chat template cannot write its turns"
+        before, after, mask = self._chat.encode_conversation(text, spans)
+        if list(before) != list(prompt_ids):
+            return "an answer left out: the chat template writes its prompt in another way"
+        return after, tuple(mask)

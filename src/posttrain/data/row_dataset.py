@@ -1,0 +1,181 @@
+"""A sequence of items in tokens: kept as flat integer arrays, put together when an item is asked for.
+
+A million prompts as Python integers would not fit in memory. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Generic, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain.data.errors import DataError
+from posttrain.data.readers import Item
+from posttrain.data.shuffling import keyed_order
+from posttrain.types import Judged, Pair, Task
+
+
+class TokenColumn:
+    """One list of integers per row."""
+
+    def __init__(self) -> None:
+        self._values = array("i")
+        self._ends = array("q")
+
+    def append(self, row: Iterable[int]) -> None:
+        if isinstance(row, np.ndarray):  # from a file of tokens
+            self._values.frombytes(row.astype(np.intc, copy=False).tobytes())
+        else:
+            self._values.extend(row)
+        self._ends.append(len(self._values))
+
+    def bytes_of(self, row: int) -> bytes:
+        return self._part(row).tobytes()
+
+    def __getitem__(self, row: int) -> tuple[int, ...]:
+        return tuple(self._part(row))
+
+    def _part(self, row: int) -> array[int]:
+        return self._values[self._ends[row - 1] if row else 0 : self._ends[row]]
+
+
+class Table(Generic[Item]):
+    """The rows of all entries, in the order of the files. Several datasets may show parts of one table."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self.columns: dict[str, TokenColumn] = {}
+        self.pack_size = 0  # of pairs from a file of precomputed packs
+
+    def append(self, item: Item, tokens: Mapping[str, Iterable[int]]) -> None:
+        for name, row in tokens.items():
+            self.columns.setdefault(name, TokenColumn()).append(row)
+        self.items.append(item)
+
+    def item(self, row: int, draw: int) -> Item:
+        fields: dict[str, Any] = {name: column[row] for name, column in self.columns.items()}
+        if "mask" in fields:
+            fields["mask"] = tuple(map(bool, fields["mask"]))
+        return replace(self.items[row], draw=draw, **fields)
+
+    def digest(self, row: int) -> bytes:
+        """Of what the model and the judge see: the same content gives the same digest, whatever file it is in."""
+        summary = hashlib.sha256()
+        for name, column in sorted(self.columns.items()):
+            part = column.bytes_of(row)
+            summary.update(f"{name}:{len(part)};".encode() + part)
+        summary.update(json.dumps(_verdict(self.items[row]), sort_keys=True, default=str).encode())
+        return summary.digest()
+
+
+def _verdict(item: Any) -> Any:
+    """What somebody said of the texts: the expected answer, the rewards of a pair, whether an answer is wanted."""
+    if isinstance(item, Judged):
+        return item.desirable
+    if isinstance(item, Pair):
+        rewards = (item.chosen_reward, item.rejected_reward)
+        return None if rewards == (1.0, 0.0) else rewards
+    if isinstance(item, Task) and item.recorded:
+        return item.reference, [(r.completion.token_ids, r.completion.mask, r.score.reward) for r in item.recorded]
+    return getattr(item, "reference", None)
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """What an entry wants to be kept for validation: positions [start, stop) of the dataset are its rows."""
+
+    start: int
+    stop: int
+    size: float
+    seed: int
+
+
+class RowDataset(Generic[Item]):
+    """A sequence of items. `dropped` counts the rows that were left out, `noted` those with something remarkable, by reason."""
+
+    def __init__(
+        self,
+        name: str,
+        table: Table[Item],
+        rows: Sequence[int] | NDArray[np.int64],
+        dropped: Mapping[str, int] | None = None,
+        hold_outs: Sequence[HoldOut] = (),
+        noted: Mapping[str, int] | None = None,
+    ) -> None:
+        self.name = name
+        self.dropped = dict(dropped or {})
+        self.noted = dict(noted or {})
+        self._table: Table[Item] = table
+        self._rows = np.asarray(rows, dtype=np.int64)
+        self._hold_outs = tuple(hold_outs)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Item:
+        if not 0 <= index < len(self):
+            raise IndexError(f"item {index} of a dataset of {len(self)}")
+        return self._table.item(int(self._rows[index]), draw=index)
+
+    def __iter__(self) -> Iterator[Item]:
+        return (self[index] for index in range(len(self)))
+
+    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        """The shuffled order of one pass."""
+        return keyed_order(len(self), seed, epoch)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A sha256 of the content in its order. Two datasets with the same one give the same run."""
+        summary = hashlib.sha256()
+        for row in self._rows:
+            summary.update(self._table.digest(int(row)))
+        return summary.hexdigest()
+
+    def split(self, validation_size: float, seed: int) -> tuple[Self, Self]:
+        """Training rows and validation rows: a share of them below 1, otherwise a number. Equal rows stay together."""
+        training, validation = self._divide(range(len(self)), validation_size, seed)
+        return self._part(training, self.dropped, self.noted), self._part(validation)
+
+    def held_out(self) -> tuple[Self, Self | None]:
+        """Training and validation rows as the entries' `split_validation_size` say; None when no entry keeps any back."""
+        training: list[int] = []
+        validation: list[int] = []
+        for part in self._hold_outs:
+            positions = range(part.start, part.stop)
+            kept, held = self._divide(positions, part.size, part.seed) if part.size else (list(positions), [])
+            training += kept
+            validation += held
+        if not validation:
+            return self, None
+        return self._part(training, self.dropped, self.noted), self._part(validation)
+
+    def _divide(self, positions: Sequence[int], size: float, seed: int) -> tuple[list[int], list[int]]:
+        digests = [self._table.digest(int(self._rows[position])) for position in positions]
+        distinct = list(dict.fromkeys(digests))
+        count = int(size) if size >= 1 else max(1, round(size * len(distinct)))
+        if not 0 < count < len(distinct):
+            raise DataError(
+                f"{self.name}: a validation part of {size:g} leaves nothing to train on or to validate with; "
+                f"there are {len(distinct)} different rows"
+            )
+        chosen = {distinct[index] for index in keyed_order(len(distinct), seed, 0)[:count]}
+        training = [position for position, digest in zip(positions, digests, strict=True) if digest not in chosen]
+        # A repeated row is validated once.
+        first = {digest: position for position, digest in reversed(list(zip(positions, digests, strict=True)))}
+        return training, sorted(first[digest] for digest in chosen)
+
+    def _part(
+        self,
+        positions: Sequence[int],
+        dropped: Mapping[str, int] | None = None,
+        noted: Mapping[str, int] | None = None,
+    ) -> Self:
+        return type(self)(self.name, self._table, self._rows[list(positions)], dropped, noted=noted)

@@ -1,0 +1,98 @@
+"""Labelled traces as preference rows (`dataset_name: TracePairs`): pairs for DPO, good and bad answers for KTO.
+
+How traces are read, filtered and matched is the business of `posttrain.data.traces`; here its rows meet the keys of a
+dataset entry.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from posttrain.data.entries import Entry
+from posttrain.data.errors import DataError, nearest
+from posttrain.data.preference_shapes import ALIGNER, Judgement
+from posttrain.data.sources import Row
+
+if TYPE_CHECKING:
+    from posttrain.data.traces import Trace
+
+Values = TypeVar("Values")
+
+BETWEEN = "a reward between pair_rules.rejected_below and pair_rules.preferred"
+SEVERAL_TURNS = "an answer of several turns"
+
+
+def _section(kind: type[Values], given: Mapping[str, Any] | None, key: str) -> Values:
+    """A value of `posttrain.data.traces` out of the keys that somebody wrote."""
+    known = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    for name in given or {}:
+        if name not in known:
+            raise DataError(f"{key}: unknown key {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+    return kind(**(given or {}))
+
+
+class TraceRows:
+    """What an entry says of its traces, and what became of them."""
+
+    def __init__(self, entry: Entry) -> None:
+        from posttrain.data.traces import PairReport, PairRules, ReadReport, TraceColumns, TraceFilters
+
+        self._path = entry.file
+        self._columns = _section(TraceColumns, entry.trace_columns, "trace_columns")
+        self._filters = _section(TraceFilters, entry.trace_filters, "trace_filters")
+        self._rules = _section(PairRules, entry.pair_rules, "pair_rules")
+        self._read, self._paired = ReadReport(), PairReport()
+        self._of_several_turns = 0
+
+    def left_out(self) -> Mapping[str, int]:
+        """Traces and prompts that gave no row, by reason; complete when all rows have been read."""
+        counts: Counter[str] = Counter()
+        for tallies in (self._read.problems, self._read.filtered):
+            counts.update({f"trace: {reason}": tally.count for reason, tally in tallies.items()})
+        counts.update({f"prompt without a pair: {reason}": count for reason, count in self._paired.none.items()})
+        counts.update({f"pair: {reason}": count for reason, count in self._paired.not_writable.items()})
+        if self._of_several_turns:
+            counts[f"pair with {SEVERAL_TURNS}"] = self._of_several_turns
+        if self._paired.over_the_cap:
+            counts["pair over max_pairs_per_prompt"] = self._paired.over_the_cap
+        return counts
+
+
+class TracePairRows(TraceRows):
+    """Rows with a prompt, a better and a worse answer."""
+
+    def rows(self) -> Iterator[Row]:
+        from posttrain.data.traces import iter_pair_rows
+
+        found = iter_pair_rows(
+            self._path, self._columns, self._filters, self._rules, report=self._read, pair_report=self._paired
+        )
+        for number, values in enumerate(found, start=1):
+            # What a tool or a user said in between must not be trained, and the two answers share no prompt beyond the first.
+            if not all(isinstance(values[key], str) for key in ALIGNER):
+                self._of_several_turns += 1
+                continue
+            yield Row(values, f"pairs of {self._path}", number)
+
+
+class JudgedTraceRows(TraceRows):
+    """One row per trace. `judge` calls it wanted or not by its reward, with the thresholds of `pair_rules`."""
+
+    def rows(self) -> Iterator[Row]:
+        from posttrain.data.traces import iter_trace_groups
+
+        groups = iter_trace_groups(self._path, self._columns, self._filters, report=self._read)
+        for number, trace in enumerate((trace for group in groups for trace in group.traces), start=1):
+            yield Row({"trace": trace}, f"traces of {self._path}", number)
+
+    def judge(self, row: Row) -> list[Judgement]:
+        trace: Trace = row.values["trace"]
+        desirable = trace.reward >= self._rules.preferred
+        prompt: Any = trace.prompt
+        if not isinstance(trace.response, str):
+            return [Judgement(prompt, "", desirable, SEVERAL_TURNS)]
+        between = not desirable and trace.reward >= self._rules.rejected_below
+        return [Judgement(prompt, trace.response, desirable, BETWEEN if between else "")]

@@ -1,0 +1,326 @@
+"""Blocks of rows, whatever their shape, as one kind of Arrow table; and such a table back as `Trace` values.
+
+In the table, prompts and responses are texts (chat_text.py); `*_is_chat` marks those that are the JSON of a conversation. Rows
+that cannot be used are counted and left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from posttrain.data.traces import report as reasons
+from posttrain.data.traces.chat_text import Unusable, decoded, encode_prompt, encode_response, split_conversation
+from posttrain.data.traces.files import Block
+from posttrain.data.traces.layout import Layout
+from posttrain.data.traces.report import ReadReport
+from posttrain.data.traces.values import Trace
+
+# A row is known by one number that grows in the order of the files: file, line, and which answer of a preference row.
+FILE_SHIFT, LINE_SHIFT = 40, 1
+TEXT = pa.large_string()
+SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("group", pa.uint64()),  # hash of the group id, or of the prompt where there is none
+        ("prompt_hash", pa.uint64()),
+        ("prompt", TEXT),
+        ("prompt_is_chat", pa.bool_()),
+        ("response", TEXT),
+        ("response_is_chat", pa.bool_()),
+        ("reward", pa.float64()),
+        ("group_id", TEXT),
+        ("trace_id", TEXT),
+        ("model", TEXT),
+        ("time", pa.timestamp("us", tz="UTC")),
+        ("reference", TEXT),
+    ]
+)
+
+
+@dataclass
+class Draft:
+    """The columns of some rows on their way to a table. `problem` is the reason that a row cannot be used, or ""."""
+
+    rows: NDArray[np.int64]
+    prompt: pa.Array
+    prompt_is_chat: pa.Array
+    response: pa.Array
+    response_is_chat: pa.Array
+    reward: NDArray[np.float64]
+    problem: NDArray[np.object_]
+
+
+def canonical_table(
+    block: Block, layout: Layout, file_index: int, report: ReadReport
+) -> tuple[pa.Table, NDArray[np.int64]]:
+    """The usable rows of a block, and the place of each in the block."""
+    lines = np.asarray(block.numbers, dtype=np.int64)
+    rows = (np.int64(file_index) << FILE_SHIFT) | (lines << LINE_SHIFT)
+    if layout.shape == "messages":
+        drafts = [_from_messages(block, layout, rows)]
+    elif layout.shape == "text":
+        drafts = [_from_texts(block, layout.input, layout.output, rows, *_rewards(block, layout.reward))]
+    else:
+        report.rows += len(block)  # each row is two traces
+        drafts = [
+            _from_texts(block, layout.input, layout.chosen, rows, *_scores(block, layout.chosen_reward, 1.0)),
+            _from_texts(block, layout.input, layout.rejected, rows + 1, *_scores(block, layout.rejected_reward, 0.0)),
+        ]
+    parts, places = zip(*(_finish(draft, block, layout, report) for draft in drafts), strict=True)
+    table, place = pa.concat_tables(parts), np.concatenate(places)
+    if len(parts) > 1:
+        order = np.argsort(table["row"].to_numpy(), kind="stable")
+        table, place = table.take(pa.array(order)), place[order]
+    return table, place
+
+
+def _finish(draft: Draft, block: Block, layout: Layout, report: ReadReport) -> tuple[pa.Table, NDArray[np.int64]]:
+    bad = np.flatnonzero(draft.problem != "")
+    for reason in dict.fromkeys(draft.problem[bad].tolist()):
+        which = bad[draft.problem[bad] == reason]
+        report.problem(reason, len(which), (block.place(int(index)) for index in which[: reasons.EXAMPLES_PER_REASON]))
+    keep = np.flatnonzero(draft.problem == "")
+    table = pa.table(
+        {
+            "row": draft.rows,
+            "prompt": draft.prompt,
+            "prompt_is_chat": draft.prompt_is_chat,
+            "response": draft.response,
+            "response_is_chat": draft.response_is_chat,
+            "reward": draft.reward,
+            "time": _times(block, layout.time),
+            **{
+                name: _text_column(block, getattr(layout, name))
+                for name in ("group_id", "trace_id", "model", "reference")
+            },
+        }
+    )
+    if len(keep) < len(draft.rows):
+        table = table.take(pa.array(keep))
+    prompt_hash, spare = _hashes(table["prompt"])
+    group = spare
+    if layout.group_id:
+        named, _ = _hashes(table["group_id"])
+        group = np.where(table["group_id"].is_null().to_numpy(), spare, named)
+    table = table.append_column("group", pa.array(group)).append_column("prompt_hash", pa.array(prompt_hash))
+    return table.select(SCHEMA.names).cast(SCHEMA), keep.astype(np.int64)
+
+
+def _hashes(column: pa.ChunkedArray) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Two 64-bit hashes of each text. Equal texts are hashed once."""
+    encoded = column.combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    texts = encoded.dictionary.cast(pa.large_binary()).to_pylist()  # bytes: no decoding and encoding on the way
+    digests = [hashlib.blake2b(text or b"", digest_size=16).digest() for text in texts]
+    pairs = np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(-1, 2)
+    if not len(pairs):
+        nothing = np.zeros(len(column), dtype=np.uint64)
+        return nothing, nothing
+    codes = encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)
+    return pairs[codes, 0], pairs[codes, 1]
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+
+def _rewards(block: Block, name: str) -> tuple[NDArray[np.float64], NDArray[np.object_]]:
+    """Rewards, and what is wrong with them. A truth value counts as 1 or 0; a number in quotes is not a number."""
+    problem = np.full(len(block), "", dtype=object)
+    column = block.array(name)
+    if column is not None and _is_number(column.type):
+        problem[column.is_null().to_numpy(zero_copy_only=False)] = reasons.NO_REWARD
+        if pa.types.is_boolean(column.type):
+            column = column.cast(pa.int8())
+        reward = column.cast(pa.float64(), safe=False).fill_null(0.0).to_numpy(zero_copy_only=False)
+    else:
+        values = block.values(name)
+        reward = np.zeros(len(values))
+        for index, value in enumerate(values):
+            if value is None:
+                problem[index] = reasons.NO_REWARD
+            elif isinstance(value, int | float):
+                reward[index] = _as_float(value)
+            else:
+                problem[index] = reasons.REWARD_NOT_A_NUMBER
+    problem[~np.isfinite(reward)] = reasons.REWARD_NOT_FINITE
+    return reward, problem
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number beyond 1e308
+        return float("inf")
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_floating(kind)
+        or pa.types.is_integer(kind)
+        or pa.types.is_decimal(kind)
+        or pa.types.is_boolean(kind)
+    )
+
+
+def _scores(block: Block, name: str, default: float) -> tuple[NDArray[np.float64], NDArray[np.object_]]:
+    """The scores of preference rows, or the usual reward where the file has none."""
+    return _rewards(block, name) if name else (np.full(len(block), default), np.full(len(block), "", dtype=object))
+
+
+# -- texts and conversations -------------------------------------------------------------------------------------------
+
+
+def _from_texts(
+    block: Block,
+    prompt_name: str,
+    response_name: str,
+    rows: NDArray[np.int64],
+    reward: NDArray[np.float64],
+    problem: NDArray[np.object_],
+) -> Draft:
+    prompt, prompt_is_chat = _texts(block, prompt_name, encode_prompt, reasons.NO_PROMPT, problem)
+    response, response_is_chat = _texts(block, response_name, encode_response, reasons.NO_RESPONSE, problem)
+    problem[pc.equal(prompt, "").to_numpy(zero_copy_only=False) & (problem == "")] = reasons.NO_PROMPT
+    return Draft(rows, prompt, prompt_is_chat, response, response_is_chat, reward, problem)
+
+
+Encode = Callable[[Any], tuple[str, bool]]
+
+
+def _texts(
+    block: Block, name: str, encode: Encode, absent: str, problem: NDArray[np.object_]
+) -> tuple[pa.Array, pa.Array]:
+    column = block.array(name)
+    if column is not None and pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if column is not None and (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        missing = column.is_null().to_numpy(zero_copy_only=False)
+        if _is_unicode(column):
+            problem[missing & (problem == "")] = absent
+            return column.cast(TEXT).fill_null(""), pa.array(np.zeros(len(block), dtype=bool))
+        values: list[Any] = column.cast(pa.large_binary()).to_pylist()
+    else:
+        values = block.values(name)
+    texts, chats = _encoded(values, encode, absent, problem)
+    return pa.array(texts, TEXT), pa.array(chats, pa.bool_())
+
+
+def _is_unicode(column: pa.Array) -> bool:
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _encoded(
+    values: Iterable[Any], encode: Encode, absent: str, problem: NDArray[np.object_]
+) -> tuple[list[str], list[bool]]:
+    texts: list[str] = []
+    chats: list[bool] = []
+    for index, value in enumerate(values):
+        text, is_chat = "", False
+        try:
+            if value is None:
+                raise Unusable(absent)
+            text, is_chat = encode(value)
+        except Unusable as error:
+            if not problem[index]:
+                problem[index] = error.args[0]
+        texts.append(text)
+        chats.append(is_chat)
+    return texts, chats
+
+
+def _from_messages(block: Block, layout: Layout, rows: NDArray[np.int64]) -> Draft:
+    reward, problem = _rewards(block, layout.reward)
+    lengths = block.values(layout.prompt_len) if layout.prompt_len else [-1] * len(block)
+    prompts: list[str] = []
+    responses: list[str] = []
+    chats: list[bool] = []
+    for index, (messages, length) in enumerate(zip(block.values(layout.messages), lengths, strict=True)):
+        prompt, response, is_chat = "", "", False
+        try:
+            prompt, response, is_chat = split_conversation(messages, length)
+        except Unusable as error:
+            if not problem[index]:
+                problem[index] = error.args[0]
+        prompts.append(prompt)
+        responses.append(response)
+        chats.append(is_chat)
+    always = pa.array(np.ones(len(block), dtype=bool))
+    return Draft(rows, pa.array(prompts, TEXT), always, pa.array(responses, TEXT), pa.array(chats), reward, problem)
+
+
+# -- ids and times -----------------------------------------------------------------------------------------------------
+
+
+def _text_column(block: Block, name: str) -> pa.Array:
+    """An id as text; numbers are written out."""
+    if not name:
+        return pa.nulls(len(block), TEXT)
+    column = block.array(name)
+    if column is not None and not pa.types.is_nested(column.type) and not pa.types.is_dictionary(column.type):
+        try:
+            return column.cast(TEXT)
+        except pa.ArrowInvalid:
+            pass
+    values = [value if isinstance(value, str | None) else str(value) for value in block.values(name)]
+    return pa.array([value if value is None else value.encode(errors="replace").decode() for value in values], TEXT)
+
+
+def _times(block: Block, name: str) -> pa.Array:
+    """Moments in UTC; null where there is none or it cannot be read."""
+    kind = SCHEMA.field("time").type
+    if not name:
+        return pa.nulls(len(block), kind)
+    column = block.array(name)
+    if column is not None and (pa.types.is_timestamp(column.type) or pa.types.is_date(column.type)):
+        return column.cast(pa.timestamp("us", tz=getattr(column.type, "tz", None)), safe=False).cast(kind)
+    return pa.array([_moment(value) for value in block.values(name)], kind)
+
+
+def _moment(value: Any) -> datetime | None:
+    """From ISO text, or from seconds or milliseconds since 1970."""
+    try:
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            value = datetime.fromtimestamp(value / 1000 if abs(value) >= 1e11 else value, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
+    if not isinstance(value, datetime):
+        return None
+    return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+# -- back --------------------------------------------------------------------------------------------------------------
+
+
+def place_of(row: int, files: Sequence[str]) -> str:
+    line = (row & ((1 << FILE_SHIFT) - 1)) >> LINE_SHIFT
+    return f"{files[row >> FILE_SHIFT]}, row {line}"
+
+
+def trace_of(values: Mapping[str, Any], files: Sequence[str]) -> Trace:
+    return Trace(
+        prompt=decoded(values["prompt"], values["prompt_is_chat"]),
+        response=decoded(values["response"], values["response_is_chat"]),
+        reward=values["reward"],
+        trace_id=values["trace_id"],
+        group_id=values["group_id"],
+        model=values["model"],
+        time=values["time"],
+        reference=values["reference"],
+        origin=place_of(values["row"], files),
+    )

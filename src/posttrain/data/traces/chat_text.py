@@ -1,0 +1,104 @@
+"""Prompts and responses as one text each: as they are, or, of conversations, their messages as JSON.
+
+The JSON is written in one way only (order of keys, no nulls, no spaces), so that equal conversations are equal texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.data.traces import report as reasons
+from posttrain.data.traces.values import Message, Response
+
+
+class Unusable(Exception):
+    """A value that makes its row unusable; the argument is the reason."""
+
+
+def encode_prompt(value: Any) -> tuple[str, bool]:
+    if isinstance(value, list) and value:
+        return _written([_message(turn) for turn in value]), True
+    return _plain(value, reasons.NO_PROMPT), False
+
+
+def encode_response(value: Any) -> tuple[str, bool]:
+    """A text as it is; the turns up to the assistant's last one; of a single turn that is only text, that text."""
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        return _plain(value, reasons.NO_RESPONSE), False
+    turns = [_message(turn) for turn in value]
+    while turns and turns[-1]["role"] != "assistant":  # what others say after it is no part of the answer
+        turns.pop()
+    if not turns:
+        raise Unusable(reasons.NO_RESPONSE)
+    only = turns[0]
+    if len(turns) == 1 and isinstance(only["content"], str) and only.keys() <= {"role", "content"}:
+        return _checked(only["content"]), False
+    return _written(turns), True
+
+
+def _plain(value: Any, otherwise: str) -> str:
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise Unusable(reasons.NOT_UNICODE) from error
+    if not isinstance(value, str):
+        raise Unusable(otherwise)
+    return _checked(value)
+
+
+def split_conversation(messages: Any, length: Any) -> tuple[str, str, bool]:
+    """The prompt and the response of a whole conversation. Length -1: the response is the last turn."""
+    if not isinstance(messages, list) or not messages:
+        raise Unusable(reasons.BAD_MESSAGES)
+    if isinstance(length, float) and length.is_integer():  # Parquet writers turn a column with gaps into floats
+        length = int(length)
+    if not isinstance(length, int) or isinstance(length, bool):
+        raise Unusable(reasons.BAD_PROMPT_LEN)
+    if length == -1:
+        length = len(messages) - 1
+    if not 0 < length < len(messages):
+        raise Unusable(reasons.BAD_PROMPT_LEN)
+    prompt, _ = encode_prompt(messages[:length])
+    response, is_chat = encode_response(messages[length:])
+    return prompt, response, is_chat
+
+
+def _message(turn: Any) -> dict[str, Any]:
+    """One turn, its keys in one order and without the nulls that tables put where a turn has no such key."""
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        raise Unusable(reasons.BAD_MESSAGES)
+    content = turn.get("content")
+    rest = {name: _without_nulls(turn[name]) for name in sorted(turn) if name not in ("role", "content")}
+    rest = {name: value for name, value in rest.items() if value is not None}
+    if content is None and not rest:
+        raise Unusable(reasons.BAD_MESSAGES)
+    return {"role": turn["role"], "content": content, **rest}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _written(turns: Sequence[Message]) -> str:
+    return _checked(json.dumps(turns, ensure_ascii=False, separators=(",", ":"), default=str))
+
+
+def _checked(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Unusable(reasons.NOT_UNICODE) from error
+    return text
+
+
+def decoded(text: str, is_chat: bool) -> Response:
+    """What `encode_prompt` or `encode_response` was given."""
+    return list(json.loads(text)) if is_chat else text

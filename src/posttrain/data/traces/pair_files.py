@@ -1,0 +1,103 @@
+"""Pairs as a jsonl file: NeMo-Aligner's columns, or TRL's. The file appears whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.data.errors import DataError
+from posttrain.data.traces.files import locate
+from posttrain.data.traces.grouping import GroupedPart
+from posttrain.data.traces.ordered_runs import Record
+from posttrain.data.traces.reading import COMPARED, Reading, ordered_records, pair_rows
+from posttrain.data.traces.report import PairReport, ReadReport
+from posttrain.data.traces.values import PairRules
+
+PairFormat = Literal["aligner", "trl"]
+ENDINGS = (".jsonl", ".jsonl.gz")
+_JSON = json.JSONEncoder(ensure_ascii=False)
+SEVERAL_MESSAGES = "an answer of several messages, which NeMo-Aligner's columns cannot hold"
+
+
+def write_pairs(
+    reading: Reading,
+    out: Path,
+    rules: PairRules,
+    form: PairFormat,
+    report: ReadReport,
+    counts: PairReport,
+    *,
+    templated: bool = False,
+) -> int:
+    """Writes the pairs of the traces and returns how many lines there are. No pair at all is an error, and no file.
+
+    `templated`: prompts that are text hold the chat template already, and are written as texts. NeMo-Aligner takes texts for
+    that. Otherwise a text is what a user said, and is written as a user's message.
+    """
+    if not out.name.endswith(ENDINGS):
+        raise DataError(f"{out}: pairs are written as jsonl; the name must end in {' or '.join(ENDINGS)}")
+    if not out.parent.is_dir():
+        raise DataError(f"{out}: the folder {out.parent} does not exist")
+    files = locate(reading.path)
+    if any(Path(file.location) == out.absolute() for file in files):
+        raise DataError(f"{out}: is one of the files that are read")
+
+    def records(part: GroupedPart) -> Iterator[Record]:
+        for place, row in pair_rows(part, rules, counts):
+            shaped = _shaped(row, form, templated=templated)
+            if isinstance(shaped, str):
+                counts.not_writable[shaped] += 1
+            else:
+                yield place, _JSON.encode(shaped).encode() + b"\n"
+
+    partial = out.with_name(f".{out.name}.partial")
+    lines = 0
+    try:
+        with partial.open("wb") as raw:
+            # Without a time stamp in it, the same pairs are the same bytes.
+            packed = gzip.GzipFile("", "wb", 6, raw, mtime=0) if out.name.endswith(".gz") else None
+            for line in ordered_records(reading, report, records, files, columns=COMPARED):
+                (packed or raw).write(line)
+                lines += 1
+            if packed:
+                packed.close()
+            raw.flush()
+            os.fsync(raw.fileno())
+        if not lines:
+            raise DataError(_no_pairs(reading.name, report, counts))
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return lines
+
+
+def _shaped(row: Mapping[str, Any], form: PairFormat, *, templated: bool) -> dict[str, Any] | str:
+    """The row in the columns of a format, or why that is not possible."""
+    prompt, chosen, rejected = row["prompt"], row["chosen_response"], row["rejected_response"]
+    texts = isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)
+    if not texts or (form == "aligner" and not templated):
+        prompt, chosen, rejected = _turns(prompt, "user"), _turns(chosen, "assistant"), _turns(rejected, "assistant")
+        if form == "aligner":
+            if len(chosen) != 1 or len(rejected) != 1:
+                return SEVERAL_MESSAGES
+            chosen, rejected = chosen[0], rejected[0]
+    if form == "trl":
+        scores = {"score_chosen": row["chosen_reward"], "score_rejected": row["rejected_reward"]}
+        return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **scores}
+    return {**row, "prompt": prompt, "chosen_response": chosen, "rejected_response": rejected}
+
+
+def _turns(said: str | list[Any], role: str) -> list[Any]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def _no_pairs(path: str, report: ReadReport, counts: PairReport) -> str:
+    dropped = {reason: tally.count for part in (report.problems, report.filtered) for reason, tally in part.items()}
+    why = [f"{count} prompts: {reason}" for reason, count in counts.none.items()]
+    why += [f"{count} pairs: {reason}" for reason, count in counts.not_writable.items()]
+    why += [f"{count} rows: {reason}" for reason, count in dropped.items()]
+    return f"{path}: not one pair among {counts.prompts} prompts ({'; '.join(why)}); see `posttrain data inspect`"

@@ -1,0 +1,100 @@
+"""From rewards to preference pairs: which two answers to a prompt are compared. Knows rewards, not texts or files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain.data.traces.values import PairRules
+
+ONE_ANSWER = "only one answer"
+SAME_REWARD = "all rewards are equal"
+SAME_TEXT = "the two answers are the same text"
+TOO_CLOSE = "no two rewards differ by min_margin"
+
+
+class Choice(NamedTuple):
+    """The pairs of one prompt as (chosen, rejected) indices; without any, why."""
+
+    pairs: list[tuple[int, int]]
+    why_none: str = ""
+    over_the_cap: int = 0
+
+
+def choose_pairs(rewards: Sequence[float], identities: Sequence[int], rules: PairRules) -> Choice:
+    """`identities` are equal for equal answers: an answer is never preferred to itself, whatever its labels say."""
+    if len(rewards) == 1:
+        return Choice([], ONE_ANSWER)
+    if min(rewards) == max(rewards):
+        return Choice([], SAME_REWARD)
+    if rules.strategy == "by_margin":
+        candidates = [(i, j) for i, high in enumerate(rewards) for j, low in enumerate(rewards) if high > low]
+    else:
+        # Best first and worst first; sorting is stable, so of equals the earlier one comes first.
+        preferred = sorted((i for i, r in enumerate(rewards) if r >= rules.preferred), key=lambda i: -rewards[i])
+        rejected = sorted((i for i, r in enumerate(rewards) if r < rules.rejected_below), key=lambda i: rewards[i])
+        if not preferred or not rejected:
+            return Choice([], _why_no_side(bool(preferred), bool(rejected), rules))
+        candidates = _candidates(preferred, rejected, identities, rules)
+
+    far = [(i, j) for i, j in candidates if rewards[i] - rewards[j] >= rules.min_margin]
+    if not far:
+        return Choice([], TOO_CLOSE)
+    pairs = [(i, j) for i, j in far if identities[i] != identities[j]]
+    if not pairs:
+        return Choice([], SAME_TEXT)
+    pairs.sort(key=lambda pair: (rewards[pair[1]] - rewards[pair[0]], pair))
+    cap = 1 if rules.strategy == "best_worst" else rules.max_pairs_per_prompt
+    kept = pairs[:cap]
+    return Choice(kept, over_the_cap=0 if rules.strategy == "best_worst" else len(pairs) - len(kept))
+
+
+def clear_best_worst(
+    rewards: NDArray[np.float64], identities: NDArray[np.int64], starts: NDArray[np.int64], rules: PairRules
+) -> tuple[list[int], list[int], list[bool]]:
+    """The best and the worst row of many prompts at once, and for which of them these are what `choose_pairs` would say.
+
+    Prompt n has the rows from `starts[n]` to `starts[n + 1]`. Only a short cut: nearly all prompts of a large file need no more.
+    """
+    if rules.strategy != "best_worst" or len(starts) < 2:
+        nothing = [False] * (len(starts) - 1)
+        return [0] * len(nothing), [0] * len(nothing), nothing
+    begins, sizes = starts[:-1], np.diff(starts)
+    places = np.arange(len(rewards))
+
+    def first_with(extreme: NDArray[np.float64]) -> NDArray[np.int64]:
+        found = np.where(rewards == np.repeat(extreme, sizes), places, len(rewards))
+        return np.asarray(np.minimum.reduceat(found, begins))
+
+    best = first_with(np.maximum.reduceat(rewards, begins))
+    worst = first_with(np.minimum.reduceat(rewards, begins))
+    clear = (rewards[best] >= rules.preferred) & (rewards[worst] < rules.rejected_below)
+    clear &= (rewards[best] - rewards[worst] >= rules.min_margin) & (identities[best] != identities[worst])
+    return best.tolist(), worst.tolist(), clear.tolist()
+
+
+def _candidates(
+    preferred: Sequence[int], rejected: Sequence[int], identities: Sequence[int], rules: PairRules
+) -> list[tuple[int, int]]:
+    if rules.strategy == "one_per_preferred":
+        return [(good, _next_rejected(place, good, rejected, identities)) for place, good in enumerate(preferred)]
+    if rules.strategy == "best_worst" and identities[preferred[0]] != identities[rejected[0]]:
+        return [(preferred[0], rejected[0])]
+    return [(good, bad) for good in preferred for bad in rejected]
+
+
+def _next_rejected(place: int, good: int, rejected: Sequence[int], identities: Sequence[int]) -> int:
+    """The rejected ones take turns; one that is the same text as the preferred one passes its turn on."""
+    turns = [rejected[(place + step) % len(rejected)] for step in range(len(rejected))]
+    return next((bad for bad in turns if identities[bad] != identities[good]), turns[0])
+
+
+def _why_no_side(has_preferred: bool, has_rejected: bool, rules: PairRules) -> str:
+    if has_rejected:
+        return f"no answer with a reward of {rules.preferred:g} or more"
+    if has_preferred:
+        return f"no answer with a reward below {rules.rejected_below:g}"
+    return f"all rewards lie between {rules.rejected_below:g} and {rules.preferred:g}"

@@ -1,0 +1,125 @@
+"""What became of the rows: counted by reason, with the first places of each. Holds places and numbers, never text of a trace.
+
+The law that holds at the end: rows = kept + problems + filtered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+EXAMPLES_PER_REASON = 5
+
+# Why a row cannot be used at all.
+BROKEN_LINE = "broken JSON"
+NOT_A_RECORD = "not a record"
+NO_REWARD = "no reward"
+REWARD_NOT_FINITE = "reward is NaN or infinite"
+REWARD_NOT_A_NUMBER = "reward is not a number"
+NO_PROMPT = "no prompt"
+NO_RESPONSE = "no response"
+BAD_MESSAGES = "messages without role and content"
+BAD_PROMPT_LEN = "prompt_len does not fit the messages"
+NOT_UNICODE = "text is not valid Unicode"
+
+# Why a usable row is left out on request.
+BELOW_THRESHOLD = "reward below min_reward_threshold"
+OUT_OF_TIME = "outside the dates"
+NO_TIME = "no readable time"
+EXACT_DUPLICATE = "exact duplicate"
+NEAR_DUPLICATE = "near duplicate"
+
+
+def other_value(column: str) -> str:
+    return f"{column} has another value"
+
+
+@dataclass
+class Tally:
+    """How often something was seen, and where first."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, count: int, places: Iterable[str] = ()) -> None:
+        self.count += count
+        for place in places:
+            if len(self.examples) >= EXAMPLES_PER_REASON:
+                break
+            self.examples.append(place)
+
+
+@dataclass
+class ReadReport:
+    """Filled while traces are read; complete when the reading has ended."""
+
+    files: int = 0
+    rows: int = 0  # rows found, usable or not
+    kept: int = 0
+    problems: dict[str, Tally] = field(default_factory=dict)  # rows that cannot be used
+    filtered: dict[str, Tally] = field(default_factory=dict)  # rows that the filters leave out
+    broken_files: dict[str, str] = field(default_factory=dict)  # file -> what is wrong; rows before the break are used
+    conflicting_duplicates: int = 0  # equal responses to one prompt whose rewards differ from the first one's
+    ids_with_several_prompts: int = 0  # each (id, prompt) is a group of its own
+
+    def problem(self, reason: str, count: int = 1, places: Iterable[str] = ()) -> None:
+        self.problems.setdefault(reason, Tally()).add(count, places)
+
+    def filter(self, reason: str, count: int = 1, places: Iterable[str] = ()) -> None:
+        self.filtered.setdefault(reason, Tally()).add(count, places)
+
+    def filtered_count(self, reason: str) -> int:
+        return self.filtered[reason].count if reason in self.filtered else 0
+
+    @property
+    def dropped(self) -> int:
+        return sum(tally.count for group in (self.problems, self.filtered) for tally in group.values())
+
+    @property
+    def complete(self) -> bool:
+        return self.rows == self.kept + self.dropped
+
+    def as_dict(self) -> dict[str, Any]:
+        def plain(tallies: dict[str, Tally]) -> dict[str, Any]:
+            return {reason: {"rows": tally.count, "first": tally.examples} for reason, tally in tallies.items()}
+
+        return {
+            "files": self.files,
+            "rows": self.rows,
+            "kept": self.kept,
+            "problems": plain(self.problems),
+            "filtered": plain(self.filtered),
+            "broken_files": dict(self.broken_files),
+            "conflicting_duplicates": self.conflicting_duplicates,
+            "ids_with_several_prompts": self.ids_with_several_prompts,
+        }
+
+
+@dataclass
+class PairReport:
+    """What became of the prompts."""
+
+    prompts: int = 0
+    prompts_with_pairs: int = 0
+    pairs: int = 0
+    margin_sum: float = 0.0
+    none: Counter[str] = field(default_factory=Counter)  # why prompts yield no pair -> how many of them
+    over_the_cap: int = 0  # pairs that max_pairs_per_prompt left out
+    not_writable: Counter[str] = field(default_factory=Counter)  # pairs that the file's format cannot hold, by reason
+
+    @property
+    def mean_margin(self) -> float | None:
+        return self.margin_sum / self.pairs if self.pairs else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompts": self.prompts,
+            "prompts_with_pairs": self.prompts_with_pairs,
+            "pairs": self.pairs,
+            "mean_margin": self.mean_margin,
+            "prompts_without_pairs": dict(self.none.most_common()),
+            "over_the_cap": self.over_the_cap,
+            "not_writable": dict(self.not_writable),
+        }

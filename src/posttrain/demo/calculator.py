@@ -1,0 +1,91 @@
+"""A world in which a tool pays: products of two numbers, which a small model cannot work out but a calculator can.
+
+The examples that it first learns from show both ways of answering: some ask the calculator and copy its result, others
+give up with a round number. So the model can do both, and does not know which is better. GRPO finds out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from posttrain.demo.arithmetic import answer, build_tokenizer
+
+SMALLEST, LARGEST = 32, 99  # so that every product has four digits
+SHARE_HELD_OUT = 0.1
+SHARE_ASKING = 0.4  # of the examples: they use the calculator
+GUESS = 5000
+
+Row = dict[str, Any]
+
+
+def problems(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """All products, shuffled and split: those to train on, and those never seen."""
+    numbers = range(SMALLEST, LARGEST + 1)
+    pairs = [(a, b) for a in numbers for b in numbers]
+    random.Random(seed).shuffle(pairs)
+    held_out = int(len(pairs) * SHARE_HELD_OUT)
+    return pairs[held_out:], pairs[:held_out]
+
+
+def question(a: int, b: int) -> str:
+    return f"{a}*{b}=?"
+
+
+def example(a: int, b: int, rng: random.Random) -> list[Row]:
+    """A conversation: with the calculator, or a guess that is always the same."""
+    asked = {"role": "user", "content": question(a, b)}
+    if rng.random() < SHARE_ASKING:
+        return [
+            asked,
+            {"role": "assistant", "content": f"<calc>{a}*{b}"},
+            {"role": "tool", "content": str(a * b)},
+            {"role": "assistant", "content": answer(a * b)},
+        ]
+    return [asked, {"role": "assistant", "content": answer(GUESS)}]
+
+
+def write_data(folder: Path, seed: int) -> None:
+    """examples.jsonl for SFT; train.jsonl and unseen.jsonl for GRPO."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train, unseen = problems(seed)
+    rng = random.Random(seed)
+    _write_jsonl(folder / "examples.jsonl", ({"messages": example(a, b, rng)} for a, b in train))
+    for name, pairs in (("train", train), ("unseen", unseen)):
+        _write_jsonl(folder / f"{name}.jsonl", ({"input": question(a, b), "output": str(a * b)} for a, b in pairs))
+
+
+def build_model(folder: Path, seed: int, hidden_size: int = 64) -> int:
+    """Write a small random Llama and its tokenizer as a Hugging Face folder; its number of parameters."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<calc>"])
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            rope_parameters={"rope_type": "default", "rope_theta": 30.0},  # all that matters is near: it learns to copy
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+def _write_jsonl(path: Path, rows: Iterator[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,97 @@
+"""Is the completion JSON, and does it fit a schema? 1.0 if so, 0.0 if not. Runs inside a worker process.
+
+JSON is what RFC 8259 says: `NaN` is none, and neither is an object with a key twice. The schema is checked against its own
+dialect when the worker starts. A `$ref` to another document is not followed: nothing is ever fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.environments.item import BadSetup, ScoringItem, Unscored
+
+_FENCED = re.compile(r"^[ \t]*(```+|~~~+)[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+def json_schema_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+    fits = _validator(_schema(setup))
+    where = setup["where"]
+
+    def score(item: ScoringItem) -> float:
+        text = json_text(item.response, where)
+        try:
+            value = json.loads(text or "", parse_constant=_refuse, object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError):
+            return 0.0
+        return 1.0 if fits(value) else 0.0
+
+    return score
+
+
+def json_text(response: str, where: str) -> str | None:
+    """The part of the response that should be JSON: all of it, or its last fenced block."""
+    if where != "whole":
+        blocks = _FENCED.findall(response)
+        if blocks:
+            return str(blocks[-1][1])
+    return None if where == "fenced" else response
+
+
+def _schema(setup: Mapping[str, Any]) -> Any:
+    if setup.get("schema_file") is None:
+        return setup.get("schema")
+    path = Path(setup["base_folder"]) / Path(setup["schema_file"]).expanduser()
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadSetup(f"schema_file {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise BadSetup(f"schema_file {path} is not JSON: {error}") from None
+
+
+def _validator(schema: Any) -> Callable[[Any], bool]:
+    if schema is None:
+        return lambda value: True
+    try:
+        import jsonschema
+        from referencing.exceptions import Unresolvable
+    except ImportError:
+        raise BadSetup("a schema needs the package jsonschema: pip install 'posttrain[rewards]'") from None
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        place = "/".join(map(str, error.absolute_path)) or "its top"
+        raise BadSetup(f"the schema is not a JSON schema: at {place}: {error.message}") from None
+    validator = kind(schema, registry=_no_registry())
+
+    def fits(value: Any) -> bool:
+        try:
+            return bool(validator.is_valid(value))
+        except Unresolvable as error:
+            raise Unscored(f"the schema refers to {error.ref!r}, which is not in it") from None
+        except RecursionError:
+            raise Unscored("the schema refers to itself without end") from None
+
+    return fits
+
+
+def _no_registry() -> Any:
+    from referencing import Registry
+
+    return Registry()
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return value

@@ -1,0 +1,294 @@
+"""How good does a language model find this answer? Runs inside a worker process; the model is behind an HTTP endpoint.
+
+A verdict that cannot be had or read, after all retries, leaves the completion unscored: it never counts as a bad answer.
+Whatever was paid for is counted, also requests whose verdict was useless, and kept, so that the same question to the same
+judge is asked once, whichever process asks it, and a resumed run sees what the interrupted one saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.judge_reward import (
+    DEFAULT_PROMPT,
+    PLACEHOLDER,
+    JudgeRewardConfig,
+    check_placeholders,
+    check_shows_answer,
+)
+from posttrain.environments.item import BadSetup, ScoringItem, Unscored
+from posttrain.environments.judge_endpoint import Endpoint, EndpointError, Reply
+from posttrain.environments.judge_records import Usage, UsageFile, VerdictCache, request_key
+
+_SHOWN_CHARACTERS = 160
+
+
+class NoVerdict(Exception):
+    """The judge's answer holds no score that can be used."""
+
+
+def judge_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], dict[str, float]]:
+    """The scorer for a `JudgeRewardConfig`. Nothing is sent before there is a completion to judge."""
+    base_folder = Path(setup["base_folder"])
+    headers = dict(setup["extra_headers"])
+    if setup["api_key_env"] is not None:
+        key = os.environ.get(setup["api_key_env"], "").strip()
+        if not key:
+            raise BadSetup(f"api_key_env names the environment variable {setup['api_key_env']}, which is not set")
+        headers["Authorization"] = f"Bearer {key}"
+    cache_path = _path(setup["cache_path"], base_folder) or _default_cache_path()
+    usage_path = _path(setup["usage_file"], base_folder) or cache_path.with_name("judge_usage.json")
+    timeout_s = setup["timeout_s"] or JudgeRewardConfig.default_timeout_s
+    judge = _Judge(
+        setup=setup,
+        template=_template(setup, base_folder),
+        endpoint=Endpoint(setup["base_url"] + "/chat/completions", headers),
+        cache=VerdictCache(cache_path) if setup["cache"] else None,
+        usage=UsageFile(usage_path),
+        budget_s=timeout_s - min(2.0, 0.1 * timeout_s),  # done before the pool's time is up, to say what went wrong
+    )
+    return judge.score
+
+
+def _template(setup: Mapping[str, Any], base_folder: Path) -> str:
+    if setup["prompt_file"] is None:
+        return DEFAULT_PROMPT if setup["prompt"] is None else str(setup["prompt"])
+    path = _path(setup["prompt_file"], base_folder)
+    assert path is not None, "there is a file"
+    try:
+        text = path.read_text()
+        check_placeholders(text)
+        check_shows_answer(text)
+    except (OSError, ValueError) as error:
+        raise BadSetup(f"prompt_file is {path}: {error}") from None
+    return text
+
+
+def _path(text: str | None, base_folder: Path) -> Path | None:
+    return None if text is None else base_folder / Path(text).expanduser()
+
+
+def _default_cache_path() -> Path:
+    folder = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(folder) / "posttrain" / "judge.sqlite"
+
+
+@dataclass(frozen=True)
+class _Judge:
+    setup: Mapping[str, Any]
+    template: str
+    endpoint: Endpoint
+    cache: VerdictCache | None
+    usage: UsageFile
+    budget_s: float
+
+    def score(self, item: ScoringItem) -> dict[str, float]:
+        body = self.request(item)
+        key = request_key(self.endpoint.url, body)
+        usage = Usage(completions=1)
+        try:
+            return self._result(self._score(body, key, item.noise_key, usage), usage)
+        except Unscored:
+            usage.unscored += 1
+            raise
+        finally:
+            self.usage.add(usage, self._cost(usage))
+
+    def _score(self, body: dict[str, Any], key: str, noise_key: str, usage: Usage) -> float:
+        kept = self.cache.get(key) if self.cache else None
+        if kept is not None:
+            with contextlib.suppress(NoVerdict):  # the way to read verdicts may have changed since
+                score = read_score(kept, self.setup)
+                usage.cached += 1
+                return score
+        text = self._ask(body, key, noise_key, usage)
+        if self.cache and kept is None:
+            text = self.cache.put(key, text)  # two may have asked at once: both take the verdict that came first
+        elif self.cache:
+            self.cache.replace(key, text)
+        return read_score(text, self.setup)
+
+    def _result(self, score: float, usage: Usage) -> dict[str, float]:
+        low, high = self.setup["score_range"]
+        worst, best = self.setup["reward_range"]
+        return {
+            "reward": worst + (score - low) / (high - low) * (best - worst),
+            "judge_score": score,
+            "judge_tokens": float(usage.prompt_tokens + usage.completion_tokens),
+            "judge_cost": self._cost(usage),
+        }
+
+    def _cost(self, usage: Usage) -> float:
+        read = usage.prompt_tokens * self.setup["input_price"]
+        written = usage.completion_tokens * self.setup["output_price"]
+        return float(read + written) / 1e6
+
+    def request(self, item: ScoringItem) -> dict[str, Any]:
+        messages = [{"role": "user", "content": filled(self.template, item)}]
+        if self.setup["system"] is not None:
+            messages.insert(0, {"role": "system", "content": filled(self.setup["system"], item)})
+        return {
+            "model": self.setup["model"],
+            "messages": messages,
+            "temperature": self.setup["temperature"],
+            "max_tokens": self.setup["max_tokens"],
+            **self.setup["extra_body"],
+        }
+
+    def _ask(self, body: dict[str, Any], key: str, noise_key: str, usage: Usage) -> str:
+        """The judge's words, of which a score can be read. Every attempt is counted in `usage`."""
+        give_up_at = time.monotonic() + self.budget_s
+        problem = "no time was left to ask"
+        for attempt in range(self.setup["max_retries"] + 1):
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0:
+                break
+            asked_to_wait_s = None
+            usage.requests += 1
+            try:
+                reply = self.endpoint.post(body, min(self.setup["request_timeout_s"], left_s))
+                text = _content(reply, usage)
+                read_score(text, self.setup)
+                return text
+            except NoVerdict as error:
+                problem = str(error)
+            except EndpointError as error:
+                problem = str(error)
+                if not error.may_pass:
+                    raise Unscored(f"the judge refused: {problem}") from None
+                asked_to_wait_s = error.retry_after_s
+            if attempt == self.setup["max_retries"]:
+                break
+            pause_s = self._pause_s(attempt, asked_to_wait_s, f"{key}\0{noise_key}\0{attempt}")
+            if time.monotonic() + pause_s > give_up_at:
+                problem += f"; the next try would come after {pause_s:.0f} s, beyond timeout_s"
+                break
+            time.sleep(pause_s)
+        raise Unscored(f"no verdict after {usage.requests} requests: {problem}")
+
+    def _pause_s(self, attempt: int, asked_to_wait_s: float | None, key: str) -> float:
+        """Twice as long each time, with jitter by the question, so that many workers do not come back all at once."""
+        jitter = random.Random(key.encode("utf-8", "surrogatepass")).random()
+        pause_s = min(self.setup["retry_max_s"], self.setup["retry_base_s"] * 2.0**attempt) * (0.5 + 0.5 * jitter)
+        if asked_to_wait_s is None:
+            return float(pause_s)
+        return asked_to_wait_s + 0.1 * jitter * self.setup["retry_base_s"]
+
+
+def _content(reply: Reply, usage: Usage) -> str:
+    """The text of the first choice; what it cost is counted first, whatever it says."""
+    try:
+        body = json.loads(reply.body)
+    except ValueError:
+        raise NoVerdict(f"the reply is not JSON: {_shown(reply.body.decode('utf-8', 'replace'))}") from None
+    spent = body.get("usage") if isinstance(body, dict) else None
+    if isinstance(spent, dict):
+        usage.prompt_tokens += _count(spent.get("prompt_tokens"))
+        usage.completion_tokens += _count(spent.get("completion_tokens"))
+    try:
+        text = body["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        raise NoVerdict(f"the reply has no choices[0].message.content: {_shown(json.dumps(body))}") from None
+    if not isinstance(text, str) or not text.strip():
+        raise NoVerdict("the judge said nothing")
+    return text
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+def filled(template: str, item: ScoringItem) -> str:
+    """The template with its placeholders filled in, in one pass: braces in an answer stay what they are."""
+    values = {
+        "question": _question(item),
+        "response": item.response,
+        "reference": "" if item.reference is None else _as_text(item.reference),
+        "prompt": item.prompt,
+        "conversation": "\n\n".join(
+            f"{message.get('role', '')}: {message.get('content', '')}"
+            for message in [*item.messages, {"role": "assistant", "content": item.response}]
+        ),
+    }
+
+    def value_of(match: re.Match[str]) -> str:
+        if match[1] is not None:
+            return f"{{{match[1]}}}"
+        if match[2] == "metadata":
+            if match[3] not in item.metadata:
+                raise Unscored(f"the judge's prompt asks for {match[0]}, and the task's metadata has no such key")
+            return _as_text(item.metadata[match[3]])
+        return values[match[2]]
+
+    text = PLACEHOLDER.sub(value_of, template)
+    return text.encode("utf-8", "replace").decode()  # a sampled text may hold half a character
+
+
+def _question(item: ScoringItem) -> str:
+    asked = [str(message.get("content", "")) for message in item.messages if message.get("role") == "user"]
+    return asked[-1] if asked else item.prompt
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def read_score(text: str, setup: Mapping[str, Any]) -> float:
+    """The score that a verdict states last, within `score_range`. Raises `NoVerdict`."""
+    if setup["score_pattern"] is not None:
+        found = _last_match(text, setup["score_pattern"])
+    else:
+        found = _last_json_value(text, setup["score_key"])
+    if found is None:
+        raise NoVerdict(f"the verdict states no score: {_shown(text)}")
+    score = _worth(found, setup["labels"])
+    low, high = sorted(setup["score_range"])
+    if score is None or not low <= score <= high:  # also NaN
+        raise NoVerdict(f"the verdict's score is {_shown(str(found))}, not within {setup['score_range']}")
+    return score
+
+
+def _worth(found: Any, labels: Mapping[str, float] | None) -> float | None:
+    if labels is not None:
+        worth = {label.casefold(): value for label, value in labels.items()}
+        return worth.get(str(found).strip().casefold())
+    if isinstance(found, bool):
+        return None
+    try:
+        return float(found)
+    except (TypeError, ValueError):
+        return None
+
+
+def _last_match(text: str, pattern: str) -> str | None:
+    matches = list(re.finditer(pattern, text))
+    if not matches:
+        return None
+    return matches[-1][1] if matches[-1].re.groups else matches[-1][0]
+
+
+def _last_json_value(text: str, key: str) -> Any:
+    """The value of `key` in the last JSON object of the text that has it."""
+    decoder = json.JSONDecoder()
+    for start in reversed([match.start() for match in re.finditer(r"\{", text)]):
+        try:
+            found, _ = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            continue
+        if key in found:
+            return found[key]
+    return None
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + " …"

@@ -1,0 +1,120 @@
+"""What judging leaves behind: verdicts by the content of the question, and what all of it has cost. Shared by processes.
+
+Neither may cost a verdict: when the disk is full or the file is damaged, judging goes on without, and says so once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import sqlite3
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_WAIT_FOR_LOCK_S = 30.0
+
+
+def request_key(url: str, body: dict[str, Any]) -> str:
+    """A hash of all that the verdict depends on."""
+    text = json.dumps([url, body], sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class VerdictCache:
+    """An SQLite file from the hash of a request to the judge's words."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._connection: sqlite3.Connection | None = None
+        with self._or_without():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path, timeout=_WAIT_FOR_LOCK_S, isolation_level=None)
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, text TEXT NOT NULL)")
+
+    def get(self, key: str) -> str | None:
+        with self._or_without():
+            if self._connection is not None:
+                row = self._connection.execute("SELECT text FROM verdicts WHERE key = ?", (key,)).fetchone()
+                return None if row is None else str(row[0])
+        return None
+
+    def put(self, key: str, text: str) -> str:
+        """Keep a verdict, unless there is one already. The one that is kept."""
+        with self._or_without():
+            if self._connection is not None:
+                self._connection.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", (key, text))
+                return self.get(key) or text
+        return text
+
+    def replace(self, key: str, text: str) -> None:
+        """Keep a verdict in place of one that can no longer be read."""
+        with self._or_without():
+            if self._connection is not None:
+                self._connection.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, text))
+
+    @contextlib.contextmanager
+    def _or_without(self) -> Any:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            self._connection = None
+            print(f"warning: going on without the cache of verdicts {self.path}: {error}", file=sys.stderr)
+
+
+@dataclass
+class Usage:
+    """What judging some completions took."""
+
+    completions: int = 0
+    cached: int = 0  # of these, answered from the cache
+    unscored: int = 0  # of these, left without a verdict
+    requests: int = 0  # retries included
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class UsageFile:
+    """A JSON file that sums usage up over all processes. It is replaced as a whole, so a reader never sees half of one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._told = False
+
+    def add(self, usage: Usage, cost: float) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path.with_name(self.path.name + ".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                total = self._read()
+                for name, value in (*asdict(usage).items(), ("cost", cost)):
+                    total[name] = total.get(name, 0) + value
+                self._write(total)
+        except OSError as error:
+            if not self._told:
+                print(f"warning: usage is not being counted in {self.path}: {error}", file=sys.stderr)
+            self._told = True
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self.path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def _write(self, total: dict[str, Any]) -> None:
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(total, file, indent=2)
+                file.write("\n")
+            os.replace(name, self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise

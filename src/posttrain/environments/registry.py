@@ -1,0 +1,57 @@
+"""Which code scores which type of reward. The keys of each type are a section of `posttrain.config.rewards`.
+
+Most rewards are scored in worker processes: `WORKER_SCORERS` names, as `module:function`, a function that gets the setup of
+a worker (the type's section as plain JSON values under their own keys, and `base_folder`, which paths are relative to) and
+returns a function from a `ScoringItem` to a number or a dict of named numbers. It raises `BadSetup` when the setup cannot
+work, which ends a run before a model is loaded; for one completion, `Unscored`. It may not import torch.
+
+A reward that must live where the models live is `IN_PROCESS`: a function from `RewardSettings` to a `roles.Environment`.
+
+Imported by every worker, so only names stand here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.environments.settings import RewardSettings
+    from posttrain.roles import Environment
+
+WORKER_SCORERS: dict[str, str] = {
+    "math": "posttrain.environments.math_answers:math_scorer",
+    "math_cosine": "posttrain.environments.length:cosine_math_scorer",
+    "multiple_choice": "posttrain.environments.multiple_choice:multiple_choice_scorer",
+    "exact": "posttrain.environments.text_match:exact_scorer",
+    "regex": "posttrain.environments.text_match:regex_scorer",
+    "json_schema": "posttrain.environments.json_answers:json_schema_scorer",
+    "length": "posttrain.environments.length:length_scorer",
+    "repetition": "posttrain.environments.length:repetition_scorer",
+    "python": "posttrain.environments.python_function:function_scorer",
+    "code": "posttrain.environments.code_tests:code_scorer",
+    "judge": "posttrain.environments.judge:judge_scorer",
+    "turns": "posttrain.environments.turns.worker_side:turn_taker",  # no reward: `env.<name>.turns`
+}
+
+IN_PROCESS: dict[str, str] = {
+    "reward_model": "posttrain.environments.reward_model:reward_model_environment",
+}
+
+
+def worker_scorer(setup: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """The function from an item to what it is worth."""
+    scorer: Callable[[Any], Any] = _named(WORKER_SCORERS[setup["type"]])(setup)
+    return scorer
+
+
+def in_process_environment(settings: RewardSettings) -> Environment:
+    environment: Environment = _named(IN_PROCESS[settings.config.type])(settings)
+    return environment
+
+
+def _named(place: str) -> Callable[..., Any]:
+    module, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function

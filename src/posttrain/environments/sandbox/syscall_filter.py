@@ -1,0 +1,141 @@
+"""Which system calls the untrusted program may not make: a seccomp filter, as BPF, for x86-64 and 64-bit ARM.
+
+A list of what is forbidden, not of what is allowed: the private root, the namespaces and the lack of privileges carry the
+weight, and this takes away what would reach around them. No sockets (`socketpair`, which asyncio and multiprocessing use,
+stays), no namespaces or mounts of its own, no looking into other processes, no kernel interfaces with a history of holes.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+from posttrain.environments.sandbox import kernel
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+# name -> number on x86-64 and on 64-bit ARM; None where the architecture has no such call.
+_FORBIDDEN: dict[str, tuple[int | None, int]] = {
+    "socket": (41, 198),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "connect": (42, 203),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "quotactl": (179, 60),
+    "acct": (163, 89),
+    "syslog": (103, 116),
+    "iopl": (172, 0xFFFF),
+    "ioperm": (173, 0xFFFF),
+    "personality": (135, 92),
+    "vhangup": (153, 58),
+    "lookup_dcookie": (212, 18),
+}
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_IOCTL = (16, 29)
+_TIOCSTI = 0x5412  # types into the terminal that posttrain was started from
+_NAMESPACE_FLAGS = (
+    kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+    | 0x02000000  # CLONE_NEWCGROUP
+    | 0x00000080  # CLONE_NEWTIME
+)
+
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW = 0x7FFF0000
+_KILL_PROCESS = 0x80000000
+_REFUSE = 0x00050000  # or-ed with an error number
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_X32 = 0x40000000
+
+
+def syscall_filter(machine: str | None = None) -> bytes:
+    """The program for this machine. A forbidden call fails with EPERM, so that a program may go on without it."""
+    machine = machine or platform.machine()
+    column = {"x86_64": 0, "aarch64": 1}[machine]
+    refuse = _instruction(_RETURN, 0, 0, _REFUSE | errno.EPERM)
+    # Calls of another architecture have other numbers: a process that makes one is up to no good.
+    program = [
+        _instruction(_LOAD, 0, 0, _ARCHITECTURE),
+        _instruction(_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
+        _instruction(_RETURN, 0, 0, _KILL_PROCESS),
+        _instruction(_LOAD, 0, 0, _NUMBER),
+    ]
+    if machine == "x86_64":
+        program += [_instruction(_JUMP_AT_LEAST, 0, 1, _X32), refuse]
+    for numbers in _FORBIDDEN.values():
+        number = numbers[column]
+        if number is not None and number != 0xFFFF:
+            program += [_instruction(_JUMP_EQUAL, 0, 1, number), refuse]
+    # What `clone3` asks for stands in memory, where a filter cannot look: libraries fall back to `clone`.
+    missing = _instruction(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)
+    program += [_instruction(_JUMP_EQUAL, 0, 1, _CLONE3[column]), missing]
+    program += [
+        _instruction(_JUMP_EQUAL, 0, 4, _CLONE[column]),
+        _instruction(_LOAD, 0, 0, _FIRST_ARGUMENT),
+        _instruction(_JUMP_BITS, 0, 1, _NAMESPACE_FLAGS),
+        refuse,
+        _instruction(_RETURN, 0, 0, _ALLOW),
+        _instruction(_JUMP_EQUAL, 0, 3, _IOCTL[column]),
+        _instruction(_LOAD, 0, 0, _SECOND_ARGUMENT),
+        _instruction(_JUMP_EQUAL, 0, 1, _TIOCSTI),
+        refuse,
+        _instruction(_RETURN, 0, 0, _ALLOW),
+    ]
+    return b"".join(program)
+
+
+def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

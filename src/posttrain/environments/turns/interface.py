@@ -1,0 +1,61 @@
+"""What an environment that takes turns with the model implements.
+
+    reset(task)            -> state        once per task; all samples of the task start from this state
+    step(state, response)  -> Turn         after each turn of the model
+    end(state, reason)     -> reward       when the limit of turns or tokens ends what `step` wanted to continue
+
+The state is a value: it is pickled after each call and may come back in another process. So whatever the next turn needs
+belongs into it, and nothing may be kept on the instance that a turn changes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# A text gets the role `tool` if the chat template has it, else `user`; a {role, content} message has its own.
+Observation = str | Mapping[str, str]
+Reward = float | Mapping[str, float]  # a number, or named parts that add up
+EndReason = Literal["turns", "tokens"]
+
+
+@dataclass(frozen=True)
+class TurnTask:
+    """What a conversation is about."""
+
+    prompt: str  # as the model sees it, chat template applied
+    messages: Sequence[Mapping[str, Any]]  # before the chat template
+    reference: Any  # the expected answer, as the dataset gives it
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The environment's turn. Rewards of all turns of a conversation are added up."""
+
+    state: Any = None
+    observation: Observation | Sequence[Observation] | None = None  # what the model reads next
+    reward: Reward | None = None  # None: this turn says nothing about it
+    done: bool = False
+    answer: str | None = None  # with `done`: a final answer for the judge that the same block under `env:` names
+    counts: Mapping[str, float] = field(default_factory=dict)  # added up over the turns and reported as metrics
+
+
+class TurnEnvironment(ABC):
+    """A base with the usual answers. Any class with `reset` and `step` will do; `tools` and `end` may be left out."""
+
+    tools: Sequence[
+        Mapping[str, Any]
+    ] = ()  # JSON schemas, OpenAI's format: put into the prompt, see docs/multi-turn.md
+
+    def reset(self, task: TurnTask) -> Any:
+        return task
+
+    @abstractmethod
+    def step(self, state: Any, response: str) -> Turn: ...
+
+    def end(self, state: Any, reason: EndReason) -> Reward:
+        """A conversation that has come to no end is worth nothing, unless the environment thinks otherwise."""
+        return 0.0

@@ -1,0 +1,77 @@
+"""The driver's side of environments that take turns: their worker processes, and what comes back from them.
+
+The workers are those of `environments/pool.py`: a call that fails, hangs or kills its worker comes back as a `Score` with
+the reason. Nothing of a conversation lives in a worker, so any of them can take any turn.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.environments.pool import ScoringPool, to_score
+from posttrain.environments.settings import RewardConfigError, RewardSettings
+from posttrain.environments.turns.messages import TurnItem
+from posttrain.types import Message, Score
+
+
+@dataclass(frozen=True)
+class TurnOutcome(Score):
+    """A call that was answered. `reward` None: it said nothing about the reward."""
+
+    state: bytes = b""
+    observation: tuple[Message, ...] = ()  # an empty role is left to the chat template
+    done: bool = False
+    answer: str | None = None  # for the judge
+    counts: Mapping[str, float] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+class _TurnPool(ScoringPool):
+    def _read(self, reply: dict[str, Any]) -> Score:
+        if "error" in reply:
+            return to_score(reply)
+        return TurnOutcome(
+            reward=reply.get("reward"),
+            parts=dict(reply.get("parts", {})),
+            state=base64.b64decode(reply.get("state", "")),
+            observation=tuple(reply.get("observation", ())),
+            done=bool(reply.get("done", False)),
+            answer=reply.get("answer"),
+            counts=dict(reply.get("counts", {})),
+            tools=tuple(reply.get("tools", ())),
+        )
+
+
+class TurnRouter:
+    """The environments of a run that take turns, by name. No process starts before there is something to ask."""
+
+    def __init__(self, settings: Mapping[str, RewardSettings]) -> None:
+        self._pools = {name: _TurnPool(one) for name, one in settings.items()}
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._pools)
+
+    def ask(self, calls: Sequence[tuple[str, TurnItem]]) -> list[Score]:
+        """What each call, (environment, item), came to: a `TurnOutcome`, or a plain `Score` that says why there is none."""
+        rows_of: dict[str, list[int]] = {}
+        for row, (name, _) in enumerate(calls):
+            rows_of.setdefault(name, []).append(row)
+        results: dict[int, Score] = {}
+        for name, rows in rows_of.items():
+            results.update(zip(rows, self._pools[name].score([calls[row][1] for row in rows]), strict=True))
+        return [results[row] for row in range(len(calls))]
+
+    def tools(self, name: str) -> tuple[Mapping[str, Any], ...]:
+        """The schemas of the tools that the environment's class declares."""
+        (outcome,) = self.ask([(name, TurnItem("describe"))])
+        if not isinstance(outcome, TurnOutcome):
+            raise RewardConfigError(f"env.{name}.turns cannot be used: {outcome.error}")
+        return outcome.tools
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

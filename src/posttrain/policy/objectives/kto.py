@@ -1,0 +1,75 @@
+"""Kahneman-Tversky optimisation (arXiv:2402.01306): answers that somebody called good or bad, no pairs.
+
+The reward of an answer is the sum over its tokens of log p - log p_reference. Its loss compares it with the baseline z,
+an estimate of KL(policy || reference) that is the same for the whole optimizer batch and carries no gradient:
+
+    desirable      w_d (1 - s(beta (reward - z)))          mean over all answers of the batch
+    undesirable    w_u (1 - s(beta (z - reward)))
+
+z is a statistic of the whole batch, so it is not computed here: it comes in a column, as do the numbers of answers and
+tokens of each class. Then micro-batches, packing and ranks change nothing.
+
+Columns used: mask, reference_logprobs, desirable, kl_baseline, num_class_sequences, num_class_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.policy.objectives.reduce import per_sequence, sequence_ids, sequence_values
+from posttrain.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class KtoLoss:
+    reference_policy_kl_penalty: float = 0.05
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    sft_average_log_probs: bool = False
+    sft_token_level_loss: bool = False
+    preference_loss_weight: float = 1.0
+    sft_loss_weight: float = 0.0
+
+    keeps_groups_whole = False
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        device = logprobs.device
+        mask = batch.columns["mask"].to(device)
+        reference = batch.columns["reference_logprobs"].to(device)
+        ids, count = sequence_ids(batch, device), len(batch.responses)
+        lengths = per_sequence(mask, ids, count)
+        counts = (lengths > 0).float()  # an answer that is masked altogether takes no part
+        is_good = sequence_values(batch, "desirable", device) > 0
+        class_size = sequence_values(batch, "num_class_sequences", device).clamp(min=1)
+
+        rewards = per_sequence((logprobs - reference) * mask, ids, count)
+        lead = rewards - sequence_values(batch, "kl_baseline", device)
+        lead = torch.where(is_good, lead, -lead)  # above 0: on the right side of the baseline
+        weights = torch.where(is_good, self.desirable_weight, self.undesirable_weight)
+        losses = weights * (1 - (self.reference_policy_kl_penalty * lead).sigmoid())
+        preference = (losses * counts).sum() / max(batch.num_sequences, 1.0)
+        loss = self.preference_loss_weight * preference
+        sft = torch.zeros((), device=device)
+        if self.sft_loss_weight > 0:
+            nll = -per_sequence(logprobs * mask, ids, count)
+            sft = (nll * is_good / self._sft_denominators(batch, lengths, class_size)).sum()
+            loss = loss + self.sft_loss_weight * sft
+        metrics = {
+            "loss": loss,
+            "preference_loss": preference,
+            "sft_loss": sft,
+            "num_ranked_right": ((lead > 0) * counts).sum(),
+            "num_ties": ((lead == 0) * counts).sum(),
+            "rewards_chosen_mean": (rewards * is_good / class_size).sum(),
+            "rewards_rejected_mean": (rewards * ~is_good / class_size).sum(),
+        }
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def _sft_denominators(self, batch: TokenBatch, lengths: Tensor, class_size: Tensor) -> Tensor:
+        if self.sft_token_level_loss:
+            return sequence_values(batch, "num_class_tokens", lengths.device).clamp(min=1)
+        return class_size * lengths.clamp(min=1) if self.sft_average_log_probs else class_size

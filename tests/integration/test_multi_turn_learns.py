@@ -1,0 +1,201 @@
+"""Conversations of several turns in whole runs: a small model finds out that asking a calculator pays, and what holds for
+every run holds for these: packed is unpacked, two ranks are one process, resumed is uninterrupted.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import grpo, results_of, rows_of, run, save_data, save_model, weights_of
+
+from posttrain.demo.calculator import build_model, write_data
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def groups_of(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+# -- the worked example ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_ask_the_calculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """configs/sft_calculator.yaml and configs/grpo_calculator.yaml as they are, with fewer prompts and steps of GRPO."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("results/calculator")
+    build_model(folder / "model", seed=1)
+    write_data(folder / "data", seed=1)
+    assert run(["sft", "--config", str(CONFIGS / "sft_calculator.yaml")]) == 0
+    shorter = ["grpo.num_prompts_per_step=16", "policy.train_global_batch_size=128", "grpo.max_num_steps=16"]
+    few = ["grpo.max_val_samples=60", "grpo.val_period=0", "checkpointing.enabled=false"]
+    assert run(["grpo", "--config", str(CONFIGS / "grpo_calculator.yaml"), *shorter, *few]) == 0
+
+    rows = rows_of(folder / "grpo")
+    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    calls = [row["train/tool_calls"] for row in rows if "train/tool_calls" in row]
+    assert accuracy[0] < 0.5, "before, it gives up more often than it asks"
+    assert accuracy[-1] > accuracy[0] + 0.3
+    assert calls[-1] > calls[0] + 0.3
+    assert all(row["train/unscored"] == 0 for row in rows if "train/unscored" in row)
+
+    last = groups_of(folder / "grpo/rollouts/step_16.jsonl.gz")
+    solved = next(c for group in last for c in group["completions"] if c["reward"] == 1.0)
+    assert [turn["role"] for turn in solved["turns"]] == ["assistant", "tool", "assistant"]
+    assert solved["turns"][2]["text"] == f"\\boxed{{{solved['turns'][1]['text']}}}"
+    assert 'class="turn environment"' in (folder / "grpo/report.html").read_text()
+
+
+# -- what holds for every run ------------------------------------------------------------------------------------------
+
+TALK = """
+from posttrain.environments.turns import Turn, TurnEnvironment
+
+class Talk(TurnEnvironment):
+    \"\"\"Goes on for two turns, says back how long the answer was, and likes odd characters.\"\"\"
+    def reset(self, task):
+        return (0, 0.0)
+    def step(self, state, response):
+        turn, total = state
+        total += sum(ord(c) % 2 for c in response) / max(1, len(response))
+        if turn == 2:
+            return Turn(reward=total, done=True)
+        return Turn((turn + 1, total), f"{len(response)}!", counts={"said": 1})
+    def end(self, state, reason):
+        return state[1]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_data(tmp_path_factory.mktemp("data"))
+    (folder / "talk.py").write_text(TALK)
+    return folder
+
+
+def talking(model: Path, data: Path, folder: Path, *settings: str) -> list[str]:
+    """A random model over the demo's tokenizer ends a turn after some five tokens: every fourth byte is a stop."""
+    arguments = grpo(model, data, folder, steps=4)
+    arguments.remove(f"env.mine.function={data / 'rewards.py:odd'}")
+    return [
+        *arguments,
+        f"env.mine.turns={data / 'talk.py'}:Talk",
+        "grpo.max_rollout_turns=4",
+        "policy.max_total_sequence_length=96",
+        f"policy.generation.stop_token_ids={list(range(0, 256, 4))}",
+        "cluster.launcher=local",
+        *settings,
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert run(talking(model, data, folder)) == 0
+    return folder
+
+
+def assert_same_numbers(folder: Path, expected: Path) -> None:
+    ours, theirs = results_of(folder), results_of(expected)
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for row, other in zip(ours, theirs, strict=True):
+        assert {key for key in row.keys() ^ other.keys() if "packing" not in key} == set()
+        for key, value in row.items():
+            if "packing" in key:  # how full the micro-batches were
+                continue
+            assert value == pytest.approx(other[key], rel=1e-4, abs=1e-6), f"{key} at step {row['step']}"
+
+
+def test_the_run_is_one_of_several_turns_that_trains_the_models_tokens_only(whole: Path) -> None:
+    rows = [row for row in rows_of(whole) if "train/turns" in row]
+    assert len(rows) == 4
+    assert all(1.5 < row["train/turns"] <= 3 for row in rows)
+    assert all(row["train/environment_tokens"] > 0 for row in rows)
+    assert all("validation/turns" in row for row in rows_of(whole) if "validation/accuracy" in row)
+    # Sampler and trainer agree on every trained token: had a token of the environment been among them, they would not.
+    assert all(row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3) for row in rows)
+    groups = groups_of(whole / "rollouts/step_1.jsonl.gz")
+    said = [turn for group in groups for c in group["completions"] for turn in c["turns"]]
+    assert {turn["role"] for turn in said} == {"assistant", "tool"}
+
+
+def test_a_resumed_run_of_conversations_is_the_uninterrupted_one(
+    model: Path, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "resumed"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "step_4")
+    assert run(talking(model, data, folder)) == 0
+    assert results_of(folder) == results_of(whole)
+    assert weights_of(folder / "step_4") == weights_of(whole / "step_4")
+    for path in sorted((whole / "rollouts").glob("*")):
+        assert (folder / "rollouts" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_packed_conversations_train_like_unpacked_ones(model: Path, data: Path, whole: Path, tmp_path: Path) -> None:
+    for name, settings in {
+        "one by one": ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=1"],
+        "packed": ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=300"],
+    }.items():
+        assert run(talking(model, data, tmp_path / name, *settings)) == 0
+    assert_same_numbers(tmp_path / "one by one", tmp_path / "packed")
+    assert_same_numbers(tmp_path / "packed", whole)
+
+
+@pytest.mark.slow
+def test_conversations_are_the_same_on_two_ranks_as_in_one_process(
+    model: Path, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(
+        num_cpus=4,
+        num_gpus=0,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        address="local",
+    )
+    try:
+        assert run([*talking(model, data, tmp_path / "two"), "cluster.launcher=ray", "cluster.gpus_per_node=2"]) == 0
+    finally:
+        ray.shutdown()
+    assert_same_numbers(tmp_path / "two", whole)
+    ours, theirs = (groups_of(folder / "rollouts/step_1.jsonl.gz") for folder in (tmp_path / "two", whole))
+    assert [c["turns"] for g in ours for c in g["completions"]] == [
+        c["turns"] for g in theirs for c in g["completions"]
+    ]
+
+
+def test_an_environment_that_fails_now_and_then_leaves_rollouts_unscored_and_the_run_goes_on(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    failing = TALK.replace(
+        "        turn, total = state\n",
+        "        turn, total = state\n        if len(response) % 3 == 0: raise OSError('no line')\n",
+    )
+    (data / "failing.py").write_text(failing)
+    arguments = [
+        *talking(model, data, tmp_path / "run"),
+        f"env.mine.turns={data / 'failing.py'}:Talk",
+        "grpo.max_num_steps=2",
+    ]
+    assert run(arguments) == 0
+    rows = [row for row in rows_of(tmp_path / "run") if "train/unscored" in row]
+    assert all(0 < row["train/unscored"] < 16 for row in rows)
+    reasons = [json.loads(line) for line in (tmp_path / "run/unscored.jsonl").read_text().splitlines()]
+    assert {row["reason"] for row in reasons} == {"OSError: no line"}

@@ -1,0 +1,169 @@
+"""GRPO's variants in whole runs: how a run is cut up, where it runs and whether it was killed makes no difference.
+
+Between them the variants use every estimator that works over a batch, KL in the reward, shaping, dynamic sampling with a
+surplus that is kept, sequence ratios, the likelihood term and each normaliser of the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from tiny_runs import count_rows, grpo, results_of, run, save_data, save_model, start, wait_until, weights_of
+
+STEPS = 4
+# Two parts; about half of the groups agree on each of them.
+COARSE = """
+def coarse(prompt, response, reference):
+    return {"long": float(len(response) > 8), "odd": float(sum(map(ord, response)) % 3 == 0)}
+"""
+VARIANTS: Mapping[str, list[str]] = {
+    "dynamic sampling, gdpo, vapo": [
+        "grpo.use_dynamic_sampling=true",
+        "grpo.batch_multiplier=1.5",
+        "grpo.dynamic_sampling_max_gen_batches=50",
+        "grpo.adv_estimator={name: gdpo, reward_weights: [1, 2]}",
+        "grpo.num_generations_per_prompt=3",
+        "policy.train_global_batch_size=6",
+        "loss_fn.positive_example_nll_weight=0.1",
+    ],
+    "dynamic sampling, one update": [
+        "preset=verl-dapo",
+        "grpo.dynamic_sampling_surplus=keep",
+        "grpo.dynamic_sampling_max_gen_batches=50",
+        "grpo.reward_shaping.overlong_buffer_length=4",
+        "policy.train_global_batch_size=16",
+    ],
+    "reinforce++": ["preset=openrlhf-rfpp", "grpo.seq_logprob_error_threshold=1.5"],
+    "rloo": ["preset=trl-rloo"],
+    "dr_grpo": ["grpo.adv_estimator.name=dr_grpo", "grpo.overlong_filtering=true"],
+}
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+Arguments = Callable[[str, Path], list[str]]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> Arguments:
+    model = save_model(tmp_path_factory.mktemp("model"))
+    data = save_data(tmp_path_factory.mktemp("data"))
+    (data / "coarse.py").write_text(COARSE)
+
+    def of(name: str, folder: Path) -> list[str]:
+        usual = grpo(model, data, folder, steps=STEPS, reward=str(data / "coarse.py:coarse"))
+        return [*usual, "policy.optimizer.kwargs.lr=1e-3", *VARIANTS[name]]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def whole(arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of the run that nobody disturbed."""
+    folders: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in folders:
+            folder = tmp_path_factory.mktemp("whole")
+            assert run(arguments(name, folder)) == 0
+            folders[name] = folder
+        return folders[name]
+
+    return of
+
+
+def assert_same_numbers(folder: Path, expected: Path) -> None:
+    """Every number but those of the packing itself."""
+    ours, theirs = (
+        [{key: value for key, value in row.items() if "packing" not in key} for row in results_of(run_folder)]
+        for run_folder in (folder, expected)
+    )
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for row, other in zip(ours, theirs, strict=True):
+        assert row.keys() == other.keys()
+        for key, value in row.items():
+            # What is zero up to rounding, such as a sum of whitened advantages, has no relative error.
+            assert value == pytest.approx(other[key], rel=1e-4, abs=1e-6), f"{key} at step {row['step']}"
+
+
+def assert_same_bits(folder: Path, expected: Path) -> None:
+    assert results_of(folder) == results_of(expected)
+    assert weights_of(folder / f"step_{STEPS}") == weights_of(expected / f"step_{STEPS}")
+    samples = {path.name: path.read_bytes() for path in (expected / "rollouts").glob("*")}
+    assert {path.name: path.read_bytes() for path in (folder / "rollouts").glob("*")} == samples
+
+
+def test_the_variants_do_what_they_are_here_for(whole: Callable[[str], Path]) -> None:
+    """Guards the tests below: batches are really filtered, a surplus is really kept over a checkpoint."""
+    for name in ("dynamic sampling, gdpo, vapo", "dynamic sampling, one update"):
+        rows = [row for row in results_of(whole(name)) if "train/reward" in row]
+        assert any(row["train/groups_with_signal"] < 1 for row in rows)
+        assert rows[1]["train/dynamic_sampling_num_surplus_groups"] > 0, "kept when step 2 is saved"
+        assert rows[2]["train/dynamic_sampling_num_earlier_groups"] > 0
+        assert {"train/filtered_reward", "train/dynamic_sampling_num_gen_batches"} <= rows[0].keys()
+    assert "train/positive_nll_loss" in results_of(whole("dynamic sampling, gdpo, vapo"))[-1]
+    assert "train/shaped_reward" in results_of(whole("dynamic sampling, one update"))[-1]
+    assert "train/kl_penalty" in results_of(whole("rloo"))[-1]
+    assert results_of(whole("reinforce++"))[-1]["train/max_seq_mult_prob_error"] == pytest.approx(1, abs=1e-4)
+
+
+@every_variant
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_not_stopped(
+    name: str, arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole(name), folder)
+    shutil.rmtree(folder / f"step_{STEPS}")
+    assert run(arguments(name, folder)) == 0
+    assert_same_bits(folder, whole(name))
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_groups_it_had_kept(
+    arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name, folder = "dynamic sampling, gdpo, vapo", tmp_path / "run"
+    for rows in (1, 3):
+        process = start(arguments(name, folder), tmp_path / f"log_{rows}")
+        assert wait_until(lambda enough=rows: count_rows(folder) >= enough, process)  # type: ignore[misc]
+        process.kill()
+        process.join()
+    assert run(arguments(name, folder)) == 0
+    assert_same_bits(folder, whole(name))
+
+
+@every_variant
+def test_packing_and_micro_batches_change_nothing(
+    name: str, arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    one_by_one = [
+        "policy.sequence_packing.enabled=false",
+        "policy.train_micro_batch_size=1",
+        "checkpointing.enabled=false",
+    ]
+    assert run([*arguments(name, tmp_path / "run"), *one_by_one]) == 0
+    assert_same_numbers(tmp_path / "run", whole(name))
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False, "address": "local"}
+    ray.init(num_cpus=4, num_gpus=0, **options)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_ray")
+@pytest.mark.parametrize("name", ["dynamic sampling, gdpo, vapo", "reinforce++", "rloo"])
+def test_two_ranks_are_one_process(
+    name: str, arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    two = ["cluster.launcher=ray", "cluster.gpus_per_node=2", "grpo.max_val_samples=1", "checkpointing.enabled=false"]
+    assert run([*arguments(name, tmp_path / "two"), *two]) == 0
+    assert run([*arguments(name, tmp_path / "one"), *two[2:]]) == 0
+    assert_same_numbers(tmp_path / "two", tmp_path / "one")

@@ -1,0 +1,114 @@
+"""Every setting of credit, selection and loss arrives where it works. What it does there is tested beside it."""
+
+import pytest
+
+from posttrain.algorithms.advantages import (
+    AdvantagesPerReward,
+    GroupAdvantages,
+    RewardsThemselves,
+    Spread,
+    Whitening,
+)
+from posttrain.algorithms.credit import Credit, KlInReward
+from posttrain.algorithms.group_selection import DynamicSampling, EveryGroup
+from posttrain.algorithms.rewards import CutOffPenalty, OverlongPenalty, RewardScaling
+from posttrain.build.credit import build_credit, build_objective, build_selection
+from posttrain.config import load_config
+from posttrain.policy.objectives import ClippedPolicyGradient
+
+ESTIMATOR = "grpo.adv_estimator"
+KL = "loss_fn.use_kl_in_reward=true"
+MEAN = GroupAdvantages(False, False)
+RFPP = Whitening("tokens", Spread(0, 1e-8, "variance_floor"))
+
+CREDITS = {
+    (): Credit(GroupAdvantages(True, True)),
+    ("grpo.normalize_rewards=false",): Credit(GroupAdvantages(False, True)),
+    (f"{ESTIMATOR}.use_leave_one_out_baseline=false",): Credit(GroupAdvantages(True, False)),
+    (f"{ESTIMATOR}.name=rloo",): Credit(GroupAdvantages(False, True)),
+    (f"{ESTIMATOR}.name=dr_grpo",): Credit(MEAN),
+    (f"{ESTIMATOR}.name=reinforce_plus_plus",): Credit(MEAN, whitening=RFPP),
+    (f"{ESTIMATOR}={{name: reinforce_plus_plus, minus_baseline: false}}",): Credit(RewardsThemselves(), whitening=RFPP),
+    (f"{ESTIMATOR}={{name: reinforce_plus_plus, whiten_advantages: none}}",): Credit(MEAN),
+    (f"{ESTIMATOR}={{name: gdpo, reward_weights: [2, 1]}}",): Credit(
+        AdvantagesPerReward(GroupAdvantages(), (2.0, 1.0)), whitening=Whitening("rollouts", Spread(1, 0.0))
+    ),
+    (f"{ESTIMATOR}={{std_over: batch, std_ddof: 0, std_epsilon: 0.5, std_epsilon_form: variance_plus}}",): Credit(
+        GroupAdvantages(True, True, "batch", Spread(0, 0.5, "variance_plus"))
+    ),
+    (f"{ESTIMATOR}={{whiten_advantages: tokens, std_epsilon: 1e-5, group_of_one: reward}}",): Credit(
+        GroupAdvantages(True, True, "group", Spread(1, 1e-5), "reward"), whitening=Whitening("tokens", Spread(1, 1e-5))
+    ),
+    (KL,): Credit(GroupAdvantages(), kl=KlInReward(0.01, "sequence")),
+    (KL, f"{ESTIMATOR}.name=reinforce_plus_plus"): Credit(MEAN, whitening=RFPP, kl=KlInReward(0.01, "token")),
+    (
+        KL,
+        f"{ESTIMATOR}.kl_in_reward=return",
+        "loss_fn={reference_policy_kl_penalty: 0.2, reference_policy_kl_type: k1}",
+        "loss_fn={kl_input_clamp_value: null, kl_output_clamp_value: 3}",
+    ): Credit(GroupAdvantages(), kl=KlInReward(0.2, "return", "k1", None, 3.0)),
+    ("grpo={advantage_clip_low: -2, advantage_clip_high: 3}",): Credit(GroupAdvantages(), clip_low=-2.0, clip_high=3.0),
+    ("grpo.reward_scaling={enabled: true, source_min: -1, target_max: 5}",): Credit(
+        GroupAdvantages(), reward_steps=(RewardScaling(-1.0, 1.0, 0.0, 5.0),)
+    ),
+    ("grpo.reward_shaping={enabled: true, overlong_buffer_length: 9, overlong_buffer_penalty: 2}",): Credit(
+        GroupAdvantages(), reward_steps=(OverlongPenalty(512, 9, 2.0),)
+    ),
+    (
+        "grpo.reward_scaling.enabled=true",
+        "grpo.reward_shaping={enabled: true, stop_properly_penalty_coef: 0.5}",
+    ): Credit(GroupAdvantages(), reward_steps=(RewardScaling(), CutOffPenalty(0.5))),
+}
+
+
+@pytest.mark.parametrize(("overrides", "expected"), CREDITS.items(), ids=lambda value: str(value)[:70])
+def test_credit(overrides: tuple[str, ...], expected: Credit) -> None:
+    assert build_credit(load_config("grpo", None, list(overrides)).config) == expected
+
+
+def test_selection() -> None:
+    def selection(*overrides: str) -> EveryGroup | DynamicSampling:
+        return build_selection(load_config("grpo", None, ["grpo.num_prompts_per_step=5", *overrides]).config)  # type: ignore[return-value]
+
+    assert selection() == EveryGroup(5)
+    assert selection("grpo.use_dynamic_sampling=true") == DynamicSampling(5, 5, 10, keeps_surplus=True)
+    given = "grpo={use_dynamic_sampling: true, batch_multiplier: 1.5, dynamic_sampling_surplus: discard}"
+    assert selection(given, "grpo.dynamic_sampling_max_gen_batches=3", f"{ESTIMATOR}.name=gdpo") == DynamicSampling(
+        5, 7, 3, keeps_surplus=False, looks_at_parts=True
+    )
+
+
+LOSSES = {
+    "ratio_ceiling": 2.5,
+    "log_ratio_clamp_value": 20.0,
+    "kl_importance_weight": "none",
+    "loss_normalizer": "max_tokens",
+    "max_response_tokens": 99,
+    "positive_example_nll_weight": 0.2,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss(name: str) -> None:
+    objective = build_objective(load_config("grpo", None, [f"loss_fn.{name}={LOSSES[name]}"]).config)
+    assert getattr(objective, name) == LOSSES[name]
+    assert getattr(ClippedPolicyGradient(), name) != LOSSES[name]
+
+
+def test_whole_answers_may_have_the_product_as_their_ratio() -> None:
+    given = "loss_fn={sequence_level_importance_ratios: true, sequence_ratio_type: product, token_level_loss: false}"
+    assert build_objective(load_config("grpo", None, [given]).config).sequence_ratio_type == "product"
+
+
+def test_kl_is_charged_once() -> None:
+    objective = build_objective(load_config("grpo", None, [KL]).config)
+    assert objective.reference_policy_kl_penalty == 0
+    assert not objective.needs_reference
+
+
+def test_dr_grpo_divides_by_a_constant_length_unless_told_otherwise() -> None:
+    named = f"{ESTIMATOR}.name=dr_grpo"
+    objective = build_objective(load_config("grpo", None, [named, "policy.generation.max_new_tokens=77"]).config)
+    assert (objective.loss_normalizer, objective.max_response_tokens) == ("max_tokens", 77)
+    told = build_objective(load_config("grpo", None, [named, "loss_fn.loss_normalizer=tokens"]).config)
+    assert told.loss_normalizer == "tokens"

@@ -1,0 +1,146 @@
+"""`preset: NAME`: laid over the defaults, under everything that the user sets; and what GRPO's variants must agree on."""
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli.main import main
+from posttrain.config import ConfigError, load_config
+from posttrain.config.presets import PRESETS_DIR, presets
+from posttrain.config.schema import schema_of, unknown_keys
+from posttrain.config.yaml_files import parse_document
+
+EVERY = [(preset.kind, preset.name) for kind in ("grpo", "dpo", "rm", "sft") for preset in presets(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_every_preset_loads_without_a_warning_and_says_what_it_is(kind: str, name: str) -> None:
+    loaded = load_config(kind, None, [f"preset={name}"])
+    assert loaded.warnings == []
+    assert loaded.config.preset == name
+    assert f"preset {name}" in loaded.origins.values()
+    assert loaded.origins["policy.model_name"] == "default"
+    values = parse_document((PRESETS_DIR / kind / f"{name}.yaml").read_text(), name).values
+    assert set(values) <= {kind, "loss_fn"}, "a preset says nothing of models, data and sizes"
+    assert list(unknown_keys(schema_of(kind), values)) == []
+
+
+def test_nemo_is_the_default_but_for_the_surplus_of_dynamic_sampling() -> None:
+    plain, preset = load_config("grpo", None, []).flat(), load_config("grpo", None, ["preset=nemo-grpo"]).flat()
+    different = {key for key in plain if plain[key] != preset[key]}
+    written_out = {f"grpo.adv_estimator.std_{key}" for key in ("ddof", "epsilon", "epsilon_form")}
+    assert different == {"preset", "grpo.dynamic_sampling_surplus", *written_out}
+    dpo, nemo = load_config("dpo", None, []).flat(), load_config("dpo", None, ["preset=nemo-dpo"]).flat()
+    assert {key for key in dpo if dpo[key] != nemo[key]} == {"preset"}
+
+
+def test_the_users_own_settings_win_wherever_they_stand(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: trl-dapo\ngrpo: {normalize_rewards: false}\nloss_fn: {ratio_clip_max: 0.28}\n")
+    loaded = load_config("grpo", file, ["loss_fn.ratio_clip_min=0.1"])
+    assert not loaded.config.grpo.adv_estimator.normalize_rewards, "the estimator follows grpo.normalize_rewards"
+    assert (loaded.config.loss_fn.ratio_clip_min, loaded.config.loss_fn.ratio_clip_max) == (0.1, 0.28)
+    assert loaded.config.loss_fn.reference_policy_kl_penalty == 0.0
+    assert loaded.origins["loss_fn.reference_policy_kl_penalty"] == "preset trl-dapo"
+    assert loaded.origins["loss_fn.ratio_clip_max"].endswith("run.yaml:3")
+
+
+def test_the_command_line_chooses_another_preset_than_the_file_or_none(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: trl-dapo\ngrpo: {}\n")
+    assert load_config("grpo", file, ["preset=verl-grpo"]).config.loss_fn.ratio_clip_c == 3.0
+    for none in ("preset=null", "~preset"):
+        assert load_config("grpo", file, [none]).config.loss_fn.reference_policy_kl_penalty == 0.01
+
+
+def test_a_runs_own_config_file_loads_to_the_same_config(tmp_path: Path) -> None:
+    loaded = load_config("grpo", None, ["preset=openrlhf-rfpp", "loss_fn.ratio_clip_max=0.3"])
+    file = tmp_path / "config.yaml"
+    file.write_text(loaded.to_yaml())
+    again = load_config("grpo", file, [])
+    assert again.config == loaded.config
+    assert again.warnings == []
+
+
+def test_an_unknown_preset_is_refused_with_the_ones_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"command line: `preset` = 'trl-dap'.*did you mean trl-dapo.*verl-grpo"):
+        load_config("grpo", None, ["preset=trl-dap"])
+    with pytest.raises(ConfigError, match="no presets for sft"):
+        load_config("sft", None, ["preset=trl-dapo"])
+
+
+def test_presets_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "presets"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for _, name in EVERY)
+    assert main(["config", "presets", "dpo"]) == 0
+    assert "trl-grpo" not in capsys.readouterr().out
+    assert main(["config", "show", "grpo", "preset=trl-dapo"]) == 0
+    shown = capsys.readouterr().out
+    assert "preset: trl-dapo" in shown.splitlines()[0]
+    assert any("token_level_loss" in line and "from preset trl-dapo" in line for line in shown.splitlines())
+
+
+# -- what must agree ----------------------------------------------------------------------------------------------------
+
+DYNAMIC = "grpo.use_dynamic_sampling=true"
+SHAPED = "grpo.reward_shaping.enabled=true"
+REFUSED = [
+    (["grpo.batch_multiplier=2"], ["batch_multiplier = 2", "use_dynamic_sampling"]),
+    ([DYNAMIC, "grpo.num_prompts_per_step=2", "grpo.batch_multiplier=0.4"], ["less than one prompt"]),
+    ([DYNAMIC, "grpo.num_generations_per_prompt=1", "grpo.normalize_rewards=false"], ["never does", "at least 2"]),
+    (["grpo.reward_scaling={enabled: true, source_min: 1}"], ["source_min = 1", "source_max = 1"]),
+    (
+        [SHAPED, "grpo.reward_shaping.overlong_buffer_length=600"],
+        ["overlong_buffer_length = 600", "max_response_length"],
+    ),
+    ([SHAPED, "grpo.reward_shaping.overlong_buffer_penalty=null"], ["needs overlong_buffer_penalty"]),
+    ([SHAPED, "grpo.adv_estimator.name=gdpo"], ["reward_shaping", "gdpo"]),
+    (["loss_fn={use_kl_in_reward: true, reference_policy_kl_penalty: 0}"], ["use_kl_in_reward", "which is 0"]),
+    (
+        ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator={name: gdpo, kl_in_reward: sequence}"],
+        ["kl_in_reward = sequence", "gdpo"],
+    ),
+    (["grpo.adv_estimator.name=rloo", "grpo.num_generations_per_prompt=1"], ["rloo", "at least 2"]),
+    (["loss_fn={kl_importance_weight: none, use_on_policy_kl_approximation: true}"], ["kl_importance_weight = none"]),
+    (["loss_fn={loss_normalizer: max_tokens, max_response_tokens: null}"], ["max_response_tokens"]),
+    (["loss_fn.sequence_ratio_type=product"], ["sequence_level_importance_ratios = true"]),
+    (["loss_fn={ratio_ceiling: 2, use_cispo: true}"], ["ratio_ceiling", "use_cispo"]),
+    (["loss_fn={use_cispo: true, loss_normalizer: sequences}"], ["use_cispo", "token_level_loss"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), REFUSED, ids=lambda value: str(value)[:60])
+def test_contradictions_name_the_fields_and_the_remedy(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", None, overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator={name: reinforce_plus_plus, minus_baseline: false}"],
+        ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator.group_of_one=reward"],
+        [DYNAMIC, "grpo.batch_multiplier=3"],
+        ["loss_fn={sequence_level_importance_ratios: true, loss_normalizer: sequences}"],
+    ],
+)
+def test_what_fits_together_is_accepted(overrides: list[str]) -> None:
+    assert load_config("grpo", None, overrides).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("grpo.reward_shaping.overlong_buffer_length=64", "grpo.reward_shaping.enabled is off"),
+        ("grpo.adv_estimator.kl_in_reward=token", "loss_fn.use_kl_in_reward is off"),
+        ("grpo.adv_estimator.reward_weights=[1, 2]", "read by gdpo only"),
+        ("grpo.adv_estimator.minus_baseline=false", "read by reinforce_plus_plus only"),
+        ("grpo.reward_shaping={enabled: true, max_response_length: 4096}", "begins at 3968 tokens"),
+    ],
+)
+def test_what_nothing_reads_is_mentioned(override: str, part: str) -> None:
+    (warning,) = load_config("grpo", None, [override]).warnings
+    assert part in warning

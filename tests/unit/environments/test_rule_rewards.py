@@ -1,0 +1,249 @@
+"""Rewards by rule: text, format, length, repetition. What each key changes, and against TRL where it has the same thing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.config.rewards import parse_reward
+from posttrain.environments.item import BadSetup, ScoringItem, Unscored
+from posttrain.environments.registry import worker_scorer
+
+
+def setup_of(kind: str, base_folder: Path | str = ".", **keys: Any) -> dict[str, Any]:
+    config = parse_reward({"type": kind, **keys})
+    return {**config.model_dump(mode="json", by_alias=True), "base_folder": str(base_folder)}
+
+
+def reward(kind: str, response: str, reference: Any = None, *, tokens: list[int] | None = None, **keys: Any) -> Any:
+    token_ids = None if tokens is None else tuple(tokens)
+    return worker_scorer(setup_of(kind, **keys))(ScoringItem("", response, reference, token_ids=token_ids))
+
+
+# -- exact ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "keys", "expected"),
+    [
+        ("Paris", "Paris", {}, 1.0),
+        ("paris", "Paris", {}, 0.0),
+        ("paris", "Paris", {"ignore_case": True}, 1.0),
+        ("STRASSE", "Straße", {"ignore_case": True}, 1.0),
+        (" new \n york ", "new york", {}, 1.0),
+        (" new \n york ", "new york", {"collapse_whitespace": False}, 0.0),
+        ("Paris!", "Paris", {}, 0.0),
+        ("«Paris»!", "Paris", {"ignore_punctuation": True}, 1.0),
+        ("$3,000.", "3000", {"ignore_punctuation": True}, 1.0),
+        ("-1", "1", {"ignore_punctuation": True}, 0.0),
+        ("1.4", "14", {"ignore_punctuation": True}, 0.0),
+        ("well-known", "wellknown", {"ignore_punctuation": True}, 1.0),
+        ("the cat", "cat", {}, 0.0),
+        ("The cat", "a cat", {"ignore_articles": True}, 1.0),
+        ("１２", "12", {}, 1.0),
+        ("１２", "12", {"normalise_unicode": False}, 0.0),
+        ("so <a>4</a>, no, <a>5</a>", "5", {"extract": "<a>(.*?)</a>"}, 1.0),
+        ("so <a>4</a>, no, <a>5</a>", "4", {"extract": "<a>(.*?)</a>"}, 0.0),
+        ("it is 17 or 18", "18", {"extract": r"\d+"}, 1.0),
+        ("nothing here", "18", {"extract": r"\d+"}, 0.0),
+        ("B", ["A", "B"], {}, 1.0),
+        ("C", ["A", "B"], {}, 0.0),
+        ("42", 42, {}, 1.0),
+        ("", "", {}, 1.0),
+    ],
+)
+def test_exact(response: str, reference: Any, keys: dict[str, Any], expected: float) -> None:
+    assert reward("exact", response, reference, **keys) == expected
+
+
+@pytest.mark.parametrize("reference", [None, [], [None]])
+def test_exact_without_a_reference_is_unscored(reference: Any) -> None:
+    with pytest.raises(Unscored, match="no reference answer"):
+        reward("exact", "x", reference)
+
+
+def test_exact_takes_the_first_group_that_took_part() -> None:
+    assert reward("exact", "answer is 7", "7", extract=r"box (\d+)|answer is (\d+)") == 1.0
+
+
+# -- regex ---------------------------------------------------------------------------------------------------------------
+
+THINK = r"<think>(?!.*<think>).*?</think>.*"
+
+
+@pytest.mark.parametrize(
+    ("response", "keys", "expected"),
+    [
+        ("a <b> c", {"pattern": "<b>"}, 1.0),
+        ("a <b> c", {"pattern": "<b>", "match": "full"}, 0.0),
+        ("<b>", {"pattern": "<b>", "match": "full"}, 1.0),
+        ("A", {"pattern": "a"}, 0.0),
+        ("A", {"pattern": "a", "ignore_case": True}, 1.0),
+        ("x\ny", {"pattern": "^y"}, 0.0),
+        ("x\ny", {"pattern": "^y", "multiline": True}, 1.0),
+        ("x\ny", {"pattern": "x.y"}, 0.0),
+        ("x\ny", {"pattern": "x.y", "dotall": True}, 1.0),
+        ("<think>one\ntwo</think> 5", {"pattern": THINK, "match": "full", "dotall": True}, 1.0),
+        ("<think>one</think><think>two</think> 5", {"pattern": THINK, "match": "full", "dotall": True}, 0.0),
+        ("no tags", {"pattern": THINK, "match": "full", "dotall": True}, 0.0),
+    ],
+)
+def test_regex(response: str, keys: dict[str, Any], expected: float) -> None:
+    assert reward("regex", response, **keys) == expected
+
+
+# -- JSON ----------------------------------------------------------------------------------------------------------------
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ('{"name": "Ada", "age": 36}', 1.0),
+        (' \n{"name": "Ada"}\n', 1.0),
+        ('Here:\n```json\n{"name": "Ada"}\n```\nDone.', 1.0),
+        ('```\n[]\n```\nbetter:\n```json\n{"name": "Ada"}\n```', 1.0),
+        ('{"age": 36}', 0.0),
+        ('{"name": "Ada", "age": -1}', 0.0),
+        ('{"name": "Ada", "extra": 1}', 0.0),
+        ('Here: {"name": "Ada"}', 0.0),
+        ("{'name': 'Ada'}", 0.0),
+        ('{"name": "Ada"', 0.0),
+        ('{"name": "Ada", "name": "Bob"}', 0.0),
+        ('{"name": "Ada", "age": NaN}', 0.0),
+        ("[" * 100_000, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_json_schema(response: str, expected: float) -> None:
+    assert reward("json_schema", response, schema=PERSON) == expected
+
+
+def test_json_without_a_schema_only_has_to_be_json() -> None:
+    assert reward("json_schema", "[1, 2]") == 1.0
+    assert reward("json_schema", "[1, 2") == 0.0
+
+
+def test_where_says_which_part_of_the_answer_is_json() -> None:
+    bare, fenced = '{"name": "Ada"}', 'See:\n```json\n{"name": "Ada"}\n```'
+    assert [reward("json_schema", text, where="whole") for text in (bare, fenced)] == [1.0, 0.0]
+    assert [reward("json_schema", text, where="fenced") for text in (bare, fenced)] == [0.0, 1.0]
+    assert [reward("json_schema", text, where="auto") for text in (bare, fenced)] == [1.0, 1.0]
+
+
+def test_a_schema_may_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "person.json").write_text(json.dumps(PERSON))
+    score = worker_scorer(setup_of("json_schema", tmp_path, schema_file="person.json"))
+    assert score(ScoringItem("", '{"name": "Ada"}', None)) == 1.0
+    assert score(ScoringItem("", "{}", None)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "text", "message"),
+    [
+        ({"schema": {"type": "objekt"}}, None, "not a JSON schema: at type: 'objekt' is not valid"),
+        ({"schema": {"properties": {"a": {"minimum": "3"}}}}, None, "at properties/a/minimum"),
+        ({"schema_file": "s.json"}, None, "s.json cannot be read: No such file"),
+        ({"schema_file": "s.json"}, "{", "s.json is not JSON"),
+    ],
+)
+def test_a_bad_schema_is_refused_when_the_scorer_is_built(
+    tmp_path: Path, keys: dict[str, Any], text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / "s.json").write_text(text)
+    with pytest.raises(BadSetup, match=message):
+        worker_scorer(setup_of("json_schema", tmp_path, **keys))
+
+
+def test_a_reference_to_another_document_is_not_fetched_and_leaves_the_answer_unscored() -> None:
+    with pytest.raises(Unscored, match="which is not in it"):
+        reward("json_schema", "{}", schema={"$ref": "https://example.invalid/person.json"})
+
+
+# -- length --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "expected"),
+    [
+        (10, {"limit": 10}, 1.0),
+        (11, {"limit": 10}, 0.0),
+        (12, {"limit": 10, "tolerance": 4}, 0.5),
+        (14, {"limit": 10, "tolerance": 4}, 0.0),
+        (20, {"limit": 10, "tolerance": 4}, 0.0),
+        (10, {"target": 10}, 1.0),
+        (9, {"target": 10}, 0.0),
+        (7, {"target": 10, "tolerance": 4}, 0.25),
+        (13, {"target": 10, "tolerance": 4}, 0.25),
+        (0, {"limit": 10, "shape": "cosine"}, 1.0),
+        (5, {"limit": 10, "shape": "cosine"}, 0.5),
+        (10, {"limit": 10, "shape": "cosine"}, 0.0),
+        (25, {"limit": 10, "shape": "cosine"}, 0.0),
+    ],
+)
+def test_length(length: int, keys: dict[str, Any], expected: float) -> None:
+    assert reward("length", "x", tokens=list(range(length)), **keys) == pytest.approx(expected)
+
+
+def test_length_may_be_counted_in_words_or_characters() -> None:
+    text = "four words stand here"
+    assert reward("length", text, limit=4, unit="words") == 1.0
+    assert reward("length", text, limit=3, unit="words") == 0.0
+    assert reward("length", text, limit=21, unit="characters") == 1.0
+    assert reward("length", text, limit=20, unit="characters") == 0.0
+
+
+def test_a_length_in_tokens_of_a_sample_without_tokens_is_unscored() -> None:
+    with pytest.raises(Unscored, match="does not say what its tokens are"):
+        reward("length", "x", limit=3)
+
+
+# -- repetition ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4))
+def test_repetition_is_one_minus_the_penalty_of_trl(tokens: list[int], size: int) -> None:
+    from trl.rewards import get_repetition_penalty_reward
+
+    (penalty,) = get_repetition_penalty_reward(ngram_size=size, max_penalty=-1.0)(completion_ids=[tokens])
+    assert reward("repetition", "x", tokens=tokens, ngram_size=size) == pytest.approx(1.0 + penalty)
+
+
+def test_repetition_in_words_and_characters() -> None:
+    assert reward("repetition", "a b a b", unit="words", ngram_size=2) == pytest.approx(2 / 3)
+    assert reward("repetition", "no word here twice", unit="words", ngram_size=1) == 1.0
+    assert reward("repetition", "aaa", unit="characters", ngram_size=1) == pytest.approx(1 / 3)
+
+
+# -- the cosine of mathematics -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 50, 100, 250])
+@pytest.mark.parametrize(("answer", "is_right"), [(r"\boxed{4}", True), (r"\boxed{5}", False)])
+def test_the_cosine_of_mathematics_is_trls(
+    length: int, answer: str, is_right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.rewards import get_cosine_scaled_reward
+
+    monkeypatch.setattr("posttrain.environments.math_answers._limit_memory", lambda: None)
+    values = {"min_value_wrong": -0.9, "max_value_wrong": -0.3, "min_value_correct": 0.4, "max_value_correct": 1.5}
+    (expected,) = get_cosine_scaled_reward(max_len=100, **values)(
+        completions=[[{"role": "assistant", "content": answer}]], solution=["$4$"], completion_ids=[[0] * length]
+    )
+    found = reward("math_cosine", answer, "4", tokens=[0] * length, max_length=100, **values)
+    assert found["reward"] == pytest.approx(expected, abs=1e-12)
+    assert found["correct"] == float(is_right)
+    assert math.isfinite(found["reward"])
