@@ -58,12 +58,19 @@ def test_a_setting_of_speed_or_memory_changes_no_number(
     kind: str, settings: list[str], plain: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     assert run([*arguments_of(kind, model, data, tmp_path / "run"), *settings]) == 0
-    ours, theirs = results_of(tmp_path / "run"), results_of(plain[kind])
+    ours, theirs = results_but_packing(tmp_path / "run"), results_but_packing(plain[kind])
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for row, other in zip(ours, theirs, strict=True):
         assert row.keys() == other.keys()
         for key, value in row.items():
             assert value == pytest.approx(other[key], rel=1e-5, abs=1e-6), f"{key} at step {row['step']}"
+
+
+def results_but_packing(folder: Path) -> list[dict[str, float]]:
+    """How full the micro-batches are is about speed, and does change."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith("train/packing_")} for row in results_of(folder)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,9 @@ def assert_same_curves(folder: Path, expected: Path) -> None:
     for row, other in zip(ours, theirs, strict=True):
         assert row.keys() == other.keys()
         for key, value in row.items():
-            assert value == pytest.approx(other[key], rel=1e-5, abs=1e-7), f"{key} at step {row['step']}"
+            # A mean of changes of both signs is as exact as its largest term, not as its sum.
+            close = 1e-6 if key == "train/advantage_weighted_shift" else 1e-7
+            assert value == pytest.approx(other[key], rel=1e-5, abs=close), f"{key} at step {row['step']}"
 
 
 def copy_until(step: int, source: Path, target: Path) -> Path:

@@ -127,6 +127,25 @@ def test_whatever_else_code_does_is_a_reward_of_zero_and_never_unscored(what: st
     assert found["reward"] == 0.0
 
 
+@pytest.mark.parametrize("name", ["exec", "compile"])
+def test_code_that_replaces_what_runs_its_tests_passes_none(name: str, share_passed: Scorer) -> None:
+    code = f"import builtins\nbuiltins.{name} = lambda *args, **kwargs: ''\ndef add(a, b):\n    return 0"
+    assert share_passed(item(code, ["assert add(1, 2) == 3"]))["reward"] == 0
+
+
+def test_code_means_what_it_means_in_a_file_of_its_own(all_passed: Scorer) -> None:
+    code = "def typed(x: int) -> int:\n    return x"
+    assert all_passed(item(code, ["assert typed.__annotations__['x'] is int"]))["reward"] == 1
+
+
+def test_a_set_up_that_fails_is_not_the_codes_fault(all_passed: Scorer) -> None:
+    metadata = {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "import no_such_module"}
+    with pytest.raises(Unscored, match="set-up.*no_such_module"):
+        all_passed(item(ADD, None, **metadata))
+    forged = "import os\nos.write(3, b'setup ImportError\\n' * 2)\ndef add(a, b):\n    return 0"
+    assert all_passed(item(forged, ["assert add(1, 2) == 3"]))["reward"] == 0
+
+
 def test_tests_that_were_passed_before_the_code_hung_count_in_the_share(share_passed: Scorer) -> None:
     code = "def f(x):\n    while x > 1: pass\n    return x"
     assert share_passed(item(code, ["assert f(1) == 1", "assert f(2) == 2", "assert f(0) == 0"]))["tests_passed"] == 1.0

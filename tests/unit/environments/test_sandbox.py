@@ -279,6 +279,37 @@ def test_a_program_can_end_neither_others_nor_its_own_keeper() -> None:
     assert pid[-2:] == ["2", "True"], "process 1 is ours and still there, or nobody could have told us"
 
 
+@pytest.mark.parametrize(
+    "deed",
+    [
+        "[os.kill(1, number) for number in range(1, 65)]",
+        "[resource.prlimit(1, which, (0, 0)) for which in (resource.RLIMIT_CPU, resource.RLIMIT_AS)]",
+    ],
+)
+def test_a_program_cannot_make_its_keeper_report_a_failure_of_the_sandbox(deed: str) -> None:
+    """It would be unscored then, which is better than what a wrong answer gets."""
+    code = f"""
+        import os, resource, time
+        try:
+            {deed}
+        except OSError as error:
+            pass
+        for _ in range(50):  # the keeper has to look after orphans, which takes time and memory
+            if os.fork() == 0:
+                os._exit(os.fork() and 0)
+            os.wait()
+        time.sleep(0.2)
+        print("over")
+    """
+    assert text_of(run(code)) == "over"
+
+
+def test_a_program_can_limit_itself() -> None:
+    assert text_of(run("import resource as r; r.setrlimit(r.RLIMIT_CPU, (3, 3)); print(r.getrlimit(r.RLIMIT_CPU))")) == (
+        "(3, 3)"
+    )
+
+
 def test_privileges_cannot_be_had_again() -> None:
     for call in (
         "os.setuid(0)",
