@@ -49,26 +49,37 @@ class TokenLogprobs(nn.Module):
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """log_softmax(hidden @ weight.T * scale)[targets]; the backward pass computes each chunk of logits again."""
+    """log_softmax(hidden @ weight.T * scale)[targets].
+
+    The backward pass computes each chunk of logits again; if there is only one, it was kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int) -> Tensor:
-        ctx.save_for_backward(hidden, weight, targets)
+        keeps_logits = any(ctx.needs_input_grad[:2]) and len(hidden) <= chunk
+        pieces, normalisers = [], []
+        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            logits = _scaled_logits(h, weight, scale)
+            normalisers.append(_log_sum_exp(logits))
+            pieces.append(logits.gather(1, t[:, None]).squeeze(1) - normalisers[-1])
+        ctx.logits = logits if keeps_logits else None
+        ctx.save_for_backward(hidden, weight, targets, torch.cat(normalisers))
         ctx.scale, ctx.chunk = scale, chunk
-        pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-        return torch.cat([-F.cross_entropy(_scaled_logits(h, weight, scale), t, reduction="none") for h, t in pieces])
+        return torch.cat(pieces)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets = ctx.saved_tensors
+        hidden, weight, targets, normalisers = ctx.saved_tensors
+        kept, ctx.logits = ctx.logits, None  # it is used up below
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             grad = (grads[0][part].float() * ctx.scale)[:, None]
-            # d logprob / d logits = onehot(target) - softmax, scaled; built in place over the softmax.
-            d_logits = _scaled_logits(hidden[part], weight, ctx.scale).softmax(-1).mul_(-grad)
+            logits = _scaled_logits(hidden[part], weight, ctx.scale) if kept is None else kept
+            # d logprob / d logits = onehot(target) - softmax, scaled; built in place over the logits.
+            d_logits = logits.sub_(normalisers[part, None]).exp_().mul_(-grad)
             d_logits.scatter_add_(1, targets[part, None], grad)
             d_logits = d_logits.to(hidden.dtype)
             if grad_hidden is not None:
@@ -79,6 +90,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 else:
                     grad_weight += d_logits.T @ hidden[part]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """Of each row. On a CPU a few rows at a time, whose exponentials stay in the cache and out of memory."""
+    rows = len(logits) if logits.is_cuda else 32
+    return torch.cat([part.logsumexp(-1) for part in logits.split(max(rows, 1))])
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.policy.objectives.reduce import per_sequence, sequence_ids, sequence_values
+from posttrain.policy.objectives.reduce import per_sequence, ranked, sequence_ids, sequence_values
 from posttrain.types import TokenBatch
 
 
@@ -58,12 +58,13 @@ class KtoLoss:
             nll = -per_sequence(logprobs * mask, ids, count)
             sft = (nll * is_good / self._sft_denominators(batch, lengths, class_size)).sum()
             loss = loss + self.sft_loss_weight * sft
+        is_right, is_tie = ranked(lead, per_sequence(logprobs * mask, ids, count))
         metrics = {
             "loss": loss,
             "preference_loss": preference,
             "sft_loss": sft,
-            "num_ranked_right": ((lead > 0) * counts).sum(),
-            "num_ties": ((lead == 0) * counts).sum(),
+            "num_ranked_right": (is_right * counts).sum(),
+            "num_ties": (is_tie * counts).sum(),
             "rewards_chosen_mean": (rewards * is_good / class_size).sum(),
             "rewards_rejected_mean": (rewards * ~is_good / class_size).sum(),
         }

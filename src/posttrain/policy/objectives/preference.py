@@ -22,7 +22,7 @@ from torch import Tensor
 
 from posttrain.config.preference_losses import LOSSES, PreferenceLossName
 from posttrain.policy.objectives.preference_forms import pair_losses
-from posttrain.policy.objectives.reduce import per_sequence, sequence_ids, sequence_values
+from posttrain.policy.objectives.reduce import per_sequence, ranked, sequence_ids, sequence_values
 from posttrain.types import TokenBatch
 
 
@@ -72,12 +72,14 @@ class PreferenceLoss:
         if self.sft_loss_weight > 0:
             sft = self._sft(-per_sequence(logprobs * mask, ids, count), lengths, batch, num_pairs)
             loss = loss + self.sft_loss_weight * sft
+        said = per_sequence(logprobs * mask, ids, count)
+        is_right, is_tie = ranked(chosen - rejected, said[0::2] + said[1::2])
         metrics = {
             "loss": loss,
             "preference_loss": preference,
             "sft_loss": sft,
-            "num_ranked_right": ((chosen > rejected) * counts).sum(),
-            "num_ties": ((chosen == rejected) * counts).sum(),
+            "num_ranked_right": (is_right * counts).sum(),
+            "num_ties": (is_tie * counts).sum(),
             "rewards_chosen_mean": chosen.sum() / num_pairs,
             "rewards_rejected_mean": rejected.sum() / num_pairs,
             "rewards_margin_mean": (chosen - rejected).sum() / num_pairs,

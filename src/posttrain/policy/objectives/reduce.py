@@ -49,3 +49,16 @@ def sequence_values(batch: TokenBatch, name: str, device: torch.device) -> Tenso
     column = batch.columns[name].to(device)
     starts = torch.tensor([0, *batch.response_lengths[:-1]], device=device).cumsum(0)
     return column[starts] if len(column) else column
+
+
+# Of the log-probabilities that are added up. Two micro-batches round the same sum differently by about as much.
+ROUNDING = 1e-6
+
+
+def ranked(lead: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each lead is above zero, and whether it is nothing but rounding. `logprobs`: what it is a difference of.
+
+    At the first step policy and reference are equal; without this, accuracy would be the share of lucky roundings.
+    """
+    is_tie = lead.abs() <= ROUNDING * logprobs.abs()
+    return (lead > 0) & ~is_tie, is_tie
