@@ -87,6 +87,20 @@ def preferences(count: int, seed: int = 0) -> list[Row]:
     ]
 
 
+def traces(count: int, per_prompt: int, seed: int = 0) -> list[Row]:
+    """Answers in the first letters of the alphabet were liked, those in the last were not."""
+    rng = random.Random(seed)
+
+    def word(letters: str) -> str:
+        return "".join(rng.choice(letters) for _ in range(rng.randrange(3, 6)))
+
+    return [
+        {"input": row["input"], "output": word("abcdefgh" if k % 2 else "stuvwxyz"), "final_reward": float(k % 2)}
+        for row in questions(count, seed)
+        for k in range(per_prompt)
+    ]
+
+
 def common(model: Path, folder: Path) -> list[str]:
     """Settings that every tiny run needs. One thread: sums of floats must be taken in the same order every time."""
     return [
@@ -119,6 +133,32 @@ def grpo(model: Path, data: Path, folder: Path, *, steps: int = 8, reward: str =
         "env.mine.num_workers=1",
         "checkpointing.save_period=2",
         "checkpointing.keep_top_k=null",
+    ]
+
+
+def recorded(model: Path, data: Path, folder: Path, *extra: str, steps: int = 8) -> list[str]:
+    """GRPO from labelled traces."""
+    return [
+        "grpo",
+        *common(model, folder),
+        f"grpo.max_num_steps={steps}",
+        "grpo.max_num_epochs=100",
+        "grpo.num_prompts_per_step=5",
+        "grpo.num_generations_per_prompt=4",
+        "policy.train_global_batch_size=20",
+        "policy.generation.max_new_tokens=8",
+        "policy.optimizer.kwargs.lr=5e-3",
+        "loss_fn.reference_policy_kl_penalty=0",
+        "grpo.use_leave_one_out_baseline=false",
+        "grpo.val_period=0",
+        f"data.train={{dataset_name: TraceGroups, data_path: {data / 'traces.jsonl'}}}",
+        "data.validation=null",
+        "data.default.env_name=mine",
+        f"env.mine.function={data / 'rewards.py:odd'}",
+        "env.mine.num_workers=1",
+        "checkpointing.save_period=4",
+        "checkpointing.metric_name=null",
+        *extra,
     ]
 
 
@@ -184,6 +224,7 @@ def save_data(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "questions.jsonl", questions(22))
     write_rows(folder / "held_out_questions.jsonl", questions(3, seed=1))
+    write_rows(folder / "traces.jsonl", traces(20, 6))
     write_rows(folder / "pairs.jsonl", preferences(22))
     write_rows(folder / "held_out_pairs.jsonl", preferences(5, seed=1))
     (folder / "rewards.py").write_text(ODD_CHARACTERS)

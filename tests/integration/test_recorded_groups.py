@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_runs import common, questions, results_of, rows_of, run, save_data, save_model, write_rows
-
-GOOD, BAD = "abcdefgh", "stuvwxyz"
-
-
-def traces(count: int, per_prompt: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Answers in the first letters of the alphabet were liked, those in the last were not."""
-    rng = random.Random(seed)
-
-    def word(letters: str) -> str:
-        return "".join(rng.choice(letters) for _ in range(rng.randrange(3, 6)))
-
-    return [
-        {"input": row["input"], "output": word(GOOD if k % 2 else BAD), "final_reward": float(k % 2)}
-        for row in questions(count, seed)
-        for k in range(per_prompt)
-    ]
+from tiny_runs import recorded, results_of, rows_of, run, save_data, save_model, traces, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -32,37 +15,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     save_model(folder / "model")
     save_data(folder / "data")
-    write_rows(folder / "data/traces.jsonl", traces(20, 6))
     return folder
 
 
-def recorded(world: Path, out: Path, *extra: str, steps: int = 8) -> list[str]:
-    return [
-        "grpo",
-        *common(world / "model", out),
-        f"grpo.max_num_steps={steps}",
-        "grpo.max_num_epochs=100",
-        "grpo.num_prompts_per_step=5",
-        "grpo.num_generations_per_prompt=4",
-        "policy.train_global_batch_size=20",
-        "policy.generation.max_new_tokens=8",
-        "policy.optimizer.kwargs.lr=5e-3",
-        "loss_fn.reference_policy_kl_penalty=0",
-        "grpo.use_leave_one_out_baseline=false",
-        "grpo.val_period=0",
-        f"data.train={{dataset_name: TraceGroups, data_path: {world / 'data/traces.jsonl'}}}",
-        "data.validation=null",
-        "data.default.env_name=mine",
-        f"env.mine.function={world / 'data/rewards.py:odd'}",
-        "env.mine.num_workers=1",
-        "checkpointing.save_period=4",
-        "checkpointing.metric_name=null",
-        *extra,
-    ]
-
-
 def test_liked_answers_become_likelier_than_disliked_ones(world: Path, tmp_path: Path) -> None:
-    assert run(recorded(world, tmp_path / "run", steps=12)) == 0
+    assert run(recorded(world / "model", world / "data", tmp_path / "run", steps=12)) == 0
     rows = rows_of(tmp_path / "run")
     first, last = rows[0], rows[-1]
     assert first["train/probs_ratio"] == pytest.approx(1.0, abs=1e-4), "before the first update nothing has moved"
@@ -78,16 +35,16 @@ def test_a_group_with_equal_rewards_is_left_out_and_counted(
 ) -> None:
     rows = traces(12, 6) + [{"input": "9 + 9 = ?", "output": word, "final_reward": 1.0} for word in ("ab", "cd")]
     path = write_rows(tmp_path / "traces.jsonl", rows)
-    arguments = recorded(world, tmp_path / "run", f"data.train.data_path={path}", steps=1)
+    arguments = recorded(world / "model", world / "data", tmp_path / "run", f"data.train.data_path={path}", steps=1)
     assert run(arguments) == 0
     printed = " ".join("".join(capsys.readouterr()).split())
     assert "1 rows left out: all recorded rewards of the prompt are equal" in printed
 
 
 def test_fresh_answers_join_the_recorded_ones_in_one_group(world: Path, tmp_path: Path) -> None:
-    assert run(recorded(world, tmp_path / "run", "grpo.num_recorded_per_prompt=2", steps=2)) == 0
-    import gzip
-
+    assert (
+        run(recorded(world / "model", world / "data", tmp_path / "run", "grpo.num_recorded_per_prompt=2", steps=2)) == 0
+    )
     with gzip.open(tmp_path / "run/rollouts/step_1.jsonl.gz", "rt") as lines:
         groups = [json.loads(line) for line in lines]
     known = {row["output"] for row in traces(20, 6)}
@@ -100,15 +57,15 @@ def test_fresh_answers_join_the_recorded_ones_in_one_group(world: Path, tmp_path
 
 @pytest.mark.parametrize("extra", [[], ["grpo.num_recorded_per_prompt=2", "policy.train_global_batch_size=10"]])
 def test_a_resumed_run_equals_the_uninterrupted_one(world: Path, tmp_path: Path, extra: list[str]) -> None:
-    assert run(recorded(world, tmp_path / "whole", *extra)) == 0
-    assert run(recorded(world, tmp_path / "parts", *extra, steps=4)) == 0
-    assert run(recorded(world, tmp_path / "parts", *extra)) == 0
+    assert run(recorded(world / "model", world / "data", tmp_path / "whole", *extra)) == 0
+    assert run(recorded(world / "model", world / "data", tmp_path / "parts", *extra, steps=4)) == 0
+    assert run(recorded(world / "model", world / "data", tmp_path / "parts", *extra)) == 0
     assert results_of(tmp_path / "parts") == results_of(tmp_path / "whole")
 
 
 def test_recorded_keys_without_a_record_are_refused(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = recorded(world, tmp_path / "run", "grpo.num_recorded_per_prompt=5")
+    arguments = recorded(world / "model", world / "data", tmp_path / "run", "grpo.num_recorded_per_prompt=5")
     assert run(arguments) == 64
     assert "grpo.num_recorded_per_prompt = 5 is more than all answers of a prompt" in capsys.readouterr().err

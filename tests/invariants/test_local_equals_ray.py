@@ -20,6 +20,7 @@ from tiny_runs import (
     count_rows,
     dpo,
     grpo,
+    recorded,
     results_of,
     rm,
     rows_of,
@@ -116,6 +117,13 @@ def test_grpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Pa
         together = AutoModelForCausalLM.from_pretrained(tmp_path / name / weights)
         for ours, theirs in zip(together.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_recorded_and_fresh_answers_are_the_same_on_two_actors(model: Path, data: Path, tmp_path: Path) -> None:
+    mixed = ["grpo.num_recorded_per_prompt=2", "policy.train_global_batch_size=10"]
+    assert run([*recorded(model, data, tmp_path / "local", *mixed, steps=3), *LOCAL]) == 0
+    assert run([*recorded(model, data, tmp_path / "two", *mixed, steps=3), *ON_TWO]) == 0
+    assert_same_curves(tmp_path / "two", tmp_path / "local")
 
 
 def test_dpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Path, tmp_path: Path) -> None:
