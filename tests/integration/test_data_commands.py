@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -275,3 +276,57 @@ def test_the_benchmark_measures_rows_and_memory(tmp_path: Path) -> None:
     assert found["pairs"]["prompts"] == 375
     assert found["pairs"]["pairs"] == found["inspect"]["pairs"] > 300
     assert 0 < found["pairs"]["peak_gib"] < 1
+
+
+# -- what cannot be written or read is said, without a traceback -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspect", "t.jsonl", "--scratch", "nowhere"], "scratch: no folder 'nowhere'"),
+        (["inspect", "t.jsonl", "--picture", "folder.svg"], "folder.svg: is a folder"),
+        (["pairs", "t.jsonl", "folder.jsonl"], "folder.jsonl: is a folder"),
+    ],
+)
+def test_places_that_cannot_be_used_are_named(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input": "q", "output": f"a{n}", "final_reward": n} for n in range(2)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "folder.svg").mkdir()
+    (tmp_path / "folder.jsonl").mkdir()
+    code, _, error = call(capsys, *arguments)
+    assert code == 64
+    assert words in error
+
+
+def test_the_advised_run_reads_what_was_looked_at(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Every path, and values that YAML would take for something else."""
+    from posttrain.config import load_config
+
+    rows = [
+        {"input": f"q{n // 3}", "output": f"a{n}", "final_reward": n % 3 / 2, "lang": "no", "who": "x, y"}
+        for n in range(60)
+    ]
+    files = [tmp_path / "one file.jsonl", tmp_path / "two.jsonl"]
+    for file in files:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for paths in (files, files[:1]):
+        filters = ["--where", "lang=no", "--where", "who=x, y", "--group-id", ""]
+        advice = numbers(capsys, "advise", *paths, *filters)
+        command = shlex.split(advice["commands"][0])
+        assert command[:2] == ["posttrain", "grpo"]
+        entries = load_config("grpo", None, command[2:]).config.data.train_sets()
+        assert [entry.data_path for entry in entries] == [str(path) for path in paths]
+        for entry in entries:
+            assert entry.dataset_name == "TraceGroups"
+            assert entry.trace_columns is not None
+            assert entry.trace_columns.group_id == ""
+            assert entry.trace_filters is not None
+            assert entry.trace_filters.where == {"lang": ["no"], "who": ["x, y"]}

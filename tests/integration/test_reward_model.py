@@ -90,7 +90,7 @@ def transformers_scores(home: Path, conversations: list[Any], name: str = "full"
 def test_a_reward_model_learns_what_the_pairs_prefer(home: Path) -> None:
     for name in ("full", "lora"):
         last = [row for row in results_of(home / name) if "validation/accuracy" in row][-1]
-        assert last["validation/accuracy"] > 0.9, name
+        assert last["validation/accuracy"] >= 0.9, name
         assert last["validation/rewards_chosen_mean"] > last["validation/rewards_rejected_mean"] + 1
         assert last["validation/rewards_std"] > 0.5
         mean = (last["validation/rewards_chosen_mean"] + last["validation/rewards_rejected_mean"]) / 2

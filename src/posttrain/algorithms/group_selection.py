@@ -1,7 +1,7 @@
 """Which of the sampled groups a step trains on: all of them, or, with dynamic sampling, those that teach something.
 
 Dynamic sampling (DAPO, arXiv:2503.14476): sample batch after batch until enough groups have rewards that differ. A group
-is judged as a whole, by what the environment said, before any shaping. Sampling noise is keyed by draw, so it makes no
+is judged as a whole, by what the environment said, scaled but before any shaping. Sampling noise is keyed by draw, so it makes no
 difference to a completion in which batch its task came.
 
 Deviations from NeMo RL: whole groups are kept, not rows; `max_batches` is exactly that many; groups beyond what a step
@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 from posttrain.algorithms.advantages import has_signal
 from posttrain.algorithms.group_state import from_plain, to_plain
+from posttrain.algorithms.rewards import RewardScaling, shaped
+from posttrain.algorithms.rollout_metrics import num_generated_tokens
 from posttrain.errors import InputError
 from posttrain.roles import Stateful
 from posttrain.types import Group
@@ -88,10 +90,15 @@ class DynamicSampling:
     max_batches: int  # in one step
     keeps_surplus: bool = True
     looks_at_parts: bool = False
+    scaling: RewardScaling | None = None  # may map rewards that differ to the same one
     surplus: list[Group] = field(default_factory=list)
 
     def begin(self, step: int) -> Collection:
         return _Filtered(self, step, earlier=self.surplus)
+
+    def is_useful(self, group: Group) -> bool:
+        seen = group if self.scaling is None else shaped([group], [self.scaling])[0]
+        return has_signal(seen, in_parts=self.looks_at_parts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"surplus": [to_plain(group) for group in self.surplus]}
@@ -135,7 +142,7 @@ class _Filtered:
 
     def add(self, groups: Sequence[Group]) -> None:
         self.sampled += groups
-        self._kept += [group for group in groups if has_signal(group, in_parts=self._owner.looks_at_parts)]
+        self._kept += [group for group in groups if self._owner.is_useful(group)]
         self._num_batches += 1
         self._share_out()
 
@@ -155,6 +162,8 @@ class _Filtered:
         rewards = [reward for group in self.groups for reward in group.rewards if reward is not None]
         num_surplus = len(self._earlier) + len(self._kept) - len(self.groups)
         return {
+            # A step that lives on what an earlier one left over has generated nothing.
+            "num_generated_tokens": float(num_generated_tokens(self.sampled)),
             "filtered_reward": sum(rewards) / len(rewards),
             "dynamic_sampling_num_gen_batches": float(self._num_batches),
             "dynamic_sampling_num_earlier_groups": float(self.num_earlier),
@@ -169,7 +178,7 @@ class _Filtered:
             rewards = {reward for reward in group.rewards if reward is not None}
             if not rewards:
                 why["could not be scored"] += 1
-            elif not has_signal(group, in_parts=owner.looks_at_parts):
+            elif not owner.is_useful(group):
                 why[f"had reward {min(rewards):g} throughout"] += 1
         reasons = ", ".join(f"{count} {reason}" for reason, count in why.most_common(3))
         return (

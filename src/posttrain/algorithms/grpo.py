@@ -96,9 +96,10 @@ class Grpo:
         metrics = rollout_metrics(groups)
         if "reward" in metrics:
             metrics["accuracy"] = metrics["reward"]
-        if len(groups[0].rollouts) > 1:
-            passed = [any((reward or 0) > 0 for reward in group.rewards) for group in groups]
-            metrics[f"pass_{len(groups[0].rollouts)}"] = sum(passed) / len(groups)
+        judged = [[reward for reward in group.rewards if reward is not None] for group in groups]
+        passed = [any(reward > 0 for reward in rewards) for rewards in judged if rewards]
+        if len(groups[0].rollouts) > 1 and passed:
+            metrics[f"pass_{len(groups[0].rollouts)}"] = sum(passed) / len(passed)
         return _report(groups, metrics, clock.finish("total_validation_time"), ())
 
     def _with_logprobs(self, batch: TokenBatch, collection: Collection) -> tuple[TokenBatch, dict[str, float]]:

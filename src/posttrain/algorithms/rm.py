@@ -37,8 +37,9 @@ class RewardModelTraining:
         with clock("policy_training"):
             update = self.policy.update(batch, self.objective)
             self.policy.end_step()
+        num_pairs = batch.num_sequences / 2
         return StepReport(
-            metrics={**_with_spread(update.metrics), "num_valid_samples": batch.num_sequences / 2},
+            metrics={**_summary(update.metrics, num_pairs), "num_valid_samples": num_pairs},
             timings_s=clock.finish(),
             num_tokens=num_sequence_tokens(batch),
             num_samples=len(batch.responses),
@@ -51,16 +52,17 @@ class RewardModelTraining:
         clock = StageClock()
         batch = pair_batch(self.validation)
         return StepReport(
-            metrics=_with_spread(self.policy.evaluate(batch, self.objective).metrics),
+            metrics=_summary(self.policy.evaluate(batch, self.objective).metrics, batch.num_sequences / 2),
             timings_s=clock.finish("total_validation_time"),
             num_tokens=num_sequence_tokens(batch),
             num_samples=len(batch.responses),
         )
 
 
-def _with_spread(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Mean and standard deviation of all scores, of chosen and rejected answers: what a user of the model normalises by."""
+def _summary(metrics: Mapping[str, float], num_pairs: float) -> dict[str, float]:
+    """With the accuracy, and mean and standard deviation of all scores: what a user of the model normalises by."""
     rest = dict(metrics)
+    accuracy = rest.pop("num_ranked_right") / max(num_pairs, 1.0)  # divided once: shares of parts may add up to above 1
     square = rest.pop("rewards_square_mean")
     mean = (rest["rewards_chosen_mean"] + rest["rewards_rejected_mean"]) / 2
-    return {**rest, "rewards_mean": mean, "rewards_std": math.sqrt(max(square - mean**2, 0.0))}
+    return {**rest, "accuracy": accuracy, "rewards_mean": mean, "rewards_std": math.sqrt(max(square - mean**2, 0.0))}

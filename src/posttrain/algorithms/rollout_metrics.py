@@ -18,7 +18,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "unscored": float(len(rollouts) - len(rewards)),
         "mean_generation_length": statistics.fmean(lengths),
         "max_generation_length": float(max(lengths)),
-        "num_generated_tokens": float(sum(lengths)),
+        "num_generated_tokens": float(num_generated_tokens(groups)),
         "truncation_rate": statistics.fmean(r.truncated for r in rollouts),
         "groups_with_signal": statistics.fmean(has_signal(group) for group in groups),
         "num_samples": float(len(rollouts)),
@@ -34,6 +34,12 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             parts.setdefault(name, []).append(value)
     metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in parts.items()}
     return metrics | _conversation_metrics(groups)
+
+
+def num_generated_tokens(groups: Sequence[Group]) -> int:
+    """Tokens that the model wrote here; those of a record were written elsewhere, by whomever, and cost nothing."""
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    return sum(completion.num_sampled for completion in completions if completion.logprobs)
 
 
 def _conversation_metrics(groups: Sequence[Group]) -> dict[str, float]:

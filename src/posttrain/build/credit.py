@@ -38,6 +38,7 @@ def build_selection(config: GrpoRunConfig) -> GroupSelection:
         max_batches=grpo.dynamic_sampling_max_gen_batches,
         keeps_surplus=grpo.dynamic_sampling_surplus == "keep",
         looks_at_parts=grpo.adv_estimator.name == "gdpo",
+        scaling=_scaling(config),
     )
 
 
@@ -117,11 +118,14 @@ def _kl_in_reward(config: GrpoRunConfig) -> KlInReward | None:
     )
 
 
+def _scaling(config: GrpoRunConfig) -> RewardScaling | None:
+    scaling = config.grpo.reward_scaling
+    return RewardScaling(**options(scaling, RewardScaling)) if scaling.enabled else None
+
+
 def _reward_steps(config: GrpoRunConfig) -> tuple[RewardStep, ...]:
-    scaling, shaping = config.grpo.reward_scaling, config.grpo.reward_shaping
-    steps: list[RewardStep] = []
-    if scaling.enabled:
-        steps.append(RewardScaling(**options(scaling, RewardScaling)))
+    scaling, shaping = _scaling(config), config.grpo.reward_shaping
+    steps: list[RewardStep] = [] if scaling is None else [scaling]
     if shaping.enabled and shaping.stop_properly_penalty_coef is not None:
         steps.append(CutOffPenalty(shaping.stop_properly_penalty_coef))
     elif shaping.enabled:

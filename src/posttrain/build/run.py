@@ -73,8 +73,9 @@ class Run:
         per_step = samples_per_step(config)
         max_steps = min(section.max_num_steps, section.max_num_epochs * len(train) // per_step)
         if max_steps < 1:
+            left_out = "".join(f"; {count} left out: {reason}" for reason, count in train.dropped.items())
             raise DataError(
-                f"data.train has {len(train)} usable rows, fewer than the {per_step} of one step; "
+                f"data.train has {len(train)} usable rows, fewer than the {per_step} of one step{left_out}; "
                 "give more data, a smaller step, or more epochs (max_num_epochs)"
             )
         stream = Stream(train, section.seed, config.data.shuffle)

@@ -23,7 +23,8 @@ defaults. The output is itself a valid config file.
 
 CHECK_EPILOG = """\
 Reads the file, applies the overrides and checks every key and value, without loading a model or data. Prints "ok" and
-what deserves attention; exits with 64 and says what is wrong if the config cannot be used.
+what deserves attention; exits with 64 and says what is wrong if the config cannot be used. Whether files, models and
+reward functions are there is found out by the run itself, before it loads the model.
 """
 
 
@@ -38,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     listing = commands.add_parser("presets", help="list the settings of other systems that a run can start from")
     listing.add_argument("kinds", nargs="*", choices=[*KINDS, []], metavar="KIND", help="only for this kind of run")
     listing.set_defaults(run=_list_presets)
-    check = _add_command(commands, "check", "say whether a run could start with it", CHECK_EPILOG)
+    check = _add_command(commands, "check", "check every key and value", CHECK_EPILOG)
     check.set_defaults(run=run, action=_check)
 
 

@@ -301,16 +301,22 @@ def _options_given(args: argparse.Namespace) -> str:
 
 
 def _settings_given(args: argparse.Namespace) -> str:
-    """The same as settings of a run, for columns and filters."""
-    words: list[str] = []
+    """The same as settings of a run, for paths, columns and filters. Of several paths each is a dataset of its own."""
+    if len(args.paths) == 1:
+        dataset, words = "data.train", ["data.train.dataset_name=TraceGroups", f"data.train.data_path={args.paths[0]}"]
+    else:
+        entries = (f"{{dataset_name: TraceGroups, data_path: {json.dumps(path)}}}" for path in args.paths)
+        dataset, words = "data.default", [f"data.train=[{', '.join(entries)}]"]
     for section, names in (("trace_columns", COLUMNS), ("trace_filters", FILTERS)):
         for name in names:
             value = getattr(args, name)
             if name == "where":
                 for column, wanted in _where(value).items():
-                    words.append(f"data.train.{section}.where.{column}=[{','.join(wanted)}]")
+                    # In quotes, or YAML would make a truth value of `no`, and two values of one with a comma in it.
+                    values = ", ".join(json.dumps(one, ensure_ascii=False) for one in wanted)
+                    words.append(f"{dataset}.{section}.where.{column}=[{values}]")
             elif value != DEFAULTS.get(name):
-                words.append(f"data.train.{section}.{name}={value}")
+                words.append(f"{dataset}.{section}.{name}={value}")
     return "".join(f" {shlex.quote(word)}" for word in words)
 
 

@@ -129,10 +129,9 @@ def _keys(words: list[str]) -> dict[str, Any]:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not possible; at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not possible; a whole number, at least 1")
+    return int(text)
 
 
 def _json_map(text: str) -> dict[str, Any]:

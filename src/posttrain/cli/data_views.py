@@ -35,6 +35,11 @@ def show_statistics(console: Console, found: TraceStatistics, path: str) -> None
                 if found.groups
                 else "0"
             ),
+            "  by prompt": (
+                f"{_of(found.prompts_with_signal, found.pairs.prompts)}: what training compares, within one prompt"
+                if found.read.ids_with_several_prompts
+                else ""
+            ),
             "group sizes": ", ".join(f"{name}: {count:,}" for name, count in found.group_sizes.items() if count),
             "rewards": (
                 f"mean {found.reward_mean:.4g}, standard deviation {found.reward_std:.4g}, "
@@ -126,9 +131,7 @@ def show_losses(console: Console, read: ReadReport) -> None:
     _tallies(console, read.problems, "cannot be used", "red")
     _tallies(console, read.filtered, "left out", "yellow")
     if read.ids_with_several_prompts:
-        line = (
-            f"{read.ids_with_several_prompts:,} group ids cover several prompts; pairs are made within one prompt only"
-        )
+        line = f"{read.ids_with_several_prompts:,} group ids cover several prompts; training compares within one prompt only"
         console.print(Text("note: ", "yellow").append(line, "default"))
 
 
@@ -167,6 +170,7 @@ def show_advice(console: Console, advice: Advice) -> None:
     console.print(Text("next:", "bold"))
     for command in advice.commands:
         console.print(Text(f"  {command}"), soft_wrap=True)
+    console.print(Text("  (with policy.model_name=YOUR_MODEL, or your --config, for the run)", "bright_black"))
 
 
 def _of(part: int, whole: int) -> str:

@@ -15,8 +15,8 @@ settings are given as key=value, with the names that NeMo RL uses:
   posttrain {kind} --config my.yaml policy.model_name=Qwen/Qwen3-0.6B policy.optimizer.kwargs.lr=1e-6
 
 `posttrain config show {kind}` lists all of them. Without --config the built-in defaults apply. The run's folder
-(checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, the samples of every step and report.html; the same
-command goes on from the newest checkpoint in it.
+(checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, with grpo, the samples of every step;
+the same command goes on from the newest checkpoint in it.
 """
 SUMMARIES = {
     "grpo": "reinforcement learning: sample, score, and prefer what scored better in its group",

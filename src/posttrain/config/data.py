@@ -208,6 +208,9 @@ class EnvironmentConfig(OpenSection):
                 )
             if not self.rewards:
                 raise ValueError("`rewards` is empty: at least one reward is needed")
+            for part in self.rewards:
+                if not part or "/" in part:  # a slash is what tells details of a reward from rewards
+                    raise ValueError(f"`rewards` has the name {part!r}: a name without a slash is needed")
             return {part: parse_reward(self._with_math_keys(block)) for part, block in self.rewards.items()}
         kind = self._kind(name, extras)
         if kind is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -103,6 +104,10 @@ class JudgeRewardConfig(RewardConfig):
     def _is_http(cls, value: str) -> str:
         if not re.match(r"https?://[^/\s]+", value):
             raise ValueError("'http://host:port/v1' or 'https://host/v1' is needed")
+        try:
+            urlsplit(value).port  # noqa: B018
+        except ValueError as error:
+            raise ValueError(f"'http://host:port/v1' or 'https://host/v1' is needed ({error})") from None
         return value.rstrip("/").removesuffix("/chat/completions")
 
     @field_validator("prompt", "system")

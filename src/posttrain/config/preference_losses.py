@@ -93,7 +93,10 @@ def _set_in_vain(setting: str, value: float, name: PreferenceLossName) -> str:
     if setting == _AVERAGE:
         return f"dpo.{_AVERAGE} = true: the reward of {name} is a sum over tokens by definition; remove the setting"
     if setting == _BETA and name == "orpo":
-        return f"dpo.{_BETA} = {value:g} is not read by orpo, whose lambda is dpo.preference_loss_weight; remove it"
+        return (
+            f"dpo.{_BETA} = {value:g} is not read by orpo, whose lambda is dpo.preference_loss_weight; "
+            f"remove it (on the command line: '~dpo.{_BETA}')"
+        )
     readers = ", ".join(other for other, traits in LOSSES.items() if setting in traits.reads)
     return f"dpo.{setting} = {value:g} is read by {readers} only, and dpo.preference_loss is {name}: change one of them"
 

@@ -38,6 +38,12 @@ def check_turns(config: GrpoRunConfig) -> Iterator[str]:
                 f"env.{name}.turns takes turns with the model, but grpo.max_rollout_turns = {limit} ends a conversation "
                 "before the model can read what the environment says: set it to 2 or more, or remove the turns"
             )
+        if config.grpo.adv_estimator.name == "gdpo" and config.env[name].reward_configs(name):
+            yield (
+                f"grpo.adv_estimator.name = gdpo needs the same reward parts of every rollout, but a conversation of env.{name} "
+                "that a limit ends never comes to its judge, and has none of the judge's: use grpo, or have the class in "
+                f"env.{name}.turns give all rewards as named parts, without a judge"
+            )
     for name, environment in config.env.items():
         if (
             environment.turns is not None

@@ -87,6 +87,8 @@ RULES: tuple[Rule, ...] = (
     Rule("grpo.calculate_advantages_on_gpu", _anything, _NOT_NEEDED),
     Rule("grpo.deduplicate_multimodal_data", _anything, _NOT_NEEDED),
     Rule("grpo.debug_payload_metrics", _anything, _NOT_NEEDED),
+    # env
+    Rule("env.*.stop_strings", _off, "texts that end answers of one environment; use policy.generation.stop_strings"),
     # checkpointing
     Rule(
         "checkpointing.save_consolidated", _off, "a second copy; weights are saved in the Hugging Face format already"

@@ -111,6 +111,11 @@ def _dynamic_sampling(config: GrpoRunConfig) -> Iterator[str]:
             f"grpo.batch_multiplier = {grpo.batch_multiplier:g} of grpo.num_prompts_per_step = {grpo.num_prompts_per_step} "
             "is less than one prompt: raise it"
         )
+    if config.loss_fn.force_on_policy_ratio and grpo.dynamic_sampling_surplus == "keep":
+        yield (
+            "loss_fn.force_on_policy_ratio and grpo.dynamic_sampling_surplus = keep exclude each other: groups that are kept "
+            "for the next step were not sampled by its policy; set dynamic_sampling_surplus=discard"
+        )
     if grpo.num_generations_per_prompt == 1:
         yield (
             "grpo.use_dynamic_sampling keeps groups whose rewards differ, and a group of "
@@ -154,10 +159,35 @@ def _estimator(config: GrpoRunConfig) -> Iterator[str]:
         )
     if loss.use_kl_in_reward and estimator.name == "gdpo" and estimator.kl_in_reward == "sequence":
         yield "grpo.adv_estimator.kl_in_reward = sequence charges the total reward, but gdpo credits its parts: use token"
+    if estimator.name == "gdpo":
+        yield from _gdpo(config)
     if estimator.name == "rloo" and config.grpo.num_generations_per_prompt == 1:
         yield (
             "grpo.adv_estimator.name = rloo compares with the other answers of the group, and "
             "grpo.num_generations_per_prompt = 1 leaves none: sample at least 2 per prompt"
+        )
+
+
+def _gdpo(config: GrpoRunConfig) -> Iterator[str]:
+    named = {entry.env_name for entry in config.data.train_sets()}
+    rewards = {name: block.reward_configs(name) for name, block in config.env.items() if name in named}
+    for name, own in rewards.items():
+        # What a function of the user's own returns may well be parts of a reward; what our types add to theirs is not.
+        if set(own) == {""} and own[""].type != "python":
+            yield (
+                f"grpo.adv_estimator.name = gdpo credits several rewards one by one, and env.{name} has a single one, of type "
+                f"{own[''].type}: name several in env.{name}.rewards, or use grpo"
+            )
+    weights = {
+        f"env.{name}.rewards.{part}.weight": reward.weight
+        for name, own in rewards.items()
+        for part, reward in own.items()
+        if reward.weight != 1
+    }
+    if weights and config.grpo.adv_estimator.reward_weights is None:
+        yield (
+            f"{', '.join(f'{key} = {weight:g}' for key, weight in weights.items())}: gdpo credits each reward on its own, by "
+            "grpo.adv_estimator.reward_weights, which is not set: give one weight for each, in alphabetical order"
         )
 
 

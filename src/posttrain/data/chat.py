@@ -289,8 +289,22 @@ class ChatFormat:
         """Special tokens stand in the text already, so none are added."""
         if not texts:
             return []
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        try:
+            encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        except TypeError as error:
+            raise _explained(error, texts) from error
         return list(encoded["input_ids"])
+
+
+def _explained(error: TypeError, texts: Sequence[str]) -> Exception:
+    """JSON can spell half of a surrogate pair, which is no text; tokenizers call that a wrong type."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as broken:
+            near = text[max(0, broken.start - 30) : broken.end + 30]
+            return DataError(f"a text is not valid Unicode: half of a surrogate pair in {near!r}")
+    return error
 
 
 def is_answer(message: Message) -> bool:

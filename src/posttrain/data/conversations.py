@@ -23,7 +23,7 @@ def as_messages(value: Any, row: Row, key: str) -> list[Message]:
     messages: list[Message] = []
     for position, turn in enumerate(value, start=1):
         content = turn.get("content")
-        if content is None and turn.get("tool_calls"):
+        if content is None and (turn.get("tool_calls") or turn.get("function_call")):
             content = ""
         elif is_conversation(content):  # [{"type": "text", "text": ...}]
             content = "".join(str(part.get("text", "")) for part in content)

@@ -26,11 +26,13 @@ from posttrain.data.named import (
 from posttrain.data.packed_file import PackedFile
 from posttrain.data.preference_readers import JudgedReader, PairReader
 from posttrain.data.readers import ExampleReader, Item, Numbered, Outcome, TaskReader
+from posttrain.data.recorded import DATASET_NAME as TRACE_GROUPS
 from posttrain.data.recorded import RecordedReader, RecordedRows, is_recorded
 from posttrain.data.row_dataset import HoldOut, RowDataset, Table
 from posttrain.data.shuffling import keyed_order
 from posttrain.data.sources import Row
 from posttrain.data.trace_preferences import JudgedTraceRows, TracePairRows
+from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.types import Example, Judged, Pair, Task
 
 ROWS_PER_CHUNK = 2048  # read, rendered and tokenised together
@@ -115,6 +117,11 @@ def load_pair_dataset(
         known = _preference_spec(entry)
         spec = known or PREFERENCE_DATASETS[0]
         if spec.kind == "packed":
+            if isinstance(chat, WholeChatFormat):
+                raise DataError(
+                    f"{entry.file}: packs hold answers up to the end of the turn, and a reward model reads whole "
+                    "conversations; use the rows that they were made of"
+                )
             file = PackedFile.open(entry.file, chat)
             loading.add_packed(entry, known, file, max_total_tokens)
             continue
@@ -232,19 +239,20 @@ def _outcomes(name: str, rows: Iterable[Row], reader: Reader[Item]) -> Iterator[
 
 
 def _response_spec(entry: Entry) -> ResponseSpec | None:
-    return _known(entry, find_spec(entry.dataset_name or "", RESPONSE_DATASETS), RESPONSE_DATASETS)
+    found = find_spec(entry.dataset_name or "", RESPONSE_DATASETS)
+    return _known(entry, found, RESPONSE_DATASETS, also=(TRACE_GROUPS,))
 
 
 def _preference_spec(entry: Entry) -> PreferenceSpec | None:
     return _known(entry, find_spec(entry.dataset_name or "", PREFERENCE_DATASETS), PREFERENCE_DATASETS)
 
 
-def _known(entry: Entry, found: Any, specs: Any) -> Any:
+def _known(entry: Entry, found: Any, specs: Any, also: Sequence[str] = ()) -> Any:
     """The named dataset; None for a path or a hub name, whose rows are read by their keys."""
     name = entry.dataset_name
     if found or not name or "/" in name or (not entry.data_path and entry.local_path):
         return found
-    raise unknown_dataset(name, specs)
+    raise unknown_dataset(name, specs, also)
 
 
 def _label(entry: Entry, known: ResponseSpec | PreferenceSpec | None) -> str:

@@ -10,6 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 from posttrain.data.conversations import as_messages, as_prompt, as_text, is_conversation, shown
@@ -20,6 +21,7 @@ from posttrain.types import Message
 TIE = "tie: neither answer is preferred"
 NO_SHARED_PROMPT = "the two answers do not follow the same conversation"
 NO_ANSWER = "the conversation does not end with an answer"
+PREFERENCE_NOT_FINITE = "overall_preference is not a finite number"
 REWARD_NOT_FINITE = "chosen_reward or rejected_reward is not a finite number"
 
 ALIGNER = ("chosen_response", "rejected_response")
@@ -166,10 +168,12 @@ def _rewards(row: Row, keys: PreferenceKeys) -> tuple[float | None, float | None
 
 
 def _number(value: Any, row: Row, key: str | None) -> float | None:
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+    if value is None:
         return value
     try:
-        return float(value)  # a table of text, such as csv
+        return float(value)  # also of a table of text, such as csv
+    except OverflowError:  # a whole number beyond 1e308
+        return math.inf
     except (TypeError, ValueError):
         raise DataError(f"{row.where}: {key!r} must be a number, found {shown(value)}") from None
 
@@ -183,9 +187,12 @@ def _from_ranks(row: Row) -> Preference:
         raise DataError(
             f"{row.where}: 'completions' needs two records with 'rank' and 'completion', found {shown(completions)}"
         )
-    ordered = sorted(completions, key=lambda completion: completion["rank"])
+    ranks = [math.nan if (rank := _number(one["rank"], row, "rank")) is None else rank for one in completions]
+    if any(map(math.isnan, ranks)):
+        raise DataError(f"{row.where}: 'rank' must be a number, found {shown([one['rank'] for one in completions])}")
+    ordered = [completion for _, completion in sorted(zip(ranks, completions, strict=True), key=itemgetter(0))]
     (_, chosen), (_, rejected) = (split_answer(ordered[end]["completion"], row, "completion") for end in (0, -1))
-    return Preference(prompt, chosen, rejected, TIE if ordered[0]["rank"] == ordered[-1]["rank"] else "")
+    return Preference(prompt, chosen, rejected, TIE if min(ranks) == max(ranks) else "")
 
 
 def _from_helpsteer(row: Row) -> Preference:
@@ -199,8 +206,8 @@ def _from_helpsteer(row: Row) -> Preference:
         prompt,
         chosen,
         rejected,
-        TIE if preference == 0 else "",
-        chosen_reward=abs(float(preference)),
+        TIE if preference == 0 else "" if math.isfinite(preference) else PREFERENCE_NOT_FINITE,
+        chosen_reward=abs(preference),
         rejected_reward=0.0,
     )
 

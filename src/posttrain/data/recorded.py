@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data.chat import ChatFormat, is_answer
+from posttrain.data.conversations import as_prompt
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
-from posttrain.data.readers import DEFAULT_ENVIRONMENT, Numbered, Outcome, Read
+from posttrain.data.readers import DEFAULT_ENVIRONMENT, EMPTY_PROMPT, Numbered, Outcome, Read, located
 from posttrain.data.sources import Row
 from posttrain.data.trace_preferences import TraceRows
 from posttrain.types import Completion, Message, Rollout, Score, Task
@@ -46,16 +47,25 @@ class RecordedReader:
     """`needs_signal` drops groups whose rewards are all equal; fresh answers could still make a difference to them."""
 
     def __init__(self, entry: Entry, chat: ChatFormat, max_total_tokens: int, *, needs_signal: bool) -> None:
+        if entry.prompt_is_templated:
+            raise DataError(
+                f"{entry.file}: prompt_is_templated = true: {DATASET_NAME} writes prompts with the chat template itself; give "
+                "the questions without it, or set policy.tokenizer.chat_template=null, which takes texts as they are"
+            )
         self._entry, self._chat, self._limit, self._needs_signal = entry, chat, max_total_tokens, needs_signal
+        self._prompts = entry.prompts
+        # One object for each token: a million answers of objects of their own would take four times the memory.
+        self._number: dict[int, int] = {}
 
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Task]]:
-        return [self._read(name, row.values["group"]) for name, row in rows]
+        return [self._read(name, row) for name, row in rows]
 
-    def _read(self, name: str, group: TraceGroup) -> Outcome[Task]:
-        messages = self._entry.prompts.messages(group.prompt)
-        text, prompt_ids = self._chat.prompt(messages)
+    def _read(self, name: str, row: Row) -> Outcome[Task]:
+        group: TraceGroup = row.values["group"]
+        messages = self._prompts.messages(as_prompt(group.prompt, row, "prompt"))
+        text, prompt_ids = located(row, self._chat.prompt, messages)
         if not prompt_ids:
-            return "empty prompt"
+            return EMPTY_PROMPT
         notes: Counter[str] = Counter()
         recorded = []
         for trace in group.traces:
@@ -65,7 +75,7 @@ class RecordedReader:
             else:
                 recorded.append(outcome)
         if len(recorded) < 2:
-            return TOO_FEW
+            return f"{TOO_FEW} ({notes.most_common(1)[0][0]})" if notes else TOO_FEW
         if self._needs_signal and len({rollout.score.reward for rollout in recorded}) == 1:
             return ALL_EQUAL
         task = Task(
@@ -93,7 +103,8 @@ class RecordedReader:
             response, mask = turns
         if len(prompt_ids) + len(response) > self._limit:
             return f"an answer left out: longer than {self._limit} tokens with its prompt"
-        completion = Completion(tuple(response), (), trace.response_text, "stop", mask)
+        token_ids = tuple(self._number.setdefault(token, token) for token in response)
+        completion = Completion(token_ids, (), trace.response_text, "stop", mask)
         return Rollout(completion, Score(trace.reward))
 
     def _turns(
@@ -112,6 +123,8 @@ class RecordedReader:
         except DataError:
             return "an answer left out: the chat template cannot write its turns"
         before, after, mask = self._chat.encode_conversation(text, spans)
-        if list(before) != list(prompt_ids):
+        # What stands between the prompt and the first text of the model, a bare tool call and its result, is read, not trained.
+        opening = before[len(prompt_ids) :]
+        if list(before[: len(prompt_ids)]) != list(prompt_ids):
             return "an answer left out: the chat template writes its prompt in another way"
-        return after, tuple(mask)
+        return [*opening, *after], (*(False for _ in opening), *mask)

@@ -74,6 +74,12 @@ class Table(Generic[Item]):
         summary.update(json.dumps(_verdict(self.items[row]), sort_keys=True, default=str).encode())
         return summary.digest()
 
+    def prompt_of(self, row: int) -> bytes:
+        """What stays together when rows are divided: the prompt of a judgement; nothing of other items."""
+        if not isinstance(self.items[row], Pair | Judged):
+            return b""
+        return hashlib.sha256(self.columns["prompt_ids"].bytes_of(row)).digest()
+
 
 def _verdict(item: Any) -> Any:
     """What somebody said of the texts: the expected answer, the rewards of a pair, whether an answer is wanted."""
@@ -140,7 +146,11 @@ class RowDataset(Generic[Item]):
         return summary.hexdigest()
 
     def split(self, validation_size: float, seed: int) -> tuple[Self, Self]:
-        """Training rows and validation rows: a share of them below 1, otherwise a number. Equal rows stay together."""
+        """Training rows and validation rows: a share of them below 1, otherwise a number.
+
+        Equal rows stay together, and so do the judgements of one prompt, which may make it a few rows more: a model that has
+        been trained on one answer to a prompt is no judge of its own progress on another.
+        """
         training, validation = self._divide(range(len(self)), validation_size, seed)
         return self._part(training, self.dropped, self.noted), self._part(validation)
 
@@ -159,18 +169,30 @@ class RowDataset(Generic[Item]):
 
     def _divide(self, positions: Sequence[int], size: float, seed: int) -> tuple[list[int], list[int]]:
         digests = [self._table.digest(int(self._rows[position])) for position in positions]
-        distinct = list(dict.fromkeys(digests))
-        count = int(size) if size >= 1 else max(1, round(size * len(distinct)))
-        if not 0 < count < len(distinct):
+        units = [
+            self._table.prompt_of(int(self._rows[position])) or digest
+            for position, digest in zip(positions, digests, strict=True)
+        ]
+        members: dict[bytes, set[bytes]] = {}
+        for unit, digest in zip(units, digests, strict=True):
+            members.setdefault(unit, set()).add(digest)
+        num_distinct = len(set(digests))
+        count = int(size) if size >= 1 else max(1, round(size * num_distinct))
+        chosen: set[bytes] = set()
+        num_held, names = 0, list(members)
+        for index in keyed_order(len(names), seed, 0):
+            if num_held < count:
+                chosen.add(names[index])
+                num_held += len(members[names[index]])
+        if not 0 < count < num_distinct or len(chosen) == len(names):
             raise DataError(
                 f"{self.name}: a validation part of {size:g} leaves nothing to train on or to validate with; "
-                f"there are {len(distinct)} different rows"
+                f"there are {num_distinct} different rows of {len(names)} prompts"
             )
-        chosen = {distinct[index] for index in keyed_order(len(distinct), seed, 0)[:count]}
-        training = [position for position, digest in zip(positions, digests, strict=True) if digest not in chosen]
+        training = [position for position, unit in zip(positions, units, strict=True) if unit not in chosen]
         # A repeated row is validated once.
         first = {digest: position for position, digest in reversed(list(zip(positions, digests, strict=True)))}
-        return training, sorted(first[digest] for digest in chosen)
+        return training, sorted(first[digest] for unit in chosen for digest in members[unit])
 
     def _part(
         self,

@@ -51,7 +51,7 @@ class Stream(Generic[Item]):
         if missing:
             raise DataError(f"the saved data position is incomplete: it lacks {', '.join(sorted(missing))}")
         differences = [
-            f"{name}: saved {state[name]!r}, now {value!r}"
+            "its content is another" if name == "fingerprint" else f"{name}: saved {state[name]!r}, now {value!r}"
             for name, value in self._identity().items()
             if name != "dataset" and state[name] != value
         ]
@@ -59,7 +59,7 @@ class Stream(Generic[Item]):
             raise DataError(
                 f"the checkpoint's position in the data means nothing here: it was made with {state['dataset']}, "
                 f"this is {self._dataset.name}; {'; '.join(differences)}. "
-                "Use the data and the seed of that run, or start in a new folder"
+                "Use the data and the seed of that run, or start in a new folder (checkpointing.checkpoint_dir)"
             )
         self._position = int(state["position"])
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from posttrain.data.conversations import as_prompt
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.preference_shapes import ALIGNER, Judgement
@@ -45,6 +46,7 @@ class TraceRows:
         self._filters = _section(TraceFilters, entry.trace_filters, "trace_filters")
         self._rules = _section(PairRules, entry.pair_rules, "pair_rules")
         self._read, self._paired = ReadReport(), PairReport()
+        self._is_templated = bool(entry.prompt_is_templated)  # else the text of a trace is what a user said
         self._of_several_turns = 0
 
     def left_out(self) -> Mapping[str, int]:
@@ -91,8 +93,9 @@ class JudgedTraceRows(TraceRows):
     def judge(self, row: Row) -> list[Judgement]:
         trace: Trace = row.values["trace"]
         desirable = trace.reward >= self._rules.preferred
-        prompt: Any = trace.prompt
+        prompt = as_prompt(trace.prompt, row, "prompt")
+        templated = self._is_templated and isinstance(prompt, str)
         if not isinstance(trace.response, str):
             return [Judgement(prompt, "", desirable, SEVERAL_TURNS)]
         between = not desirable and trace.reward >= self._rules.rejected_below
-        return [Judgement(prompt, trace.response, desirable, BETWEEN if between else "")]
+        return [Judgement(prompt, trace.response, desirable, BETWEEN if between else "", templated)]

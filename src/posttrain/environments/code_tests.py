@@ -130,9 +130,11 @@ class _Bench:
                 **setup,
             }
         told = _told(self._run(code, job, b"", self.limits).report, token)
+        if "setup" in told:
+            raise Unscored(f"the set-up of the task's tests fails in the sandbox: {told['setup']}")
         if isinstance(suite, StepSuite):
-            return sum(told.get(number) == "passed" for number, (_, counts) in enumerate(suite.steps) if counts)
-        return sum(_is_value(told.get(number), expected) for number, (_, expected) in enumerate(suite.cases))
+            return sum(told.get(str(number)) == "passed" for number, (_, counts) in enumerate(suite.steps) if counts)
+        return sum(_is_value(told.get(str(number)), expected) for number, (_, expected) in enumerate(suite.cases))
 
     def _programs_passed(self, code: str, suite: ProgramSuite, stop_early: bool) -> int:
         started_at = time.monotonic()
@@ -176,13 +178,13 @@ class _Bench:
             raise Unscored(f"the sandbox failed: {error}") from None
 
 
-def _told(report: bytes, token: str) -> dict[int, str]:
-    """What the guest said of each step. Lines without the token are not the guest's word for a pass."""
-    told: dict[int, str] = {}
+def _told(report: bytes, token: str) -> dict[str, str]:
+    """What the guest said of each step, and of a set-up that fails. Lines without the token are not the guest's word."""
+    told: dict[str, str] = {}
     for line in report.decode("utf-8", "replace").splitlines():
-        match = re.fullmatch(rf"{token} (\d+) (.*)", line)
+        match = re.fullmatch(rf"{token} (\d+|setup) (.*)", line)
         if match:
-            told.setdefault(int(match[1]), match[2])
+            told.setdefault(match[1], match[2])
     return told
 
 

@@ -200,7 +200,7 @@ def _content(reply: Reply, usage: Usage) -> str:
         raise NoVerdict(f"the reply has no choices[0].message.content: {_shown(json.dumps(body))}") from None
     if not isinstance(text, str) or not text.strip():
         raise NoVerdict("the judge said nothing")
-    return text
+    return _whole_characters(text)
 
 
 def _count(value: Any) -> int:
@@ -229,8 +229,12 @@ def filled(template: str, item: ScoringItem) -> str:
             return _as_text(item.metadata[match[3]])
         return values[match[2]]
 
-    text = PLACEHOLDER.sub(value_of, template)
-    return text.encode("utf-8", "replace").decode()  # a sampled text may hold half a character
+    return _whole_characters(PLACEHOLDER.sub(value_of, template))
+
+
+def _whole_characters(text: str) -> str:
+    """A sampled text may hold half a character, which no file and no request can."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _question(item: ScoringItem) -> str:
@@ -265,7 +269,7 @@ def _worth(found: Any, labels: Mapping[str, float] | None) -> float | None:
         return None
     try:
         return float(found)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -98,7 +98,8 @@ def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
     add("policy_training_tokens_per_sec_per_gpu", tokens, training_s)
     add("policy_and_reference_logprobs_tokens_per_sec_per_gpu", tokens, logprobs_s)
     add("training_worker_group_tokens_per_sec_per_gpu", tokens, training_s + logprobs_s if training_s else 0.0)
-    add("generation_tokens_per_sec_per_gpu", tokens, float(timings_s.get("generation", 0.0)))
+    if not _is_all_recorded(report):
+        add("generation_tokens_per_sec_per_gpu", tokens, float(timings_s.get("generation", 0.0)))
     if report.num_samples > 0 and tokens > 0:
         rates["mean_total_tokens_per_sample"] = tokens / report.num_samples
     if hardware.flops_per_token:
@@ -106,3 +107,9 @@ def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
     if hardware.peak_flops_per_device and "train_flops_per_gpu" in rates:
         rates["train_mfu"] = rates["train_flops_per_gpu"] * 1e12 / hardware.peak_flops_per_device
     return rates
+
+
+def _is_all_recorded(report: StepReport) -> bool:
+    """Whether nothing was sampled: handing out a record has no speed worth knowing."""
+    rollouts = [rollout for group in report.groups for rollout in group.rollouts]
+    return bool(rollouts) and not any(rollout.completion.logprobs for rollout in rollouts)

@@ -67,6 +67,11 @@ RESULTS: Mapping[Algorithm, tuple[tuple[str, str, str], ...]] = {
         ("lr", "Learning Rate", "lr"),
     ),
 }
+SHIFTS = (
+    ("train/policy_shift_kl", "Policy Shift (KL)"),
+    ("train/advantage_weighted_shift", "Advantage-Weighted Shift"),
+    ("train/clip_fraction", "Clipped Tokens (share)"),
+)
 VALIDATION_RESULTS = (
     ("accuracy", "Accuracy"),
     ("reward", "Avg Reward"),
@@ -135,10 +140,20 @@ def step_block(
     for metric, words, _ in RESULTS[algorithm]:
         if f"train/{metric}" in row:
             lines.append(Line(f"  • {words}: {number(row[f'train/{metric}'])}"))
+        if metric == "reward":
+            lines += _part_lines(row, "train/")
+    # Zero where the policy learns from its own fresh answers; what to watch where it learns from a record.
+    lines += [Line(f"  • {words}: {number(row[key])}") for key, words in SHIFTS if row.get(key)]
     lines += _unscored_lines(row, groups)
     lines += _timing_lines(row, eta_s)
     lines += _performance_lines(row, device_word, num_devices)
     return lines
+
+
+def _part_lines(row: Row, prefix: str) -> list[Line]:
+    """The parts of a reward that has several."""
+    parts = {key.removeprefix(f"{prefix}reward/"): v for key, v in row.items() if key.startswith(f"{prefix}reward/")}
+    return [Line(f"    - {part}: {number(value)}") for part, value in sorted(parts.items())]
 
 
 def _unscored_lines(row: Row, groups: Sequence[Group]) -> list[Line]:
@@ -212,7 +227,11 @@ def validation_block(row: Row, num_samples: int) -> list[Line]:
     lines = [Line(f"Validation Results (step {row['step']}):", "title")]
     for name, words in VALIDATION_RESULTS:
         if name in found and not (name == "reward" and "accuracy" in found):
+            parts = _part_lines(row, "validation/")
+            # A weighted sum of several parts is no share of right answers.
+            words = "Avg Reward" if name == "accuracy" and parts else words
             lines.append(Line(f"  • {words}: {number(found[name])}", "good" if name == "accuracy" else "plain"))
+            lines += parts if name in ("accuracy", "reward") else []
     for name in sorted(name for name in found if name.startswith(("pass_", "cons_"))):
         lines.append(Line(f"  • {name.replace('_', '@')}: {number(found[name])}"))
     length = found.get("mean_generation_length", found.get("avg_length"))

@@ -18,6 +18,7 @@ from posttrain.policy.objectives import ClippedPolicyGradient
 
 ESTIMATOR = "grpo.adv_estimator"
 KL = "loss_fn.use_kl_in_reward=true"
+SEVERAL = "env.math.rewards={a: {type: math}, b: {type: regex, pattern: x}}"
 MEAN = GroupAdvantages(False, False)
 RFPP = Whitening("tokens", Spread(0, 1e-8, "variance_floor"))
 
@@ -30,7 +31,7 @@ CREDITS = {
     (f"{ESTIMATOR}.name=reinforce_plus_plus",): Credit(MEAN, whitening=RFPP),
     (f"{ESTIMATOR}={{name: reinforce_plus_plus, minus_baseline: false}}",): Credit(RewardsThemselves(), whitening=RFPP),
     (f"{ESTIMATOR}={{name: reinforce_plus_plus, whiten_advantages: none}}",): Credit(MEAN),
-    (f"{ESTIMATOR}={{name: gdpo, reward_weights: [2, 1]}}",): Credit(
+    (f"{ESTIMATOR}={{name: gdpo, reward_weights: [2, 1]}}", SEVERAL): Credit(
         AdvantagesPerReward(GroupAdvantages(), (2.0, 1.0)), whitening=Whitening("rollouts", Spread(1, 0.0))
     ),
     (f"{ESTIMATOR}={{std_over: batch, std_ddof: 0, std_epsilon: 0.5, std_epsilon_form: variance_plus}}",): Credit(
@@ -72,10 +73,12 @@ def test_selection() -> None:
 
     assert selection() == EveryGroup(5)
     assert selection("grpo.use_dynamic_sampling=true") == DynamicSampling(5, 5, 10, keeps_surplus=True)
+    scaled = selection("grpo.use_dynamic_sampling=true", "grpo.reward_scaling={enabled: true, target_min: -1}")
+    assert scaled == DynamicSampling(5, 5, 10, scaling=RewardScaling(target_min=-1.0))
     given = "grpo={use_dynamic_sampling: true, batch_multiplier: 1.5, dynamic_sampling_surplus: discard}"
-    assert selection(given, "grpo.dynamic_sampling_max_gen_batches=3", f"{ESTIMATOR}.name=gdpo") == DynamicSampling(
-        5, 7, 3, keeps_surplus=False, looks_at_parts=True
-    )
+    assert selection(
+        given, "grpo.dynamic_sampling_max_gen_batches=3", f"{ESTIMATOR}.name=gdpo", SEVERAL
+    ) == DynamicSampling(5, 7, 3, keeps_surplus=False, looks_at_parts=True)
 
 
 LOSSES = {

@@ -1,6 +1,7 @@
 """Dynamic sampling: whole groups, exactly so many batches, a surplus that survives a checkpoint."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.group_selection import DynamicSampling, EveryGroup, StreamAndSurplus
 from posttrain.algorithms.group_state import from_plain, to_plain
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
+from posttrain.algorithms.rewards import RewardScaling
 from posttrain.checkpointing.state import load_training_state, save_training_state
 from posttrain.errors import InputError
 from posttrain.policy.objectives import ClippedPolicyGradient
@@ -132,6 +134,7 @@ def test_a_surplus_that_is_enough_needs_no_sampling() -> None:
     assert (trained(report), source.asked) == ([1], [2])
     assert report.metrics["dynamic_sampling_num_gen_batches"] == 0
     assert report.metrics["reward"] == 0.75, "of what was trained on, where nothing was sampled"
+    assert report.metrics["num_generated_tokens"] == 0, "they were counted when they were generated"
 
 
 def test_surplus_groups_may_be_discarded() -> None:
@@ -168,7 +171,7 @@ def test_recorded_answers_have_the_starting_policy_as_their_sampler() -> None:
     unknown = Rollout(Completion((1, 2, 3), (), "", "stop"), recorded.score)
     source.groups[0] = Group(source.groups[0].task, (unknown, source.groups[0].rollouts[1]))
     grpo = algorithm(source, EveryGroup(2))
-    grpo.step(1)
+    assert grpo.step(1).metrics["num_generated_tokens"] == 3 * 2, "the recorded answer was not generated here"
     (batch,) = grpo.policy.batches  # type: ignore[attr-defined]
     assert batch.columns["generation_logprobs"][:3].tolist() == [-9.0] * 3
     assert batch.columns["prev_logprobs"][:3].tolist() == [-9.0] * 3
@@ -217,6 +220,23 @@ def test_exactly_as_many_batches_as_allowed_then_an_error_that_says_what_to_do()
 def test_rewards_that_differ_by_rounding_alone_are_no_signal() -> None:
     source = Source([0.3, 0.1 + 0.2], GOOD)
     assert trained(algorithm(source, DynamicSampling(1, num_per_batch=1, max_batches=2)).step(1)) == [1]
+
+
+def test_rewards_that_scaling_makes_equal_are_no_signal() -> None:
+    selection = DynamicSampling(1, num_per_batch=2, max_batches=1, scaling=RewardScaling(0.0, 1.0, -1.0, 1.0))
+    assert trained(algorithm(Source([3.0, 2.0], GOOD), selection).step(1)) == [1]
+
+
+def test_validation_leaves_prompts_without_any_reward_out_of_pass_k() -> None:
+    source = Source([None, None], [None, 1.0], [0.0, 0.0])
+    grpo = replace(algorithm(source, EveryGroup(1)), validation=source, settings=GrpoSettings(num_validation_prompts=3))
+    report = grpo.validate(1)
+    assert report is not None
+    assert report.metrics["pass_2"] == 0.5
+    unscored = replace(grpo, validation=Source([None, None]), settings=GrpoSettings(num_validation_prompts=1))
+    report = unscored.validate(1)
+    assert report is not None
+    assert "pass_2" not in report.metrics
 
 
 def test_unscored_rollouts_are_no_signal() -> None:

@@ -89,6 +89,19 @@ REFUSED = [
     (["grpo.batch_multiplier=2"], ["batch_multiplier = 2", "use_dynamic_sampling"]),
     ([DYNAMIC, "grpo.num_prompts_per_step=2", "grpo.batch_multiplier=0.4"], ["less than one prompt"]),
     ([DYNAMIC, "grpo.num_generations_per_prompt=1", "grpo.normalize_rewards=false"], ["never does", "at least 2"]),
+    (
+        [DYNAMIC, "loss_fn.force_on_policy_ratio=true"],
+        ["force_on_policy_ratio", "set dynamic_sampling_surplus=discard"],
+    ),
+    (
+        [
+            "grpo.adv_estimator.name=gdpo",
+            "data.train={dataset_name: gsm8k, env_name: two}",
+            "env.two.rewards={a: {type: math}, b: {type: regex, pattern: x, weight: 0}}",
+        ],
+        ["env.two.rewards.b.weight = 0", "reward_weights"],
+    ),
+    (["grpo.adv_estimator.name=gdpo"], ["env.math has a single one, of type math", "env.math.rewards"]),
     (["grpo.reward_scaling={enabled: true, source_min: 1}"], ["source_min = 1", "source_max = 1"]),
     (
         [SHAPED, "grpo.reward_shaping.overlong_buffer_length=600"],
@@ -123,6 +136,13 @@ def test_contradictions_name_the_fields_and_the_remedy(overrides: list[str], par
     [
         ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator={name: reinforce_plus_plus, minus_baseline: false}"],
         ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator.group_of_one=reward"],
+        [DYNAMIC, "loss_fn.force_on_policy_ratio=true", "grpo.dynamic_sampling_surplus=discard"],
+        [
+            "grpo.adv_estimator={name: gdpo, reward_weights: [1, 0]}",
+            "checkpointing.metric_name=null",
+            "data.train={dataset_name: gsm8k, env_name: two}",
+            "env.two.rewards={a: {type: math}, b: {type: regex, pattern: x, weight: 0}}",
+        ],
         [DYNAMIC, "grpo.batch_multiplier=3"],
         ["loss_fn={sequence_level_importance_ratios: true, loss_normalizer: sequences}"],
     ],

@@ -41,6 +41,15 @@ def test_arguments_without_a_class_are_refused() -> None:
         load("env.calc.type=math", "env.calc.turns_kwargs={syntax: inline}")
 
 
+def test_parts_of_a_judge_that_some_conversations_never_see_are_refused() -> None:
+    several = "env.calc.rewards={a: {type: math}, b: {type: regex, pattern: x}}"
+    turns = ["env.calc.turns=mine.py:Game", "grpo.max_rollout_turns=3"]
+    with pytest.raises(ConfigError, match=r"gdpo needs the same reward parts .*without a judge"):
+        load(*turns, several, "grpo.adv_estimator.name=gdpo")
+    load(*turns, several)
+    load(*turns, "grpo.adv_estimator.name=gdpo")
+
+
 def test_many_turns_without_an_environment_that_takes_them_are_mentioned() -> None:
     said = [
         warning for warning in load("env.calc.type=math", "grpo.max_rollout_turns=9") if "max_rollout_turns" in warning

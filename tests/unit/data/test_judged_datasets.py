@@ -122,3 +122,13 @@ def test_real_labelled_file_loads_and_every_row_is_accounted_for() -> None:
     entry = {"data_path": str(PREFERENCES / "kto_en_demo.jsonl.gz")}
     answers = load_judged_dataset(entry, None, CHAT, max_total_tokens=100_000, seed=0)
     assert (len(answers), answers.num_desirable, answers.dropped) == (300, 150, {})
+
+
+def test_traces_whose_prompts_hold_the_template_are_taken_as_they_are(tmp_path: Path) -> None:
+    rows = [
+        {"input": PROMPT, "output": "Yes.", "final_reward": 1},
+        {"input": PROMPT, "output": "No.", "final_reward": 0},
+    ]
+    expected = [(PROMPT, "Yes.<|im_end|>", True), (PROMPT, "No.<|im_end|>", False)]
+    assert seen(load(tmp_path, rows, dataset_name="Traces", prompt_is_templated=True)) == expected
+    assert seen(load(tmp_path, rows, dataset_name="Traces")) != expected

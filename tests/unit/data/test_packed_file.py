@@ -19,6 +19,7 @@ from posttrain.data.datasets import PairDataset, load_pair_dataset
 from posttrain.data.errors import DataError
 from posttrain.data.packed_file import Packing, pair_cost, read_header, write_packed
 from posttrain.data.sampler import Stream
+from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.types import Pair
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))
@@ -142,6 +143,11 @@ def test_pairs_too_long_for_the_run_are_left_out_and_counted(tmp_path: Path) -> 
 def test_tokens_of_another_tokenizer_or_template_are_refused(tmp_path: Path, chat: ChatFormat, what: str) -> None:
     with pytest.raises(DataError, match=f"packs.parquet: its tokens were made with {what}"):
         packed(tmp_path, chat=chat)
+
+
+def test_a_reward_model_is_told_to_use_the_rows(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a reward model reads whole conversations; use the rows"):
+        packed(tmp_path, chat=WholeChatFormat(byte_tokenizer(CHATML)))
 
 
 def test_files_that_are_no_packs_are_refused(tmp_path: Path) -> None:

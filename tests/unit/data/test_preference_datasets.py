@@ -13,7 +13,13 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import PairDataset, load_pair_dataset
 from posttrain.data.errors import DataError
 from posttrain.data.preference_readers import REVERSED
-from posttrain.data.preference_shapes import NO_ANSWER, NO_SHARED_PROMPT, REWARD_NOT_FINITE, TIE
+from posttrain.data.preference_shapes import (
+    NO_ANSWER,
+    NO_SHARED_PROMPT,
+    PREFERENCE_NOT_FINITE,
+    REWARD_NOT_FINITE,
+    TIE,
+)
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))
 PREFERENCES = Path(__file__).parents[3].parent / "shared" / "data" / "preferences"
@@ -239,3 +245,43 @@ def test_real_preference_files_load_and_every_row_is_accounted_for(file: str, ro
     assert len(pairs) + too_long == rows
     assert len(pairs) > rows / 2
     assert all(len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids)) <= 4000 for p in pairs)
+
+
+def test_a_preference_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+    row = {"context": ASKED, "response1": "Yes.", "response2": "No.", "overall_preference": -2}
+    pairs = load(tmp_path, [row, {**row, "overall_preference": float("nan")}])
+    assert len(pairs) == 1
+    assert pairs.dropped == {PREFERENCE_NOT_FINITE: 1}
+
+
+def test_a_reward_beyond_all_floats_is_left_out(tmp_path: Path) -> None:
+    row = {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No.", "chosen_reward": 2, "rejected_reward": 1}
+    pairs = load(tmp_path, [row, {**row, "chosen_reward": 10**400}])
+    assert pairs.dropped == {REWARD_NOT_FINITE: 1}
+
+
+@pytest.mark.parametrize("rank", [None, "first", float("nan")])
+def test_a_rank_that_is_no_number_is_named(tmp_path: Path, rank: Any) -> None:
+    completions = [{"rank": rank, "completion": [GOOD]}, {"rank": 1, "completion": [BAD]}]
+    with pytest.raises(DataError, match=r"row 1: 'rank' must be a number"):
+        load(tmp_path, [{"context": ASKED, "completions": completions}])
+
+
+def test_half_a_surrogate_pair_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not valid Unicode"):
+        load(tmp_path, [{"prompt": "Hi \ud800?", "chosen": "Yes.", "rejected": "No."}])
+
+
+def test_no_prompt_is_both_trained_on_and_validated_with(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"q{number}", "chosen": f"good {answer}", "rejected": f"bad {answer}"}
+        for answer in range(3)
+        for number in range(20)
+    ]
+    training, validation = load(tmp_path, rows, split_validation_size=10).held_out()
+    assert validation is not None
+    assert len(validation) == 12  # four prompts of three pairs
+    assert len(training) == 48
+    assert not {pair.prompt_ids for pair in training} & {pair.prompt_ids for pair in validation}
+    with pytest.raises(DataError, match="3 different rows of 1 prompts"):
+        load(tmp_path, [row for row in rows if row["prompt"] == "q0"], split_validation_size=1).held_out()

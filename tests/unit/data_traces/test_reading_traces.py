@@ -14,7 +14,7 @@ from pyarrow import parquet
 from trace_files import chat_trace, random_rows, trace, write_lines, write_parquet
 
 from posttrain.data.errors import DataError
-from posttrain.data.traces import ReadReport, TraceColumns, TraceFilters, iter_trace_groups
+from posttrain.data.traces import ReadReport, TraceColumns, TraceFilters, files, iter_trace_groups
 
 
 def groups_of(path: str, **options: Any) -> dict[str, list[tuple[str, float]]]:
@@ -291,3 +291,79 @@ def test_reading_traces_does_not_import_torch() -> None:
 
     script = "import sys, posttrain.data.traces, posttrain.cli.data_command; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("ids", [[1.0, 2.0], [True, False], [0.5, 1e20], [3, 4.0]])
+def test_ids_that_are_no_texts_hold_groups_together_from_block_to_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: list[Any]
+) -> None:
+    # The first block of a jsonl file is read as records, the next ones as Arrow columns: both must write ids alike.
+    monkeypatch.setattr(files, "BLOCK_BYTES", 400)
+    monkeypatch.setattr(files, "READ_BYTES", 100)
+    rows = [trace(f"q{n % 2}", f"a{n}", n / 100, group_id=ids[n % 2]) for n in range(40)]
+    found = list(iter_trace_groups(write_lines(tmp_path / "t.jsonl", rows)))
+    assert [len(group.traces) for group in found] == [20, 20]
+    table = parquet_of(rows, tmp_path / "t.parquet")
+    assert [group.group_id for group in iter_trace_groups(table)] == [group.group_id for group in found]
+
+
+def parquet_of(rows: list[dict[str, Any]], path: Path) -> str:
+    ids = [row["group_id"] for row in rows]
+    if {type(one) for one in ids} == {int, float}:  # a column has one type
+        rows = [{**row, "group_id": float(row["group_id"])} for row in rows]
+    return write_parquet(path, rows)
+
+
+def test_a_number_of_thousands_of_digits_is_a_broken_line(tmp_path: Path) -> None:
+    good = json.dumps(trace("q", "a", 1.0))
+    (tmp_path / "t.jsonl").write_text(good + "\n" + good.replace("1.0", "9" * 5000) + "\n")
+    report = ReadReport()
+    assert groups_of(str(tmp_path / "t.jsonl"), report=report) == {"q": [("a", 1.0)]}
+    assert report.problems["broken JSON"].count == 1
+    assert report.complete
+
+
+def test_content_in_parts_is_its_text(tmp_path: Path) -> None:
+    rows = [chat_trace([{"type": "text", "text": "q"}], [{"type": "text", "text": "a"}, {"text": "b"}], 1.0)]  # type: ignore[arg-type]
+    [group] = iter_trace_groups(write_lines(tmp_path / "t.jsonl", rows))
+    assert group.prompt == [{"role": "user", "content": "q"}]
+    assert group.traces[0].response == "ab"
+
+
+@pytest.mark.parametrize("content", [7, None, {"text": "a"}, [{"type": "image_url"}], ["a"]])
+def test_content_that_is_no_text_is_counted(tmp_path: Path, content: Any) -> None:
+    rows = [chat_trace("q", "a", 1.0), chat_trace("q", content, 0.0)]
+    rows[1]["messages"][1]["name"] = "bot"  # a key that says nothing
+    report = ReadReport()
+    [group] = iter_trace_groups(write_lines(tmp_path / "t.jsonl", rows), report=report)
+    assert group.rewards == [1.0]
+    assert {reason: tally.count for reason, tally in report.problems.items()} == {
+        "messages without role and content": 1
+    }
+
+
+def test_a_column_filter_reads_dictionaries_with_unsigned_indices(tmp_path: Path) -> None:
+    # As Polars writes categories.
+    models = pa.DictionaryArray.from_arrays(pa.array([0, None, 1], pa.uint32()), pa.array(["m", "n"]))
+    table = pa.table({"input": ["q"] * 3, "output": ["a", "b", "c"], "final_reward": [1.0, 0.0, 0.5], "model": models})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    path = str(tmp_path / "t.parquet")
+    assert groups_of(path, filters=TraceFilters(where={"model": "n"})) == {"q": [("c", 0.5)]}
+    assert groups_of(path, filters=TraceFilters(where={"model": None})) == {"q": [("b", 0.0)]}
+
+
+@pytest.mark.parametrize("prompt", ["q", [{"role": "user", "content": "q"}]])
+def test_an_answer_column_that_repeats_the_prompt_gives_the_answer_alone(tmp_path: Path, prompt: Any) -> None:
+    # As UltraFeedback has it: `chosen` and `rejected` are whole conversations.
+    asked = {"role": "user", "content": "q"}
+    row = {
+        "prompt": prompt,
+        "chosen": [asked, {"role": "assistant", "content": "good"}],
+        "rejected": [asked, {"role": "assistant", "content": "bad"}],
+    }
+    other = {**row, "rejected": [{"role": "user", "content": "other"}, {"role": "assistant", "content": "bad"}]}
+    report = ReadReport()
+    [group] = iter_trace_groups(write_lines(tmp_path / "t.jsonl", [row, other]), report=report)
+    assert [one.response for one in group.traces] == ["good", "bad", "good"]
+    assert report.problems["the response begins with turns that are not its prompt"].count == 1
+    assert report.complete

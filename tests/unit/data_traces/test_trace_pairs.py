@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,11 @@ rewards_of_a_prompt = st.lists(st.sampled_from([0.0, 0.3, 0.45, 0.5, 0.6, 0.7, 0
 strategies = st.sampled_from(["best_worst", "all", "one_per_preferred"])
 
 
+def apart(high: float, low: float, margin: float) -> bool:
+    """As people reckon, in decimals: 0.7 and 0.4 are 0.3 apart, whatever binary numbers make of it."""
+    return Decimal(str(high)) - Decimal(str(low)) >= Decimal(str(margin))
+
+
 @given(rewards_of_a_prompt, strategies, st.sampled_from([0.0, 0.4, 0.6]), st.sampled_from([None, 1, 3]))
 def test_thresholds_margin_and_cap_hold(rewards: list[float], strategy: Any, margin: float, cap: int | None) -> None:
     rules = PairRules(strategy=strategy, min_margin=margin, max_pairs_per_prompt=cap)
@@ -30,13 +37,13 @@ def test_thresholds_margin_and_cap_hold(rewards: list[float], strategy: Any, mar
     for chosen, rejected in choice.pairs:
         assert rewards[chosen] >= 0.7
         assert rewards[rejected] < 0.5
-        assert rewards[chosen] - rewards[rejected] >= margin
+        assert apart(rewards[chosen], rewards[rejected], margin)
     assert len(choice.pairs) <= (cap or 100)
     allowed = {
         (i, j)
         for i, high in enumerate(rewards)
         for j, low in enumerate(rewards)
-        if high >= 0.7 and low < 0.5 and high - low >= margin
+        if high >= 0.7 and low < 0.5 and apart(high, low, margin)
     }
     if strategy == "all":
         assert len(choice.pairs) + choice.over_the_cap == len(allowed)
@@ -50,7 +57,7 @@ def test_thresholds_margin_and_cap_hold(rewards: list[float], strategy: Any, mar
 @given(rewards_of_a_prompt, st.sampled_from([0.1, 0.4]))
 def test_by_margin_takes_any_two_that_are_far_enough_apart(rewards: list[float], margin: float) -> None:
     choice = choose_pairs(rewards, range(len(rewards)), PairRules(strategy="by_margin", min_margin=margin))
-    everything = [(i, j) for i, a in enumerate(rewards) for j, b in enumerate(rewards) if a > b and a - b >= margin]
+    everything = [(i, j) for i, a in enumerate(rewards) for j, b in enumerate(rewards) if a > b and apart(a, b, margin)]
     assert set(choice.pairs) == set(everything)
     margins = [rewards[i] - rewards[j] for i, j in choice.pairs]
     assert margins == sorted(margins, reverse=True)
@@ -71,6 +78,28 @@ def test_an_answer_is_never_preferred_to_itself() -> None:
     assert choose_pairs([1.0, 0.0, 0.3], same, PairRules()).pairs == [(0, 2)]
     rules = PairRules(strategy="one_per_preferred")
     assert choose_pairs([1.0, 0.0, 0.3], same, rules).pairs == [(0, 2)]
+
+
+def test_a_margin_is_the_decimal_that_people_read() -> None:
+    assert 0.7 - 0.4 < 0.3 < 0.8 - 0.4
+    rules = PairRules(min_margin=0.3)
+    assert choose_pairs([0.7, 0.4], range(2), rules).pairs == [(0, 1)]
+    best, worst, clear = clear_best_worst(np.array([0.7, 0.4]), np.arange(2), np.array([0, 2]), rules)
+    assert (best, worst, clear) == ([0], [1], [True])
+
+
+@pytest.mark.parametrize("strategy", ["all", "by_margin"])
+def test_a_cap_bounds_the_memory_of_a_prompt_with_many_answers(strategy: Any) -> None:
+    rewards = [0.8 if number % 2 else 0.2 for number in range(600)]  # 90,000 pairs
+    rules = PairRules(strategy=strategy, min_margin=0.5, max_pairs_per_prompt=2)
+    tracemalloc.start()
+    try:
+        choice = choose_pairs(rewards, range(600), rules)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (choice.pairs, choice.over_the_cap) == ([(1, 0), (1, 2)], 89_998)
+    assert peak_bytes < 200_000
 
 
 @pytest.mark.parametrize(

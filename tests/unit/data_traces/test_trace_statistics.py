@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from trace_files import random_rows, trace, write_lines, write_parquet
 
@@ -148,3 +149,16 @@ def test_advice_follows_the_criteria(tmp_path: Path, rows: list[dict[str, Any]],
 def test_advice_warns_of_few_prompts(tmp_path: Path) -> None:
     found = collect(write_lines(tmp_path / "t.jsonl", CLEAR_PAIRS[:20]))
     assert advise(found, "t").cautions == ["only 10 of 10 prompts can be learnt from"]
+
+
+@pytest.mark.parametrize(
+    "rewards", [[1.7, 2.0], [1.9, 3.0], [5.0, 5.0], [-1e-15, 0.0], [-1e300, 1e300], [2.675, 2.7], [-0.7, 1.7]]
+)
+def test_the_histogram_holds_every_reward(tmp_path: Path, rewards: list[float]) -> None:
+    # 1.7 is less than 17 * 0.1 in binary, so an edge at "1.7" would leave it out.
+    path = write_lines(tmp_path / "t.jsonl", [trace("q", f"a{n}", reward) for n, reward in enumerate(rewards)])
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = collect(path)
+    assert sum(found.bin_counts) == len(rewards)
+    assert len(found.bin_edges) == len(found.bin_counts) + 1 == len(set(found.bin_edges))
+    ElementTree.fromstring(reward_histogram_svg(found, "rewards"))

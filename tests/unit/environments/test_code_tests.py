@@ -140,7 +140,7 @@ def test_code_means_what_it_means_in_a_file_of_its_own(all_passed: Scorer) -> No
 
 def test_a_set_up_that_fails_is_not_the_codes_fault(all_passed: Scorer) -> None:
     metadata = {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": "import no_such_module"}
-    with pytest.raises(Unscored, match="set-up.*no_such_module"):
+    with pytest.raises(Unscored, match=r"set-up.*no_such_module"):
         all_passed(item(ADD, None, **metadata))
     forged = "import os\nos.write(3, b'setup ImportError\\n' * 2)\ndef add(a, b):\n    return 0"
     assert all_passed(item(forged, ["assert add(1, 2) == 3"]))["reward"] == 0

@@ -239,6 +239,7 @@ GARBAGE = {
     "no JSON": raw(b"<html>hello</html>"),
     "another shape": raw(b'{"error": "none"}'),
     "a list": raw(b"[1, 2]"),
+    "beyond any float": says('{"score": 1' + "0" * 400 + "}"),
     "a number": raw(b"17"),
     "no choices": raw(b'{"choices": []}'),
     "no content": says(None),
@@ -258,6 +259,13 @@ def test_garbage_is_asked_about_again_and_then_unscored(what: str, endpoint: End
     assert usage_of(folder)["unscored"] == 1
     endpoint.replies = [GARBAGE[what], says('{"score": 5}')]
     assert judge_scorer(setup_for(endpoint, folder, max_retries=2))(ITEM)["reward"] == 0.5
+
+
+def test_half_a_character_in_a_verdict_does_not_cost_it(endpoint: Endpoint, folder: Path) -> None:
+    endpoint.replies = [raw(b'{"choices": [{"message": {"content": "\\ud83d {\\"score\\": 4}"}}]}')]
+    score = judge_scorer(setup_for(endpoint, folder))
+    assert [score(ITEM)["reward"], score(ITEM)["reward"]] == [0.4, 0.4]
+    assert len(endpoint.requests) == 1, "the second is from the cache"
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 529])
@@ -419,6 +427,7 @@ def test_usage_is_summed_over_everybody_who_adds_to_it(folder: Path) -> None:
     ("keys", "reason"),
     [
         ({"base_url": "localhost:8000"}, "http://host:port/v1"),
+        ({"base_url": "http://localhost:eight/v1"}, "Port could not be cast"),
         ({"prompt": "{respons}"}, "did you mean {response}"),
         ({"prompt": "{question}"}, "{response} is missing"),
         ({"prompt": "{response}", "prompt_file": "x"}, "both given"),

@@ -305,9 +305,9 @@ def test_a_program_cannot_make_its_keeper_report_a_failure_of_the_sandbox(deed: 
 
 
 def test_a_program_can_limit_itself() -> None:
-    assert text_of(run("import resource as r; r.setrlimit(r.RLIMIT_CPU, (3, 3)); print(r.getrlimit(r.RLIMIT_CPU))")) == (
-        "(3, 3)"
-    )
+    assert text_of(
+        run("import resource as r; r.setrlimit(r.RLIMIT_CPU, (3, 3)); print(r.getrlimit(r.RLIMIT_CPU))")
+    ) == ("(3, 3)")
 
 
 def test_privileges_cannot_be_had_again() -> None:

@@ -201,6 +201,8 @@ def test_the_breakdown_is_in_the_rollouts_and_in_the_metrics() -> None:
     ("block", "message"),
     [
         ({"rewards": {}}, "env.several: `rewards` is empty"),
+        ({"rewards": {"a/b": {"type": "math"}}}, "'a/b': a name without a slash is needed"),
+        ({"rewards": {"": {"type": "math"}}}, "'': a name without a slash is needed"),
         ({"rewards": {"a": {}}}, r"env.several.rewards.a.type is None: is missing; one of math, "),
         (
             {"rewards": {"a": {"type": "regx"}}},

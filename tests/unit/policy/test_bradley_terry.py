@@ -39,7 +39,7 @@ def test_loss_is_the_mean_over_pairs_of_the_surprise_that_the_better_answer_wins
     metrics = measure(BradleyTerry(), batch_of())
     assert metrics["loss"] == pytest.approx(sum(expected) / 3)
     assert metrics["preference_loss"] == metrics["loss"]
-    assert metrics["accuracy"] == pytest.approx(1 / 3), "a tie is not right"
+    assert metrics["num_ranked_right"] == 1, "a tie is not right"
     assert metrics["rewards_chosen_mean"] == pytest.approx((1.5 + 0.25 - 2.0) / 3)
     assert metrics["rewards_rejected_mean"] == pytest.approx((-0.5 + 0.75 - 2.0) / 3)
     assert metrics["rewards_margin_mean"] == pytest.approx((2.0 - 0.5 + 0.0) / 3)
@@ -76,5 +76,5 @@ def test_a_pair_that_is_masked_altogether_takes_no_part() -> None:
     expected = [math.log1p(math.exp(-2.0)), math.log1p(math.exp(0.5))]
     assert metrics["preference_loss"] == pytest.approx(sum(expected) / 2)
     assert metrics["loss"] == pytest.approx(sum(expected) / 2 + 0.1 * (1.0 + 1.0) / 2)
-    assert metrics["accuracy"] == pytest.approx(0.5)
+    assert metrics["num_ranked_right"] == 1
     assert metrics["rewards_min"] == -0.5

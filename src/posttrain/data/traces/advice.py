@@ -53,7 +53,10 @@ class Advice:
 
 
 def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: str = "", settings: str = "") -> Advice:
-    """What the command line was told goes into the next command: `options` of `data pairs`, `settings` of a run."""
+    """What the command line was told goes into the next command: `options` of `data pairs`, `settings` of a run.
+
+    `settings` say where the data is, too; without any it is `path`.
+    """
     diverse, clear, noisy = _diverse(found), _clear(found), _noisy(found)
     wish = Criterion(
         "a quick first result is wanted", "DPO", quick, "asked for" if quick else "not asked for (--quick)"
@@ -66,7 +69,8 @@ def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: s
         ]
     else:
         mixed = " grpo.num_recorded_per_prompt=1" if method != "GRPO" else ""
-        commands = [f"posttrain grpo data.train.dataset_name=TraceGroups data.train.data_path={path}{settings}{mixed}"]
+        data = settings or f" data.train.dataset_name=TraceGroups data.train.data_path={path}"
+        commands = [f"posttrain grpo{data}{mixed}"]
     return Advice(method, reason, [diverse, clear, noisy, wish], _cautions(found, method), commands)
 
 
@@ -142,6 +146,12 @@ def _cautions(found: TraceStatistics, method: Method) -> list[str]:
     if method == "GRPO with fresh answers":
         cautions.append(
             "fresh answers need a reward: set `env`, and `trace_columns.reference` if it compares with an answer"
+        )
+    if found.prompts_with_signal and not found.pairs.pairs and not (found.preferred and found.rejected):
+        cautions.append(
+            f"rewards go from {found.reward_min:.4g} to {found.reward_max:.4g}, the thresholds are "
+            f"{found.rules.rejected_below:g} and {found.rules.preferred:g}: set --preferred and --rejected-below to fit, "
+            "or take --strategy by_margin"
         )
     if found.read.ids_with_several_prompts:
         cautions.append(

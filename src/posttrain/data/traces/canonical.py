@@ -18,7 +18,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from posttrain.data.traces import report as reasons
-from posttrain.data.traces.chat_text import Unusable, decoded, encode_prompt, encode_response, split_conversation
+from posttrain.data.traces.chat_text import (
+    Unusable,
+    decoded,
+    encode_prompt,
+    encode_response,
+    split_conversation,
+    without_prompt,
+)
 from posttrain.data.traces.files import Block
 from posttrain.data.traces.layout import Layout
 from posttrain.data.traces.report import ReadReport
@@ -190,6 +197,8 @@ def _from_texts(
 ) -> Draft:
     prompt, prompt_is_chat = _texts(block, prompt_name, encode_prompt, reasons.NO_PROMPT, problem)
     response, response_is_chat = _texts(block, response_name, encode_response, reasons.NO_RESPONSE, problem)
+    if pc.any(response_is_chat).as_py():
+        response, response_is_chat = _answers(prompt, prompt_is_chat, response, response_is_chat, problem)
     problem[pc.equal(prompt, "").to_numpy(zero_copy_only=False) & (problem == "")] = reasons.NO_PROMPT
     return Draft(rows, prompt, prompt_is_chat, response, response_is_chat, reward, problem)
 
@@ -212,6 +221,20 @@ def _texts(
     else:
         values = block.values(name)
     texts, chats = _encoded(values, encode, absent, problem)
+    return pa.array(texts, TEXT), pa.array(chats, pa.bool_())
+
+
+def _answers(
+    prompt: pa.Array, prompt_is_chat: pa.Array, response: pa.Array, is_chat: pa.Array, problem: NDArray[np.object_]
+) -> tuple[pa.Array, pa.Array]:
+    """Responses that are conversations, without the prompt where they repeat it, as preference data often does."""
+    texts, chats = response.to_pylist(), is_chat.to_pylist()
+    for index in np.flatnonzero((problem == "") & np.array(chats, dtype=bool)).tolist():
+        asked = decoded(prompt[index].as_py(), prompt_is_chat[index].as_py())
+        try:
+            texts[index], chats[index] = without_prompt(asked, decoded(texts[index], True))
+        except Unusable as error:
+            problem[index] = error.args[0]
     return pa.array(texts, TEXT), pa.array(chats, pa.bool_())
 
 
@@ -266,17 +289,30 @@ def _from_messages(block: Block, layout: Layout, rows: NDArray[np.int64]) -> Dra
 
 
 def _text_column(block: Block, name: str) -> pa.Array:
-    """An id as text; numbers are written out."""
+    """An id as text; numbers are written out.
+
+    Rows that belong together may come as Arrow columns here and as records there, so what is not text or a whole number is
+    written by one and the same code: Arrow's 2.0 is "2" and its true is "true", Python's are "2.0" and "True".
+    """
     if not name:
         return pa.nulls(len(block), TEXT)
     column = block.array(name)
-    if column is not None and not pa.types.is_nested(column.type) and not pa.types.is_dictionary(column.type):
-        try:
+    if column is not None and (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        if _is_unicode(column):
             return column.cast(TEXT)
-        except pa.ArrowInvalid:
-            pass
-    values = [value if isinstance(value, str | None) else str(value) for value in block.values(name)]
-    return pa.array([value if value is None else value.encode(errors="replace").decode() for value in values], TEXT)
+        column = column.cast(pa.large_binary())
+    if column is not None and pa.types.is_integer(column.type):
+        return column.cast(TEXT)
+    values = block.values(name) if column is None else column.to_pylist()
+    return pa.array([None if value is None else _id_text(value) for value in values], TEXT)
+
+
+def _id_text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, float) and value.is_integer():  # pandas turns whole numbers with gaps into floats
+        value = int(value)
+    return str(value).encode(errors="replace").decode()
 
 
 def _times(block: Block, name: str) -> pa.Array:

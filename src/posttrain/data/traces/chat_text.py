@@ -12,6 +12,8 @@ from typing import Any
 from posttrain.data.traces import report as reasons
 from posttrain.data.traces.values import Message, Response
 
+CALLS = frozenset({"tool_calls", "function_call"})  # what a turn without text may consist of
+
 
 class Unusable(Exception):
     """A value that makes its row unusable; the argument is the reason."""
@@ -35,9 +37,20 @@ def encode_response(value: Any) -> tuple[str, bool]:
     if not turns:
         raise Unusable(reasons.NO_RESPONSE)
     only = turns[0]
-    if len(turns) == 1 and isinstance(only["content"], str) and only.keys() <= {"role", "content"}:
+    if len(turns) == 1 and only.keys() <= {"role", "content"}:
         return _checked(only["content"]), False
     return _written(turns), True
+
+
+def without_prompt(prompt: str | list[Message], response: str | list[Message]) -> tuple[str, bool]:
+    """A response of several turns as `encode_response` writes it; a prompt that it begins with is not part of it."""
+    assert not isinstance(response, str)
+    if response[0]["role"] != "assistant":
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if response[: len(asked)] != asked:
+            raise Unusable(reasons.OTHER_PROMPT)
+        response = response[len(asked) :]
+    return encode_response(response)
 
 
 def _plain(value: Any, otherwise: str) -> str:
@@ -72,12 +85,23 @@ def _message(turn: Any) -> dict[str, Any]:
     """One turn, its keys in one order and without the nulls that tables put where a turn has no such key."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         raise Unusable(reasons.BAD_MESSAGES)
-    content = turn.get("content")
+    content = _content(turn.get("content"))
     rest = {name: _without_nulls(turn[name]) for name in sorted(turn) if name not in ("role", "content")}
     rest = {name: value for name, value in rest.items() if value is not None}
-    if content is None and not rest:
+    if content is None and not CALLS & rest.keys():
         raise Unusable(reasons.BAD_MESSAGES)
     return {"role": turn["role"], "content": content, **rest}
+
+
+def _content(value: Any) -> str | None:
+    """Text; the texts of a list of parts, one after another, as OpenAI's API has them; None of a turn without text."""
+    if isinstance(value, list):
+        texts = [part["text"] for part in value if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        if len(texts) == len(value):
+            return "".join(texts)
+    if value is None or isinstance(value, str):
+        return value
+    raise Unusable(reasons.BAD_MESSAGES)
 
 
 def _without_nulls(value: Any) -> Any:

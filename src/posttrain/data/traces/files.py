@@ -319,7 +319,7 @@ def _parse_records(data: bytes, file: str, first_line: int, report: ReadReport) 
                 reason = NOT_A_RECORD
         except UnicodeDecodeError:
             reason = NOT_UNICODE
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
             reason = BROKEN_LINE
         if reason:
             report.rows += 1

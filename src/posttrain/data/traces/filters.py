@@ -63,7 +63,8 @@ def _has_value(block: Block, column: str, wanted: Any) -> NDArray[np.bool_]:
     if array is not None and not pa.types.is_nested(array.type):
         encoded = array if pa.types.is_dictionary(array.type) else array.dictionary_encode(null_encoding="encode")
         matches = np.array([_matches(value, accepted) for value in encoded.dictionary.to_pylist()], dtype=bool)
-        codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+        # Signed, whatever the writer chose: -1 stands for null.
+        codes = encoded.indices.cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
         return np.append(matches, _matches(None, accepted))[codes]
     return np.array([_matches(value, accepted) for value in block.values(column)], dtype=bool)
 

@@ -42,6 +42,8 @@ def write_pairs(
         raise DataError(f"{out}: pairs are written as jsonl; the name must end in {' or '.join(ENDINGS)}")
     if not out.parent.is_dir():
         raise DataError(f"{out}: the folder {out.parent} does not exist")
+    if out.is_dir():
+        raise DataError(f"{out}: is a folder; name the file to write")
     files = locate(reading.path)
     if any(Path(file.location) == out.absolute() for file in files):
         raise DataError(f"{out}: is one of the files that are read")

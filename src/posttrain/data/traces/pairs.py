@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from heapq import nsmallest
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +16,10 @@ ONE_ANSWER = "only one answer"
 SAME_REWARD = "all rewards are equal"
 SAME_TEXT = "the two answers are the same text"
 TOO_CLOSE = "no two rewards differ by min_margin"
+
+
+# Rewards are decimals that binary numbers only come near: 0.7 - 0.4 is a little less than 0.3, and still a margin of 0.3.
+ROUNDING = 1e-9
 
 
 class Choice(NamedTuple):
@@ -30,8 +36,9 @@ def choose_pairs(rewards: Sequence[float], identities: Sequence[int], rules: Pai
         return Choice([], ONE_ANSWER)
     if min(rewards) == max(rewards):
         return Choice([], SAME_REWARD)
+    candidates: Iterator[tuple[int, int]]
     if rules.strategy == "by_margin":
-        candidates = [(i, j) for i, high in enumerate(rewards) for j, low in enumerate(rewards) if high > low]
+        candidates = ((i, j) for i, high in enumerate(rewards) for j, low in enumerate(rewards) if high > low)
     else:
         # Best first and worst first; sorting is stable, so of equals the earlier one comes first.
         preferred = sorted((i for i, r in enumerate(rewards) if r >= rules.preferred), key=lambda i: -rewards[i])
@@ -40,16 +47,26 @@ def choose_pairs(rewards: Sequence[float], identities: Sequence[int], rules: Pai
             return Choice([], _why_no_side(bool(preferred), bool(rejected), rules))
         candidates = _candidates(preferred, rejected, identities, rules)
 
-    far = [(i, j) for i, j in candidates if rewards[i] - rewards[j] >= rules.min_margin]
-    if not far:
-        return Choice([], TOO_CLOSE)
-    pairs = [(i, j) for i, j in far if identities[i] != identities[j]]
-    if not pairs:
-        return Choice([], SAME_TEXT)
-    pairs.sort(key=lambda pair: (rewards[pair[1]] - rewards[pair[0]], pair))
+    num_far = num_pairs = 0
+
+    def pairs() -> Iterator[tuple[int, int]]:
+        """Never held all at once: of thousands of answers to one prompt there are millions."""
+        nonlocal num_far, num_pairs
+        for i, j in candidates:
+            if rewards[i] - rewards[j] >= rules.min_margin - ROUNDING:
+                num_far += 1
+                if identities[i] != identities[j]:
+                    num_pairs += 1
+                    yield i, j
+
+    def widest_first(pair: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+        return rewards[pair[1]] - rewards[pair[0]], pair
+
     cap = 1 if rules.strategy == "best_worst" else rules.max_pairs_per_prompt
-    kept = pairs[:cap]
-    return Choice(kept, over_the_cap=0 if rules.strategy == "best_worst" else len(pairs) - len(kept))
+    kept = sorted(pairs(), key=widest_first) if cap is None else nsmallest(cap, pairs(), key=widest_first)
+    if not kept:
+        return Choice([], SAME_TEXT if num_far else TOO_CLOSE)
+    return Choice(kept, over_the_cap=0 if rules.strategy == "best_worst" else num_pairs - len(kept))
 
 
 def clear_best_worst(
@@ -72,24 +89,25 @@ def clear_best_worst(
     best = first_with(np.maximum.reduceat(rewards, begins))
     worst = first_with(np.minimum.reduceat(rewards, begins))
     clear = (rewards[best] >= rules.preferred) & (rewards[worst] < rules.rejected_below)
-    clear &= (rewards[best] - rewards[worst] >= rules.min_margin) & (identities[best] != identities[worst])
+    clear &= rewards[best] - rewards[worst] >= rules.min_margin - ROUNDING
+    clear &= identities[best] != identities[worst]
     return best.tolist(), worst.tolist(), clear.tolist()
 
 
 def _candidates(
     preferred: Sequence[int], rejected: Sequence[int], identities: Sequence[int], rules: PairRules
-) -> list[tuple[int, int]]:
+) -> Iterator[tuple[int, int]]:
     if rules.strategy == "one_per_preferred":
-        return [(good, _next_rejected(place, good, rejected, identities)) for place, good in enumerate(preferred)]
+        return ((good, _next_rejected(place, good, rejected, identities)) for place, good in enumerate(preferred))
     if rules.strategy == "best_worst" and identities[preferred[0]] != identities[rejected[0]]:
-        return [(preferred[0], rejected[0])]
-    return [(good, bad) for good in preferred for bad in rejected]
+        return iter([(preferred[0], rejected[0])])
+    return product(preferred, rejected)
 
 
 def _next_rejected(place: int, good: int, rejected: Sequence[int], identities: Sequence[int]) -> int:
     """The rejected ones take turns; one that is the same text as the preferred one passes its turn on."""
-    turns = [rejected[(place + step) % len(rejected)] for step in range(len(rejected))]
-    return next((bad for bad in turns if identities[bad] != identities[good]), turns[0])
+    turns = (rejected[(place + step) % len(rejected)] for step in range(len(rejected)))
+    return next((bad for bad in turns if identities[bad] != identities[good]), rejected[place % len(rejected)])
 
 
 def _why_no_side(has_preferred: bool, has_rejected: bool, rules: PairRules) -> str:

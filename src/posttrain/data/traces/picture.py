@@ -67,6 +67,8 @@ def check_picture(file: Path) -> None:
         raise DataError(f"{file}: a picture is written as {' or '.join(ENDINGS)}")
     if not file.parent.is_dir():
         raise DataError(f"{file}: the folder {file.parent} does not exist")
+    if file.is_dir():
+        raise DataError(f"{file}: is a folder; name the file to draw into")
     if file.suffix == ".png":
         try:
             import matplotlib  # noqa: F401

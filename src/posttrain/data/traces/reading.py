@@ -50,6 +50,10 @@ class Reading:
     memory_bytes: int = MEMORY_BYTES  # tables beyond this go to disk
     on_progress: ProgressCall | None = None
 
+    def __post_init__(self) -> None:
+        if self.scratch is not None and not Path(self.scratch).is_dir():
+            raise DataError(f"scratch: no folder {self.scratch!r}; temporary files need one that exists")
+
     @property
     def name(self) -> str:
         """The path, or the paths, for people."""

@@ -21,6 +21,7 @@ REWARD_NOT_A_NUMBER = "reward is not a number"
 NO_PROMPT = "no prompt"
 NO_RESPONSE = "no response"
 BAD_MESSAGES = "messages without role and content"
+OTHER_PROMPT = "the response begins with turns that are not its prompt"
 BAD_PROMPT_LEN = "prompt_len does not fit the messages"
 NOT_UNICODE = "text is not valid Unicode"
 

@@ -123,7 +123,7 @@ def collect_statistics(reading: Reading, rules: PairRules, tokenizer: Any = None
                 found.bin_counts = [0] * (len(edges) - 1)
             _add_part(found, part, edges)
     first.fill(found)
-    found.bin_edges = [] if edges is None else [round(float(edge), 12) for edge in edges]
+    found.bin_edges = [] if edges is None else [float(f"{edge:.12g}") for edge in edges]
     found.lengths = first.sample.lengths(tokenizer)
     return found
 
@@ -210,8 +210,12 @@ def histogram_edges(low: float, high: float) -> NDArray[np.float64]:
 
     if not np.isfinite(low) or (low >= 0 and high <= 1):
         return np.linspace(0.0, 1.0, NUM_BINS + 1)
-    size = tick_size(max(high - low, 1e-9 * max(abs(low), abs(high))), NUM_BINS)
+    largest = max(abs(low), abs(high))
+    span = min(high - low, np.finfo(np.float64).max)
+    size = tick_size(span if span > 1e-9 * largest else largest, NUM_BINS)
     first, last = np.floor(low / size), np.floor(high / size) + 1
+    if first * size > low:  # 1.7 / 0.1 is 17, but 17 * 0.1 is more than 1.7
+        first -= 1
     return np.asarray(np.arange(first, last + 1) * size)
 
 

@@ -192,14 +192,7 @@ def text_of(turns: str | list[Message], *, only_role: str | None = None) -> str:
     if isinstance(turns, str):
         return turns
     said = [turn for turn in turns if only_role is None or turn.get("role") == only_role]
-    return "\n".join(content_text(turn.get("content")) for turn in said if turn.get("content"))
-
-
-def content_text(content: Any) -> str:
-    """A message's content: a text, or the texts of its parts."""
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return "" if content is None else str(content)
+    return "\n".join(turn["content"] for turn in said if turn["content"])
 
 
 def _one_of(value: str, known: tuple[str, ...], name: str) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 REPORT_FD = 3
@@ -30,16 +31,21 @@ def main() -> None:
     os.write(REPORT_FD, b"ready\n")
     if job["kind"] == "program":
         os.close(REPORT_FD)
-        exec(compile(source, "solution.py", "exec"), _module("__main__").__dict__)
+        exec(_compiled(source, "solution.py"), _module("__main__").__dict__)
         return
     values = _module("solution").__dict__
+    # Once the solution has run, these names may stand for something else.
+    run = _call if job["kind"] == "calls" else _stepper(job["steps"])
     try:
-        exec(compile(job["setup"], "setup.py", "exec"), values)
-        exec(compile(source, "solution.py", "exec"), values)
+        exec(_compiled(job["setup"], "setup.py"), values)
+    except BaseException as error:  # the task's fault, which only we may say
+        os.write(REPORT_FD, f"{job['token']} setup {_line(error)}\n".encode("utf-8", "replace"))
+        _end(1)
+    try:
+        exec(_compiled(source, "solution.py"), values)
     except BaseException as error:
         _tell("-", error)
         _end(1)
-    run = _call if job["kind"] == "calls" else _step
     for number, step in enumerate(job["steps"]):
         try:
             text = run(values, step, job)
@@ -59,9 +65,20 @@ def _module(name: str) -> types.ModuleType:
     return module
 
 
-def _step(values: dict[str, Any], step: dict[str, Any], job: dict[str, Any]) -> str | None:
-    exec(compile(step["code"], "test.py", "exec"), values)
-    return "passed" if step["counts"] else None
+def _compiled(source: str, name: str) -> types.CodeType:
+    """As in a file of its own: without what this file imports from `__future__`."""
+    return compile(source, name, "exec", dont_inherit=True)
+
+
+def _stepper(steps: list[dict[str, Any]]) -> Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], str | None]:
+    """What runs one test. They are compiled here and now, and `exec` is kept as it is."""
+    codes, execute = {step["code"]: _compiled(step["code"], "test.py") for step in steps}, exec
+
+    def run(values: dict[str, Any], step: dict[str, Any], job: dict[str, Any]) -> str | None:
+        execute(codes[step["code"]], values)
+        return "passed" if step["counts"] else None
+
+    return run
 
 
 def _call(values: dict[str, Any], step: dict[str, Any], job: dict[str, Any]) -> str | None:
@@ -72,11 +89,14 @@ def _call(values: dict[str, Any], step: dict[str, Any], job: dict[str, Any]) -> 
 
 
 def _tell(number: object, error: BaseException) -> None:
+    os.write(REPORT_FD, f"failed {number} {_line(error)}\n".encode("utf-8", "replace"))
+
+
+def _line(error: BaseException) -> str:
     try:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
     except BaseException:
-        text = type(error).__name__
-    os.write(REPORT_FD, f"failed {number} {text}\n".encode("utf-8", "replace"))
+        return type(error).__name__
 
 
 def _end(code: int) -> None:

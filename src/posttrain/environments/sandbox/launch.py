@@ -47,6 +47,8 @@ def launch(spec_fd: int, status_fd: int, report_fd: int) -> None:
     with os.fdopen(spec_fd) as file:
         spec: dict[str, Any] = json.load(file)
     kernel.die_with_parent(signal.SIGTERM, spec["parent"])
+    # Python turns it into an exception, with which the program could make us report a failure of the sandbox as our own.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, this is what the kernel shall end
     try:

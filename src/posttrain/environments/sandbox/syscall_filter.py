@@ -81,6 +81,7 @@ _FORBIDDEN: dict[str, tuple[int | None, int]] = {
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _IOCTL = (16, 29)
+_PRLIMIT64 = (302, 261)
 _TIOCSTI = 0x5412  # types into the terminal that posttrain was started from
 _NAMESPACE_FLAGS = (
     kernel.CLONE_NEWNS
@@ -128,9 +129,15 @@ def syscall_filter(machine: str | None = None) -> bytes:
         _instruction(_JUMP_BITS, 0, 1, _NAMESPACE_FLAGS),
         refuse,
         _instruction(_RETURN, 0, 0, _ALLOW),
-        _instruction(_JUMP_EQUAL, 0, 3, _IOCTL[column]),
+        _instruction(_JUMP_EQUAL, 0, 4, _IOCTL[column]),
         _instruction(_LOAD, 0, 0, _SECOND_ARGUMENT),
         _instruction(_JUMP_EQUAL, 0, 1, _TIOCSTI),
+        refuse,
+        _instruction(_RETURN, 0, 0, _ALLOW),
+        # Limits are for oneself: with another's, the process that waits for the program could be ended.
+        _instruction(_JUMP_EQUAL, 0, 3, _PRLIMIT64[column]),
+        _instruction(_LOAD, 0, 0, _FIRST_ARGUMENT),
+        _instruction(_JUMP_EQUAL, 1, 0, 0),
         refuse,
         _instruction(_RETURN, 0, 0, _ALLOW),
     ]

@@ -7,7 +7,8 @@ Only differences of scores are learnt from the first term; the second, off by de
 arXiv:2307.09288). As in TRL's RewardTrainer; NeMo RL has the first term alone.
 
 Responses come in pairs, chosen then rejected, of one prompt. What comes in stands where log-probabilities stand for other
-losses: the score of a response at its last token, 0 elsewhere. Columns used: mask; for margins given_rewards.
+losses: the score of a response at its last token, 0 elsewhere. Columns used: mask; for margins given_rewards. Pairs that are
+ranked rightly are reported as a count, which adds up exactly; a tie is not one of them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class BradleyTerry:
         metrics = {
             "loss": loss,
             "preference_loss": preference,
-            "accuracy": ((chosen > rejected).float() * counts).sum() / num_pairs,
+            "num_ranked_right": ((chosen > rejected) * counts).sum(),
             "rewards_chosen_mean": (chosen * counts).sum() / num_pairs,
             "rewards_rejected_mean": (rejected * counts).sum() / num_pairs,
             "rewards_margin_mean": (margins * counts).sum() / num_pairs,

@@ -73,6 +73,7 @@ class PreferenceLoss:
             sft = self._sft(-per_sequence(logprobs * mask, ids, count), lengths, batch, num_pairs)
             loss = loss + self.sft_loss_weight * sft
         said = per_sequence(logprobs * mask, ids, count)
+        said = said / lengths.clamp(min=1) if self.averages else said
         is_right, is_tie = ranked(chosen - rejected, said[0::2] + said[1::2])
         metrics = {
             "loss": loss,
