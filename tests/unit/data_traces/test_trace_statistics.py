@@ -162,3 +162,15 @@ def test_the_histogram_holds_every_reward(tmp_path: Path, rewards: list[float]) 
     assert sum(found.bin_counts) == len(rewards)
     assert len(found.bin_edges) == len(found.bin_counts) + 1 == len(set(found.bin_edges))
     ElementTree.fromstring(reward_histogram_svg(found, "rewards"))
+
+
+def test_rows_that_are_pairs_already_go_to_dpo_as_they_are(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"q{i}", "chosen": "good", "rejected": "bad", "score_chosen": 8.0, "score_rejected": 3.0}
+        for i in range(150)
+    ]
+    path = write_lines(tmp_path / "pairs.jsonl", rows)
+    advice = advise(collect(path), path)
+    assert advice.method == "DPO"
+    assert advice.reason == "the rows are preference pairs already"
+    assert advice.commands == [f"posttrain dpo data.train.dataset_name=PreferenceDataset data.train.data_path={path}"]

@@ -62,7 +62,9 @@ def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: s
         "a quick first result is wanted", "DPO", quick, "asked for" if quick else "not asked for (--quick)"
     )
     method, reason = _decide(found, diverse.holds, clear.holds, noisy.holds, quick)
-    if method == "DPO":
+    if found.read.holds_pairs_only:
+        commands = [f"posttrain dpo data.train.dataset_name=PreferenceDataset data.train.data_path={path}"]
+    elif method == "DPO":
         commands = [
             f"posttrain data pairs {path} pairs.jsonl{options}",
             "posttrain dpo data.train.dataset_name=PreferenceDataset data.train.data_path=pairs.jsonl",
@@ -75,6 +77,8 @@ def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: s
 
 
 def _decide(found: TraceStatistics, diverse: bool, clear: bool, noisy: bool, quick: bool) -> tuple[Method, str]:
+    if found.read.holds_pairs_only:
+        return "DPO", "the rows are preference pairs already"
     if not found.prompts_with_signal:
         return "GRPO with fresh answers", (
             "no prompt has recorded answers with different rewards, so neither a group nor a pair can be learnt from; "

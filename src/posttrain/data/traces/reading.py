@@ -66,6 +66,7 @@ class Reading:
         def choose(file: str, has: Any, first_rows: Any) -> tuple[list[str], dict[str, pa.DataType]]:
             layout = find_layout(self.columns, has, file, list(self.filters.where))
             check_filters(self.filters, layout, file)
+            report.pair_files += file not in layouts and layout.shape == "pair"
             layouts[file] = layout
             return layout.names, arrow_types(layout, first_rows) if first_rows else {}
 

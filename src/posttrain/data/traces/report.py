@@ -64,6 +64,11 @@ class ReadReport:
     broken_files: dict[str, str] = field(default_factory=dict)  # file -> what is wrong; rows before the break are used
     conflicting_duplicates: int = 0  # equal responses to one prompt whose rewards differ from the first one's
     ids_with_several_prompts: int = 0  # each (id, prompt) is a group of its own
+    pair_files: int = 0  # whose rows are preference pairs already
+
+    @property
+    def holds_pairs_only(self) -> bool:
+        return 0 < self.files == self.pair_files
 
     def problem(self, reason: str, count: int = 1, places: Iterable[str] = ()) -> None:
         self.problems.setdefault(reason, Tally()).add(count, places)
