@@ -173,4 +173,5 @@ def test_rows_that_are_pairs_already_go_to_dpo_as_they_are(tmp_path: Path) -> No
     advice = advise(collect(path), path)
     assert advice.method == "DPO"
     assert advice.reason == "the rows are preference pairs already"
+    assert advice.cautions == []  # thresholds on rewards decide nothing here
     assert advice.commands == [f"posttrain dpo data.train.dataset_name=PreferenceDataset data.train.data_path={path}"]

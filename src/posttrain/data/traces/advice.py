@@ -73,7 +73,8 @@ def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: s
         mixed = " grpo.num_recorded_per_prompt=1" if method != "GRPO" else ""
         data = settings or f" data.train.dataset_name=TraceGroups data.train.data_path={path}"
         commands = [f"posttrain grpo{data}{mixed}"]
-    return Advice(method, reason, [diverse, clear, noisy, wish], _cautions(found, method), commands)
+    cautions = [] if found.read.holds_pairs_only else _cautions(found, method)
+    return Advice(method, reason, [diverse, clear, noisy, wish], cautions, commands)
 
 
 def _decide(found: TraceStatistics, diverse: bool, clear: bool, noisy: bool, quick: bool) -> tuple[Method, str]:
