@@ -424,3 +424,10 @@ def test_nearly_all_of_gsm8ks_own_calculations_hold() -> None:
     convert = gsm8k_example().conversation
     held = sum(convert(row["question"], row["answer"]) is not None for row in rows)
     assert held / len(rows) > 0.97
+
+
+@pytest.mark.parametrize("expression", ["1e99999999", "1E-9_999_999_9", "2 * 1.5e+999999999"])
+def test_a_power_of_ten_that_could_not_be_written_out_is_refused_at_once(expression: str) -> None:
+    """A call that runs out of time is unscored, which is better than what a wrong answer gets."""
+    with pytest.raises(ToolError, match="too large"):
+        evaluate(expression)
