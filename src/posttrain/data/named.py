@@ -151,9 +151,7 @@ def find_spec(name: str, specs: Sequence[Spec]) -> Spec | None:
     return None
 
 
-def unknown_dataset(
-    name: str, specs: Sequence[ResponseSpec | PreferenceSpec], also: Sequence[str] = ()
-) -> DataError:
+def unknown_dataset(name: str, specs: Sequence[ResponseSpec | PreferenceSpec], also: Sequence[str] = ()) -> DataError:
     names = [*(spec.name for spec in specs), *also]
     hint = nearest(name, [*names, *(alias for spec in specs for alias in spec.aliases)])
     return DataError(
