@@ -189,7 +189,7 @@ class MultiTurnRollouts(FreshRollouts):
             return "tokens"
         if turn == self.max_turns:
             return "turns"
-        sampled = dialogue.token_ids[-dialogue.utterances[-1].num_tokens :]
+        sampled = dialogue.token_ids[len(dialogue.token_ids) - dialogue.utterances[-1].num_tokens :]
         ids = self.renderer.ids(dialogue.task.messages, [*dialogue.said, exchange], sampled)
         if len(dialogue.task.prompt_ids) + len(dialogue.token_ids) + len(ids) >= self.max_total_tokens:
             dialogue.finish_reason = "length"
