@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help setup demo test check lint types bench clean
 
 help:
-	@echo "make demo    set up, then watch a small model learn arithmetic (about 5 minutes on 2 cores)"
+	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
 	@echo "make test    set up, then run all tests"
 	@echo "make check   lint, types and tests: what CI runs"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"

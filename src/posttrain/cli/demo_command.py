@@ -10,7 +10,7 @@ from typing import Any
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
-        help="watch a small model learn arithmetic (CPU, about 5 minutes, no network)",
+        help="watch a small model learn arithmetic (CPU, under 5 minutes, no network)",
         description=(
             "Make a small model and a tokenizer, teach it the format of an answer by a short supervised run in which most "
             "answers are wrong, then let GRPO find the right ones. Shows accuracy on unseen problems before and after."
