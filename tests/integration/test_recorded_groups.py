@@ -69,3 +69,14 @@ def test_recorded_keys_without_a_record_are_refused(
     arguments = recorded(world / "model", world / "data", tmp_path / "run", "grpo.num_recorded_per_prompt=5")
     assert run(arguments) == 64
     assert "grpo.num_recorded_per_prompt = 5 is more than all answers of a prompt" in capsys.readouterr().err
+
+
+def test_micro_batches_and_packing_change_no_number(world: Path, tmp_path: Path) -> None:
+    mixed = ["grpo.num_recorded_per_prompt=2"]
+    alone = ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=1", "policy.logprob_batch_size=1"]
+    assert run(recorded(world / "model", world / "data", tmp_path / "packed", *mixed, steps=3)) == 0
+    assert run(recorded(world / "model", world / "data", tmp_path / "alone", *mixed, *alone, steps=3)) == 0
+    packed, unpacked = results_of(tmp_path / "packed"), results_of(tmp_path / "alone")
+    for ours, theirs in zip(packed, unpacked, strict=True):
+        for key, value in theirs.items():
+            assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-6), f"{key} at step {theirs['step']}"

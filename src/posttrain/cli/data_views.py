@@ -87,6 +87,12 @@ def _histogram(console: Console, found: TraceStatistics) -> None:
     ranges = [f"{left}–{right}" for left, right in pairwise(edges)]
     width = max(map(len, ranges))
     for index, count in enumerate(found.bin_counts):
+        before, after = found.bin_counts[max(index - 1, 0)], found.bin_counts[min(index + 1, len(found.bin_counts) - 1)]
+        if count == before == 0 and index:  # of empty bins in a row one line is enough
+            continue
+        if count == after == 0 and index + 1 < len(found.bin_counts):
+            console.print(Text(f"{'…':>{width}}", "bright_black"))
+            continue
         eighths = round(8 * BAR_WIDTH * count / most) if count else 0
         eighths = max(eighths, 1) if count else 0
         bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()

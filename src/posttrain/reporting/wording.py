@@ -174,7 +174,9 @@ def _timing_lines(row: Row, eta_s: float | None) -> list[Line]:
     lines = [Line("Timing:", "title"), Line(f"  • Total step time: {duration(total)}")]
     for stage, seconds in sorted(timings.items(), key=lambda item: -item[1]):
         percent = 100 * seconds / total if total > 0 else 0.0
-        lines.append(Line(f"  • {stage}: {duration(seconds)} ({percent:.1f}%)"))
+        # A save follows the row of its step and is told with the next one: it is no part of this total.
+        share = "after the step before" if stage == "checkpointing" else f"{percent:.1f}%"
+        lines.append(Line(f"  • {stage}: {duration(seconds)} ({share})"))
     if eta_s is not None:
         lines.append(Line(f"  • Left for the run: about {duration(eta_s)}"))
     return lines
