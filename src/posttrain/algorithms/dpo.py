@@ -14,7 +14,7 @@ from typing import Protocol
 
 from posttrain.algorithms.clock import StageClock
 from posttrain.algorithms.preference_metrics import Reference, with_accuracy
-from posttrain.algorithms.supervised_batches import num_sequence_tokens, pair_batch
+from posttrain.algorithms.supervised_batches import batch_report, pair_batch
 from posttrain.policy.objectives import PreferenceLoss
 from posttrain.roles import Policy
 from posttrain.types import Pair, StepReport, TokenBatch
@@ -42,11 +42,10 @@ class Dpo:
             update = self.policy.update(batch, self.objective)
             self.policy.end_step()
         num_pairs = batch.num_sequences / 2
-        return StepReport(
-            metrics={**with_accuracy(update.metrics, num_pairs), **measured, "num_valid_samples": num_pairs},
-            timings_s=clock.finish(),
-            num_tokens=num_sequence_tokens(batch),
-            num_samples=len(batch.responses),
+        return batch_report(
+            batch,
+            {**with_accuracy(update.metrics, num_pairs), **measured, "num_valid_samples": num_pairs},
+            clock.finish(),
         )
 
     def validate(self, step: int) -> StepReport | None:
@@ -56,11 +55,10 @@ class Dpo:
         clock = StageClock()
         batch, measured = self._with_reference(pair_batch(self.validation), step, clock)
         metrics = self.policy.evaluate(batch, self.objective).metrics
-        return StepReport(
-            metrics={**with_accuracy(metrics, batch.num_sequences / 2), **measured},
-            timings_s=clock.finish("total_validation_time"),
-            num_tokens=num_sequence_tokens(batch),
-            num_samples=len(batch.responses),
+        return batch_report(
+            batch,
+            {**with_accuracy(metrics, batch.num_sequences / 2), **measured},
+            clock.finish("total_validation_time"),
         )
 
     def _with_reference(self, batch: TokenBatch, step: int, clock: StageClock) -> tuple[TokenBatch, dict[str, float]]:

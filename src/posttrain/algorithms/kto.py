@@ -20,7 +20,7 @@ import torch
 
 from posttrain.algorithms.clock import StageClock
 from posttrain.algorithms.preference_metrics import Reference, with_accuracy
-from posttrain.algorithms.supervised_batches import judged_batch, mismatched_batch, num_sequence_tokens
+from posttrain.algorithms.supervised_batches import batch_report, judged_batch, mismatched_batch
 from posttrain.policy.objectives import KtoLoss
 from posttrain.roles import Policy
 from posttrain.types import Judged, StepReport, TokenBatch
@@ -49,15 +49,14 @@ class Kto:
         with clock("policy_training"):
             update = self.policy.update(batch, self.objective)
             self.policy.end_step()
-        return StepReport(
-            metrics={
+        return batch_report(
+            batch,
+            {
                 **_with_margin(with_accuracy(update.metrics, batch.num_sequences), batch),
                 **measured,
                 "num_valid_samples": batch.num_sequences,
             },
-            timings_s=clock.finish(),
-            num_tokens=num_sequence_tokens(batch),
-            num_samples=len(batch.responses),
+            clock.finish(),
         )
 
     def validate(self, step: int) -> StepReport | None:
@@ -66,11 +65,10 @@ class Kto:
         clock = StageClock()
         batch, measured = self._with_reference(judged_batch(self.validation), step, clock, keep_mismatches=True)
         metrics = self.policy.evaluate(batch, self.objective).metrics
-        return StepReport(
-            metrics={**_with_margin(with_accuracy(metrics, batch.num_sequences), batch), **measured},
-            timings_s=clock.finish("total_validation_time"),
-            num_tokens=num_sequence_tokens(batch),
-            num_samples=len(batch.responses),
+        return batch_report(
+            batch,
+            {**_with_margin(with_accuracy(metrics, batch.num_sequences), batch), **measured},
+            clock.finish("total_validation_time"),
         )
 
     def _with_reference(

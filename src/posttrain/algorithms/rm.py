@@ -9,17 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from posttrain.algorithms.clock import StageClock
-from posttrain.algorithms.supervised_batches import num_sequence_tokens, pair_batch
+from posttrain.algorithms.dpo import PairStream
+from posttrain.algorithms.supervised_batches import batch_report, pair_batch
 from posttrain.policy.objectives import BradleyTerry
 from posttrain.roles import Policy
 from posttrain.types import Pair, StepReport
-
-
-class PairStream(Protocol):
-    def take(self, count: int) -> Sequence[Pair]: ...
 
 
 @dataclass(frozen=True)
@@ -38,11 +34,8 @@ class RewardModelTraining:
             update = self.policy.update(batch, self.objective)
             self.policy.end_step()
         num_pairs = batch.num_sequences / 2
-        return StepReport(
-            metrics={**_summary(update.metrics, num_pairs), "num_valid_samples": num_pairs},
-            timings_s=clock.finish(),
-            num_tokens=num_sequence_tokens(batch),
-            num_samples=len(batch.responses),
+        return batch_report(
+            batch, {**_summary(update.metrics, num_pairs), "num_valid_samples": num_pairs}, clock.finish()
         )
 
     def validate(self, step: int) -> StepReport | None:
@@ -51,11 +44,10 @@ class RewardModelTraining:
             return None
         clock = StageClock()
         batch = pair_batch(self.validation)
-        return StepReport(
-            metrics=_summary(self.policy.evaluate(batch, self.objective).metrics, batch.num_sequences / 2),
-            timings_s=clock.finish("total_validation_time"),
-            num_tokens=num_sequence_tokens(batch),
-            num_samples=len(batch.responses),
+        return batch_report(
+            batch,
+            _summary(self.policy.evaluate(batch, self.objective).metrics, batch.num_sequences / 2),
+            clock.finish("total_validation_time"),
         )
 
 

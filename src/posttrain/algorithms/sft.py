@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from posttrain.algorithms.clock import StageClock
-from posttrain.algorithms.supervised_batches import example_batch, num_sequence_tokens
+from posttrain.algorithms.supervised_batches import batch_report, example_batch
 from posttrain.policy.objectives import NegativeLogLikelihood
 from posttrain.roles import Policy
 from posttrain.types import Example, StepReport
@@ -32,12 +32,7 @@ class Sft:
         with clock("policy_training"):
             update = self.policy.update(batch, self.objective)
             self.policy.end_step()
-        return StepReport(
-            metrics={**update.metrics, "num_valid_tokens": batch.num_tokens},
-            timings_s=clock.finish(),
-            num_tokens=num_sequence_tokens(batch),
-            num_samples=len(batch.responses),
-        )
+        return batch_report(batch, {**update.metrics, "num_valid_tokens": batch.num_tokens}, clock.finish())
 
     def validate(self, step: int) -> StepReport | None:
         if not self.validation:
@@ -45,6 +40,4 @@ class Sft:
         clock = StageClock()
         batch = example_batch(self.validation)
         metrics = self.policy.evaluate(batch, self.objective).metrics
-        return StepReport(
-            metrics, clock.finish("total_validation_time"), (), num_sequence_tokens(batch), len(self.validation)
-        )
+        return batch_report(batch, metrics, clock.finish("total_validation_time"))

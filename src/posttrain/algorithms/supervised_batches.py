@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from posttrain.data.packing import PACK
-from posttrain.types import Example, Judged, Pair, TokenBatch
+from posttrain.types import Example, Judged, Pair, StepReport, TokenBatch
 
 MAX_SHIFT = 32  # more answers to one prompt stand side by side nowhere
 
@@ -96,3 +96,8 @@ def num_sequence_tokens(batch: TokenBatch) -> int:
 
 def _per_token(values: Sequence[float], lengths: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
+
+
+def batch_report(batch: TokenBatch, metrics: Mapping[str, float], timings_s: Mapping[str, float]) -> StepReport:
+    """What a step, or a validation, on recorded answers says of itself."""
+    return StepReport(metrics, timings_s, num_tokens=num_sequence_tokens(batch), num_samples=len(batch.responses))

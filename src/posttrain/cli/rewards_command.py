@@ -121,9 +121,11 @@ def _default_text(info: Any) -> str:
 
 def _known_type(name: str) -> None:
     from posttrain.config.rewards import REWARD_TYPES
+    from posttrain.data.errors import nearest
 
     if name not in REWARD_TYPES:
-        raise InputError(f"unknown type of reward {name!r}; known: {', '.join(REWARD_TYPES)}")
+        known = ", ".join(REWARD_TYPES)
+        raise InputError(f"unknown type of reward {name!r}{nearest(name, REWARD_TYPES)}; known: {known}")
 
 
 def _test(args: argparse.Namespace) -> int:

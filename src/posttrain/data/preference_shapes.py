@@ -83,6 +83,11 @@ def read_preference(row: Row, keys: PreferenceKeys) -> Preference:
             return _from_helpsteer(row)
         if ALIGNER[0] in row.values:
             chosen_key, rejected_key = ALIGNER
+        elif keys.completion in row.values and keys.label in row.values:
+            raise DataError(
+                f"{row.where}: an answer on its own ({keys.completion!r} with {keys.label!r}), not a pair; "
+                "dpo.preference_loss=kto learns from such rows"
+            )
     chosen, rejected = row.field(chosen_key, setting="chosen_key"), row.field(rejected_key, setting="rejected_key")
     rewards = _rewards(row, keys)
     problem = "" if all(r is None or math.isfinite(r) for r in rewards) else REWARD_NOT_FINITE

@@ -28,6 +28,7 @@ from posttrain.environments.sandbox.sandbox import Sandbox
 _GUEST = (Path(__file__).parent / "sandbox" / "guest.py").read_bytes()
 _MIB, _KIB = 1 << 20, 1 << 10
 _FLOAT_TOLERANCE = 1e-9
+ATTEMPTS = 2  # a machine that was out of processes or memory may have some again
 
 
 def code_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], dict[str, float]]:
@@ -168,14 +169,13 @@ class _Bench:
             "job.json": json.dumps({**job, "sys_path": list(self.sys_path)}).encode(),
         }
         program = Program(self.interpreter.command("guest.py"), files, stdin, announces=True)
-        try:
-            return self.sandbox.run(program, limits)
-        except SandboxFailure:
-            pass  # once more: a machine that was out of processes or memory may have some again
-        try:
-            return self.sandbox.run(program, limits)
-        except SandboxFailure as error:
-            raise Unscored(f"the sandbox failed: {error}") from None
+        failure: SandboxFailure | None = None
+        for _ in range(ATTEMPTS):
+            try:
+                return self.sandbox.run(program, limits)
+            except SandboxFailure as error:
+                failure = error
+        raise Unscored(f"the sandbox failed: {failure}")
 
 
 def _told(report: bytes, token: str) -> dict[str, str]:

@@ -179,7 +179,7 @@ def test_rollouts_and_traces_are_understood(tmp_path: Path, capsys: pytest.Captu
         (["samples.jsonl"], "say what scores"),
         (["--type", "exact", "--config", "x.yaml", "samples.jsonl"], "say what scores"),
         (["--type", "exact"], "name the file with the samples"),
-        (["--type", "exakt", "samples.jsonl"], "unknown type of reward 'exakt'"),
+        (["--type", "exakt", "samples.jsonl"], "unknown type of reward 'exakt' (did you mean 'exact'?)"),
         (["--type", "exact", "absent.jsonl"], "not found: absent.jsonl"),
         (["--type", "regex", "samples.jsonl"], "env.regex.pattern is missing"),
         (["--type", "regex", "samples.jsonl", "pattern=("], "not a regular expression"),

@@ -213,7 +213,10 @@ def test_pair_is_left_out_when_its_longer_answer_does_not_fit(tmp_path: Path) ->
             "row 1: no key 'rejected'; the row has the keys 'prompt', 'chosen'; .*rejected_key",
         ),
         ({"chosen": "a", "rejected": "b"}, "row 1: no key 'prompt'"),
-        ({"prompt": "p", "completion": "c", "label": True}, "row 1: no key 'chosen'.*'completion', 'label'"),
+        (
+            {"prompt": "p", "completion": "c", "label": True},
+            "row 1: .*'completion' with 'label'.*not a pair; dpo.preference_loss=kto",
+        ),
         ({"prompt": "p", "chosen": ["a"], "rejected": "b"}, "'chosen' must be text"),
         ({"prompt": "p", "chosen": ASKED, "rejected": "b"}, "'chosen' must end with an assistant's turn"),
         ({"prompt": [{"content": "p"}, {}], "chosen": "a", "rejected": "b"}, "message 1 of 'prompt' needs the texts"),
