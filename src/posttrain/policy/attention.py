@@ -58,6 +58,11 @@ def attention_context(context: AttentionContext) -> Iterator[None]:
         _active = previous
 
 
+def active_context() -> AttentionContext:
+    assert _active is not None, "a model with posttrain's attention ran outside attention_context()"
+    return _active
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -73,8 +78,7 @@ def _attend(
         raise InputError(
             "this model's attention has sinks, which posttrain does not compute; it cannot be trained here"
         )
-    context = _active
-    assert context is not None, "a model with posttrain's attention ran outside attention_context()"
+    context = active_context()
     batch, heads, length, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling
     # Rotation leaves queries and keys in fp32 where the residual stream is; values have the precision of the weights.
@@ -129,8 +133,11 @@ class PackedAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        if query.device.type == "cuda" and softcap is None and query.dtype in (torch.bfloat16, torch.float16):
-            return self._varlen(query, key, value, scale, window)
+        if _varlen_runs(query, softcap):
+            gather, cu_q, cu_k, max_q, max_k = self._varlen_layout
+            if gather is not None:
+                key, value = key.index_select(0, gather), value.index_select(0, gather)
+            return _varlen(query, key, value, cu_q, cu_k, max_q, max_k, scale, window)
         return self._per_block(query, key, value, scale, window, softcap)
 
     # -- CUDA: one call of torch's variable-length attention ---------------------------------------------------------
@@ -145,25 +152,7 @@ class PackedAttention:
         keys = [s.length + s.prefix_length for s in self.segments]
         shared = any(s.prefix_length for s in self.segments)
         gather = torch.cat(index).to(self.device) if shared else None
-        return gather, self._cumulative(queries), self._cumulative(keys), max(queries), max(keys)
-
-    def _cumulative(self, lengths: Sequence[int]) -> Tensor:
-        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
-        return ends.to(device=self.device, dtype=torch.int32)
-
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        gather, cu_q, cu_k, max_q, max_k = self._varlen_layout
-        if gather is not None:
-            key, value = key.index_select(0, gather), value.index_select(0, gather)
-        left = -1 if window is None else window - 1
-        out = varlen_attn(
-            query.contiguous(), key.contiguous(), value.contiguous(), cu_q, cu_k, max_q, max_k, scale=scale,
-            window_size=(left, 0),
-        )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out
+        return gather, _cumulative(queries, self.device), _cumulative(keys, self.device), max(queries), max(keys)
 
     # -- everywhere else: a few small attentions per tree ---------------------------------------------------------------
 
@@ -241,6 +230,53 @@ class PackedAttention:
             mask = torch.zeros(size, size, dtype=like.dtype).masked_fill(~visible, float("-inf")).to(like.device)
             self._masks[index, window] = mask
         return mask
+
+
+class PackedKeys:
+    """Segments whose keys are packed on their own: the queries of each are the last positions among its keys."""
+
+    def __init__(self, lengths: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self.lengths = list(lengths)  # (queries, keys) of each segment
+        self.device = device
+
+    @cached_property
+    def _varlen_layout(self) -> tuple[Tensor, Tensor, int, int]:
+        queries, keys = zip(*self.lengths, strict=True)
+        return _cumulative(queries, self.device), _cumulative(keys, self.device), max(queries), max(keys)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        if _varlen_runs(query, softcap):
+            return _varlen(query, key, value, *self._varlen_layout, scale, window)
+        queries, keys = zip(*self.lengths, strict=True)
+        outputs = []
+        for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            outputs.append(causal_attention(q, k, v, scale, window, softcap)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def _varlen_runs(query: Tensor, softcap: float | None) -> bool:
+    return query.device.type == "cuda" and softcap is None and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
+    ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    return ends.to(device=device, dtype=torch.int32)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+    scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    """torch's variable-length attention: the queries of each segment are the last of its positions."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = -1 if window is None else window - 1
+    out = varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0))
+    assert isinstance(out, Tensor)
+    return out
 
 
 def causal_attention(

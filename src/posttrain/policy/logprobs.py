@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.policy.head import OutputHead, project
 from posttrain.policy.packed import PackedRow
 
-# One chunk of fp32 logits takes 128 MiB.
-_CHUNK_ELEMENTS = 2**25
+# One chunk of fp32 logits takes 128 MiB on a CPU. On a GPU 2 GiB: each chunk adds to a gradient as large as the head.
+_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**29}
 
 
 class TokenLogprobs(nn.Module):
@@ -34,7 +34,7 @@ class TokenLogprobs(nn.Module):
     def forward(self, row: PackedRow, temperature: float) -> Tensor:
         hidden = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
         hidden = hidden.to(self.head.weight.dtype)
-        chunk = self.chunk_tokens or max(16, _CHUNK_ELEMENTS // self.head.vocab_size)
+        chunk = self.chunk_tokens or max(16, _CHUNK_ELEMENTS[hidden.device.type] // self.head.vocab_size)
         if self.head.is_plain_linear:
             logprobs = _LinearLogprobs.apply(hidden, self.head.weight, row.targets, 1.0 / temperature, chunk)
             assert isinstance(logprobs, Tensor)
@@ -58,11 +58,15 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int) -> Tensor:
         keeps_logits = any(ctx.needs_input_grad[:2]) and len(hidden) <= chunk
         pieces, normalisers = [], []
+        ctx.logits = None
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            logits = _scaled_logits(h, weight, scale)
-            normalisers.append(_log_sum_exp(logits))
-            pieces.append(logits.gather(1, t[:, None]).squeeze(1) - normalisers[-1])
-        ctx.logits = logits if keeps_logits else None
+            logits = _logits(h, weight, scale)
+            normaliser, chosen = _row_logprobs(logits, t, scale)
+            normalisers.append(normaliser)
+            pieces.append(chosen)
+            if keeps_logits:
+                ctx.logits = logits
+            del logits  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, targets, torch.cat(normalisers))
         ctx.scale, ctx.chunk = scale, chunk
         return torch.cat(pieces)
@@ -73,31 +77,64 @@ class _LinearLogprobs(torch.autograd.Function):
         kept, ctx.logits = ctx.logits, None  # it is used up below
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_weight: Tensor | None = None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            grad = (grads[0][part].float() * ctx.scale)[:, None]
-            logits = _scaled_logits(hidden[part], weight, ctx.scale) if kept is None else kept
-            # d logprob / d logits = onehot(target) - softmax, scaled; built in place over the logits.
-            d_logits = logits.sub_(normalisers[part, None]).exp_().mul_(-grad)
-            d_logits.scatter_add_(1, targets[part, None], grad)
-            d_logits = d_logits.to(hidden.dtype)
+            logits = _logits(hidden[part], weight, ctx.scale) if kept is None else kept
+            d_logits = _logit_gradient(
+                logits, targets[part], normalisers[part], grads[0][part], ctx.scale, hidden.dtype
+            )
+            del logits
+            kept = None
             if grad_hidden is not None:
                 grad_hidden[part] = d_logits @ weight
-            if grad_weight is not None:
-                if grad_weight.dtype == hidden.dtype:
-                    grad_weight.addmm_(d_logits.T, hidden[part])
-                else:
-                    grad_weight += d_logits.T @ hidden[part]
+            if needs_weight:
+                grad_weight = _add_product(grad_weight, d_logits.T, hidden[part], alone=len(hidden) <= ctx.chunk)
+            del d_logits
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _log_sum_exp(logits: Tensor) -> Tensor:
-    """Of each row. On a CPU a few rows at a time, whose exponentials stay in the cache and out of memory."""
-    rows = len(logits) if logits.is_cuda else 32
-    return torch.cat([part.logsumexp(-1) for part in logits.split(max(rows, 1))])
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, alone: bool) -> Tensor:
+    """total + left @ right, in fp32 unless there will be no other product to add."""
+    if total is None:
+        product = left @ right
+        return product if alone else product.float()
+    return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Scaled, except where a kernel will do that on the way."""
     logits = project(hidden, weight)
-    return logits if scale == 1.0 else logits.mul_(scale)
+    return logits if scale == 1.0 or _kernels(logits.device) is not None else logits.mul_(scale)
+
+
+def _row_logprobs(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of each row of `_logits`, and the log-probability of its target."""
+    if (kernels := _kernels(logits.device)) is not None:
+        return kernels.logprobs(logits, targets, scale)
+    # On a CPU a few rows at a time, whose exponentials stay in the cache and out of memory.
+    rows = len(logits) if logits.is_cuda else 32
+    normalisers = torch.cat([part.logsumexp(-1) for part in logits.split(max(rows, 1))])
+    return normalisers, logits.gather(1, targets[:, None]).squeeze(1) - normalisers
+
+
+def _logit_gradient(
+    logits: Tensor, targets: Tensor, normalisers: Tensor, grad: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """d logprob / d logits = onehot(target) - softmax, times grad and scale. Without a kernel built over the logits."""
+    if (kernels := _kernels(logits.device)) is not None:
+        return kernels.logit_gradient(logits, targets, normalisers, grad, scale, dtype)
+    column = (grad.float() * scale)[:, None]
+    d_logits = logits.sub_(normalisers[:, None]).exp_().mul_(-column)
+    return d_logits.scatter_add_(1, targets[:, None], column).to(dtype)
+
+
+def _kernels(device: torch.device) -> Any:
+    """The module of fused kernels, where they run."""
+    if device.type != "cuda":
+        return None
+    try:
+        from posttrain.policy.fused import softmax
+    except ImportError:  # a torch build without Triton
+        return None
+    return softmax

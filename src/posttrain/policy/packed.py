@@ -41,7 +41,9 @@ class PackedRow:
             length = len(prompt)
             assert length > 0, "a response needs a prompt of at least one token"
             prompt_start, prompt_end = at, at + length
-            segments.append(Segment(prompt_start, prompt_end))
+            alone = len(rows) == 1  # then prompt and response are one sequence, and nothing is shared
+            if not alone:
+                segments.append(Segment(prompt_start, prompt_end))
             pieces.append(prompt)
             positions.append(torch.arange(length))
             at = prompt_end
@@ -51,10 +53,13 @@ class PackedRow:
                 before = [] if reads_own_token else [prompt_end - 1]
                 source[row] = torch.tensor([*before, *range(at, at + len(fed))])
                 if len(fed):
-                    segments.append(Segment(at, at + len(fed), prompt_start, prompt_end))
+                    if not alone:
+                        segments.append(Segment(at, at + len(fed), prompt_start, prompt_end))
                     pieces.append(fed)
                     positions.append(torch.arange(length, length + len(fed)))
                     at += len(fed)
+            if alone:
+                segments.append(Segment(prompt_start, at))
         return cls(
             input_ids=torch.cat(pieces)[None].to(device),
             position_ids=torch.cat(positions)[None].to(device),

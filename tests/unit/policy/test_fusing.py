@@ -1,0 +1,295 @@
+"""Fused layers around their kernels: which layers, joined parameters, copies, checkpoints, the sampler. The kernels themselves
+stand aside (`use_torch_kernels`), so that models can be in float64 and the comparison exact; `interpreted_fused.py` has them.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fused_references import (
+    FUSED,
+    FUSED_LAYERS,
+    assert_near,
+    assert_same_model,
+    decoder_of,
+    family_model,
+    mean_error,
+    noise,
+    num_fused,
+    random_batch,
+    states_and_gradients,
+    use_torch_kernels,
+)
+from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
+from torch import Tensor, nn
+
+from posttrain.generation.native import NativeEngine, NativeSettings
+from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.policy.fused.adapters import product_of
+from posttrain.policy.fused.joining import joined
+from posttrain.policy.fused.layers import fuse_layers
+from posttrain.policy.optimizer import MixedPrecisionOptimizer
+from posttrain.policy.saving import CheckpointWriter
+from posttrain.policy.storage import load
+from posttrain.types import NoiseKey, Sampling, Task
+
+pytest.importorskip("triton", reason="Triton is not installed here (it is on Linux, with the extra dev)")
+EXACT = 1e-11
+FP64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def _torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch_kernels(monkeypatch)
+
+
+def fused_and_own(
+    family: str, dtype: torch.dtype = FP64, *, may_join: bool = True, **overrides: Any
+) -> tuple[Any, Any]:
+    model = family_model(family, dtype, **overrides)
+    own = copy.deepcopy(model)
+    fuse_layers(decoder_of(model), may_join=may_join)
+    return model, own
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor) -> Tensor:
+    with attention_context(PackedAttention([Segment(0, ids.shape[1])], ids.device)):
+        out: Tensor = model(input_ids=ids).logits
+    return out
+
+
+# -- which layers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
+@pytest.mark.parametrize("family", FUSED_LAYERS)
+def test_model_says_and_learns_the_same(family: str, may_join: bool) -> None:
+    model, own = fused_and_own(family, may_join=may_join)
+    assert num_fused(model) == FUSED_LAYERS[family]
+    assert_same_model(model, own, EXACT)
+
+
+def test_long_rows_and_rows_of_one_token() -> None:
+    model, own = fused_and_own("mistral")
+    assert_same_model(model, own, EXACT, random_batch([300, 40, 1], [30, 1, 7, 2, 5], [0, 0, 1, 1, 2]))
+    assert_same_model(model, own, EXACT, random_batch([1], [1], [0]))
+
+
+@pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_activation_checkpointing(family: str, may_join: bool) -> None:
+    model, own = fused_and_own(family, may_join=may_join)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same_model(model, own, EXACT)
+
+
+def test_families_that_look_alike_are_told_apart_by_their_numbers() -> None:
+    """Granite without its factor is Llama, with it is not; an activation is not visible in the parts of a layer."""
+    assert fuse_layers(decoder_of(family_model("granite", residual_multiplier=1.0)), may_join=True) == 2
+    assert fuse_layers(decoder_of(family_model("llama", hidden_act="gelu")), may_join=True) == 0
+
+
+def test_layers_that_want_other_arguments_are_left_alone() -> None:
+    model = family_model("llama")
+    decoder: Any = decoder_of(model)
+    rotation = decoder.rotary_emb.forward
+    decoder.rotary_emb.forward = lambda x, position_ids, layer_type: rotation(x, position_ids)
+    assert fuse_layers(decoder, may_join=True) == 0
+
+
+def test_several_sequences_at_once_run_through_the_layers_own_forward() -> None:
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    model = tiny_model("llama", attention="eager").double()
+    expected = model(input_ids=ids).logits
+    assert fuse_layers(decoder_of(tiny_model("llama")), may_join=True) == 2
+    model.set_attn_implementation("posttrain")
+    assert fuse_layers(decoder_of(model), may_join=True) == 2
+    model.set_attn_implementation("eager")
+    assert_near("logits", model(input_ids=ids).logits, expected, EXACT)
+
+
+def test_fusing_twice_is_fusing_once() -> None:
+    model, _ = fused_and_own("llama", torch.float32)
+    layers: Any = decoder_of(model).layers
+    first = [layer.forward for layer in layers]
+    for may_join in (True, False):
+        assert fuse_layers(decoder_of(model), may_join=may_join) == 2
+    NativeEngine(model, byte_tokenizer(), NativeSettings())
+    assert [layer.forward for layer in layers] == first
+    assert not any(hasattr(forward.own_forward, "own_forward") for forward in first)
+
+
+def test_modules_stay_in_the_mode_they_were_in() -> None:
+    model = family_model("llama")
+    decoder_of(model).layers[1].mlp.eval()  # type: ignore[index, union-attr]
+    before = [module.training for module in model.modules()]
+    assert fuse_layers(decoder_of(model), may_join=True) == 2
+    assert [module.training for module in model.modules()] == before
+
+
+# -- joined parameters -----------------------------------------------------------------------------------------------------
+
+
+def test_joined_parameters_are_views_of_one_tensor() -> None:
+    parts = [nn.Parameter(noise(size, 5, seed=size)) for size in (3, 1, 4)]
+    before = [part.detach().clone() for part in parts]
+    whole = joined(parts)
+    assert torch.equal(whole, torch.cat(before))
+    assert not whole.requires_grad
+    assert joined(parts).data_ptr() == whole.data_ptr(), "the second time nothing moves"
+    with torch.no_grad():
+        parts[1].fill_(7.0)
+    assert (whole[3] == 7.0).all()
+    copies = copy.deepcopy(parts)
+    assert torch.equal(joined(copies), whole)
+    assert joined(copies).data_ptr() != whole.data_ptr()
+    assert joined(parts).data_ptr() == whole.data_ptr()
+    parts[2].data = torch.zeros(4, 5)
+    assert (joined(parts)[4:] == 0).all()
+    assert torch.equal(joined(parts[:2]), whole[:4])
+    backwards = [parts[2], parts[0]]  # another order is another place
+    assert torch.equal(joined(backwards), torch.cat([p.detach() for p in backwards]))
+
+
+def test_neighbours_that_were_allocated_apart_are_not_taken_for_joined() -> None:
+    memory = torch.arange(12.0)
+    parts = [nn.Parameter(memory[:6].view(2, 3)), nn.Parameter(memory[6:].view(2, 3))]
+    assert joined(parts).data_ptr() == memory.data_ptr()
+    parts[1].data = memory[6:].view(2, 3).t().contiguous().t()  # the same shape, another order in memory
+    whole = joined(parts)
+    assert torch.equal(whole, torch.cat([part.detach() for part in parts]))
+    assert whole.is_contiguous()
+
+
+def test_which_modules_are_a_product() -> None:
+    plain = [nn.Linear(5, size) for size in (3, 2)]
+    assert product_of(plain) is not None
+    assert product_of([plain[0], nn.Linear(5, 2, bias=False)]) is None
+    assert product_of([plain[0], nn.Linear(5, 2).half()]) is None
+    assert product_of([plain[0], plain[0]]) is None
+    assert product_of([nn.Identity()]) is None
+    plain[1].register_forward_hook(lambda *_: None)
+    assert product_of(plain) is None
+
+
+def stepped(model: nn.Module) -> nn.Module:
+    """After two updates of every parameter, in place."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        _, grads = states_and_gradients(model)
+        for name, parameter in model.named_parameters():
+            parameter.grad = grads.get(name)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama with biases"])
+def test_an_update_in_place_changes_the_joined_product(family: str) -> None:
+    model, own = fused_and_own(family)
+    before, _ = states_and_gradients(own, backward=False)
+    assert_same_model(stepped(model), stepped(own), EXACT)
+    after, _ = states_and_gradients(model, backward=False)
+    assert (after["hidden"] - before["hidden"]).abs().max() > 1e-2
+    attention = decoder_of(model).layers[0].self_attn  # type: ignore[index, union-attr]
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    place = parts[0].data_ptr()
+    assert joined(parts).data_ptr() == place, "they still lie together"
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["written into the parameters", "put in their place"])
+def test_a_saved_state_can_be_loaded(assign: bool, tmp_path: Path) -> None:
+    model, _ = fused_and_own("llama with biases")
+    torch.save(stepped(model).state_dict(), tmp_path / "state.pt")
+    fresh, _ = fused_and_own("llama with biases")
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt"), assign=assign)
+    assert_same_model(fresh, model, EXACT)
+
+
+def test_saved_models_are_read_by_transformers(tmp_path: Path) -> None:
+    model, _ = fused_and_own("qwen2", torch.float32)
+    model.save_pretrained(tmp_path / "theirs")
+    CheckpointWriter(model, byte_tokenizer(), None, torch.device("cpu")).save(tmp_path / "ours", optimizer=False)
+    for folder in (tmp_path / "theirs", tmp_path / "ours/policy/weights/model"):
+        read = type(model).from_pretrained(folder).state_dict()
+        assert all(torch.equal(value, read[name]) for name, value in model.state_dict().items())
+
+
+def test_resumed_training_equals_the_uninterrupted(tmp_path: Path) -> None:
+    def make() -> tuple[Any, MixedPrecisionOptimizer, CheckpointWriter]:
+        model, _ = fused_and_own("qwen2", torch.bfloat16)
+        optimizer = MixedPrecisionOptimizer(model, "torch.optim.AdamW", {"lr": 1e-2}, None)
+        return model, optimizer, CheckpointWriter(model, byte_tokenizer(), optimizer, torch.device("cpu"))
+
+    def step(model: Any, optimizer: MixedPrecisionOptimizer) -> None:
+        states_and_gradients(model)
+        assert optimizer.step(1.0)[1], "the step was taken"
+
+    model, optimizer, writer = make()
+    step(model, optimizer)
+    writer.save(tmp_path, optimizer=True)
+    step(model, optimizer)
+    resumed, again, _ = make()
+    load(tmp_path, resumed, byte_tokenizer(), again)
+    step(resumed, again)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert torch.equal(
+        states_and_gradients(model, backward=False)[0]["hidden"],
+        states_and_gradients(resumed, backward=False)[0]["hidden"],
+    )
+
+
+def test_a_copy_of_a_fused_model_is_a_model_of_its_own() -> None:
+    model, own = fused_and_own("llama")
+    copied = copy.deepcopy(model)
+    assert all(layer.forward.layer is layer for layer in decoder_of(copied).layers)  # type: ignore[union-attr]
+    stepped(copied)
+    assert_same_model(model, own, EXACT)
+    assert_same_model(copied, stepped(own), EXACT)
+
+
+def test_weights_moved_to_another_type_are_joined_again() -> None:
+    model, own = fused_and_own("qwen3")
+    assert_same_model(model.float(), own.float(), 1e-5)
+    assert_same_model(model.double(), own.double(), EXACT)
+
+
+def test_frozen_parts_have_no_gradient_and_the_others_the_same() -> None:
+    model = family_model("qwen2", FP64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in ("k_proj", "gate_proj", "input_layernorm", "embed")))
+    own = copy.deepcopy(model)
+    fuse_layers(decoder_of(model), may_join=True)
+    assert_same_model(model, own, EXACT)
+
+
+def test_bf16_is_as_near_to_fp32_as_the_layers_own_forward() -> None:
+    model, own = fused_and_own("llama", torch.bfloat16)
+    assert num_fused(model) == 2
+    exact = copy.deepcopy(own).float()
+    assert mean_error(model, exact) < min(1.2 * mean_error(own, exact), 0.05)
+
+
+# -- the sampler -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_sampler_runs_fused_layers_and_agrees_with_the_trainer(family: str) -> None:
+    model = family_model(family, tie_word_embeddings=False).eval()
+    own = copy.deepcopy(model)
+    engine = NativeEngine(model, byte_tokenizer(), NativeSettings(page_size=4))
+    assert num_fused(model) == FUSED_LAYERS[family]
+    task = Task(0, "t:0", "", tuple(range(3, 10)))
+    completion = engine.generate([task], 1, Sampling(9, ignore_eos=True), NoiseKey(0, 0))[0][0]
+    assert max(completion.token_ids) < VOCAB_SIZE
+    sequence = torch.tensor([[*task.prompt_ids, *completion.token_ids]])
+    for each in (own, model):
+        logprobs = logits(each, sequence)[0, 6:-1].log_softmax(-1)
+        expected = logprobs.gather(1, sequence[0, 7:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0.0)
