@@ -1,12 +1,12 @@
-"""The Triton kernel, and its stand-in in torch, against attention written out in float64."""
+"""The attention kernels, and their stand-in in torch, against attention written out in float64."""
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 
 import pytest
 import torch
+from kernel_references import CASES, Cache, Case, assert_equal_to_rounding, random_cache, slow_attention
 from torch import Tensor
 
 from posttrain.generation.native.attention import gathered_attention
@@ -15,8 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-DEVICE = "cuda"
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture
@@ -27,98 +26,156 @@ def kernels() -> ModuleType:
     return kernels
 
 
-def slow_attention(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float,
-    window: int | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
-    """One row and one head at a time, position by position."""
-    query, keys, values = query.double().cpu(), keys.double().cpu(), values.double().cpu()
-    table, page_size, group = table.cpu(), keys.shape[1], query.shape[1] // keys.shape[2]
-    out = torch.zeros_like(query)
-    for row, length in enumerate(lengths.tolist()):
-        first = 0 if window is None else max(0, length - window)
-        places = [(int(table[row, p // page_size]), p % page_size) for p in range(first, length)]
-        for head in range(query.shape[1]):
-            k = torch.stack([keys[page, place, head // group] for page, place in places])
-            v = torch.stack([values[page, place, head // group] for page, place in places])
-            scores = k @ query[row, head] * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            out[row, head] = scores.softmax(0) @ v
-    return out
+def poisoned(cache: Cache) -> Tensor:
+    query, values = cache.query, cache.values
+    return torch.full((*query.shape[:2], values.shape[-1]), float("nan"), dtype=query.dtype, device=query.device)
 
 
-def random_cache(
-    lengths: list[int], heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(heads * 1000 + dim)
-    most = max(math.ceil(length / page_size) for length in lengths)
-    num_pages = len(lengths) * most + 3
-    shape = (num_pages, page_size, kv_heads, dim)
-    query = torch.randn((len(lengths), heads, dim), generator=generator).to(DEVICE, dtype)
-    keys = torch.randn(shape, generator=generator).to(DEVICE, dtype)
-    values = torch.randn(shape, generator=generator).to(DEVICE, dtype)
-    pages = torch.randperm(num_pages, generator=generator)[: len(lengths) * most]
-    table = pages.view(len(lengths), most).to(DEVICE, torch.int32)
-    return query, keys, values, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-
-
-CASES = {
-    "llama, 4 query heads per key head": {"heads": 8, "kv_heads": 2, "dim": 64},
-    "one key head per query head": {"heads": 4, "kv_heads": 4, "dim": 128},
-    "odd group, odd dim": {"heads": 9, "kv_heads": 3, "dim": 80},
-    "more queries than a tile has rows": {"heads": 40, "kv_heads": 2, "dim": 64},
-    "widest head": {"heads": 4, "kv_heads": 1, "dim": 256},
-    "sliding window": {"heads": 8, "kv_heads": 2, "dim": 64, "window": 37},
-    "window of one token": {"heads": 8, "kv_heads": 2, "dim": 64, "window": 1},
-    "soft cap": {"heads": 8, "kv_heads": 4, "dim": 128, "softcap": 5.0},
-    "soft cap in a window": {"heads": 4, "kv_heads": 2, "dim": 256, "softcap": 50.0, "window": 64},
-    "pages of one block": {"heads": 8, "kv_heads": 2, "dim": 64, "page_size": 64},
-    "pages of four tokens": {"heads": 8, "kv_heads": 2, "dim": 64, "page_size": 4},
-}
-LENGTHS = [1, 15, 16, 17, 63, 64, 65, 130, 257]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_kernel_equals_attention_written_out(kernels: ModuleType, case: dict, dtype: torch.dtype) -> None:
-    shape = {"page_size": 16, **case}
-    window, softcap = shape.pop("window", None), shape.pop("softcap", None)
-    query, keys, values, table, lengths = random_cache(LENGTHS, dtype=dtype, **shape)
-    scale = shape["dim"] ** -0.5
-    assert kernels.supports(query, keys, values)
-    expected = slow_attention(query, keys, values, table, lengths, scale, window, softcap)
-    out = kernels.paged_attention(query, keys, values, table, lengths, scale=scale, window=window, softcap=softcap)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+def test_kernel_equals_attention_written_out(kernels: ModuleType, case: Case, dtype: torch.dtype) -> None:
+    cache = random_cache(case, dtype, "cuda")
+    assert kernels.supports(cache.query, cache.keys, cache.values)
+    expected = slow_attention(cache, **case.options)
+    for splits in (None, 1, 4):
+        out = kernels.paged_attention(*cache.tensors, **case.options, out=poisoned(cache), splits=splits)
+        assert_equal_to_rounding(out, expected)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_torch_stand_in_equals_attention_written_out(case: dict) -> None:
-    shape = {"page_size": 16, **case}
-    window, softcap = shape.pop("window", None), shape.pop("softcap", None)
-    query, keys, values, table, lengths = random_cache(LENGTHS, dtype=torch.float32, **shape)
-    scale = shape["dim"] ** -0.5
-    expected = slow_attention(query, keys, values, table, lengths, scale, window, softcap)
-    out = gathered_attention(query, keys, values, table, lengths, scale=scale, window=window, softcap=softcap)
+def test_torch_stand_in_equals_attention_written_out(case: Case) -> None:
+    cache = random_cache(case, torch.float32, "cuda")
+    expected = slow_attention(cache, **case.options)
+    keys, values = cache.keys.nan_to_num(), cache.values.nan_to_num()  # it multiplies what is hidden by 0
+    out = gathered_attention(cache.query, keys, values, cache.table, cache.lengths, **case.options)
     torch.testing.assert_close(out.double().cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_kernel_reads_only_visible_pages(kernels: ModuleType) -> None:
-    query, keys, values, table, lengths = random_cache([20, 5], 8, 2, 64, 16, torch.bfloat16)
-    used = torch.zeros(len(keys), dtype=torch.bool)
-    used[table[0, :2].long().cpu()] = True
-    used[table[1, :1].long().cpu()] = True
-    options = {"scale": 0.125, "window": None, "softcap": None}
-    clean = kernels.paged_attention(query, keys, values, table, lengths, **options)
-    keys[~used], values[~used] = float("nan"), float("nan")
-    torch.testing.assert_close(kernels.paged_attention(query, keys, values, table, lengths, **options), clean)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_shared_prefix_equals_attention_written_out(
+    kernels: ModuleType, dtype: torch.dtype, window: int | None, splits: int
+) -> None:
+    groups, prefixes = [[8, 0, 2, 5], [1, 7, 3], [4, 6]], [160, 16, 0]
+    case = Case(heads=8, kv_heads=2, lengths=(161, 17, 200, 40, 5, 300, 64, 33, 177), window=window)
+    cache = random_cache(case, dtype, "cuda", groups, prefixes)
+    host = kernels.PrefixTiles.empty(9, kernels.samples_per_tile(4, dtype.itemsize), min_rows=2)
+    device = kernels.PrefixTiles.empty(9, kernels.samples_per_tile(4, dtype.itemsize), min_rows=2, device="cuda")
+    assert host.plan(groups, prefixes) == 2
+    device.copy_(host)
+    out = kernels.shared_prefix_attention(
+        *cache.tensors, device, **case.options, out=poisoned(cache), splits=splits, prefix_splits=splits
+    )
+    assert_equal_to_rounding(out, slow_attention(cache, **case.options))
+
+
+def large_batch(rows: int, length: int, kv_heads: int, heads: int) -> Cache:
+    """Too large for the slow reference: `fast_reference` has to do."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    pages = -(-length // 16)
+    shape = (rows * pages, 16, kv_heads, 128)
+    query = torch.randn(rows, heads, 128, device="cuda", generator=generator).bfloat16()
+    keys = torch.randn(shape, device="cuda", generator=generator).bfloat16()
+    values = torch.randn(shape, device="cuda", generator=generator).bfloat16()
+    table = torch.randperm(rows * pages, device="cuda", generator=generator).view(rows, pages).int()
+    lengths = torch.randint(1, length + 1, (rows,), device="cuda", generator=generator).int()
+    return Cache(query, keys, values, table, lengths)
+
+
+def fast_reference(cache: Cache, scale: float) -> Tensor:
+    """float64, row by row, all heads at once."""
+    out = torch.empty(cache.query.shape, dtype=torch.float64, device="cuda")
+    group = cache.query.shape[1] // cache.keys.shape[2]
+    for row, length in enumerate(cache.lengths.tolist()):
+        pages = cache.table[row].long()
+        k = cache.keys[pages].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
+        v = cache.values[pages].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
+        weights = torch.einsum("hd,lhd->hl", cache.query[row].double(), k).mul(scale).softmax(-1)
+        out[row] = torch.einsum("hl,lhd->hd", weights, v)
+    return out
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 20_000), (7, 3_000), (64, 1_024), (512, 700)])
+def test_large_batches_and_long_sequences(kernels: ModuleType, rows: int, length: int) -> None:
+    cache = large_batch(rows, length, kv_heads=8, heads=32)
+    out = kernels.paged_attention(*cache.tensors, scale=128**-0.5, window=None, softcap=None, out=poisoned(cache))
+    assert_equal_to_rounding(out, fast_reference(cache, 128**-0.5))
+
+
+def test_pages_beyond_two_to_the_31_elements(kernels: ModuleType) -> None:
+    """40,000 pages of 64 tokens, 8 heads and 128 dims hold 2.6e9 numbers: the last of them must be found."""
+    if torch.cuda.mem_get_info()[0] < 14 * 2**30:
+        pytest.skip("needs 14 GiB of GPU memory")
+    keys = torch.zeros(40_000, 64, 8, 128, device="cuda", dtype=torch.bfloat16)
+    values = torch.zeros_like(keys)
+    values[-1] = 3.0
+    query = torch.ones(1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    table = torch.tensor([[39_999]], device="cuda", dtype=torch.int32)
+    lengths = torch.tensor([64], device="cuda", dtype=torch.int32)
+    out = kernels.paged_attention(query, keys, values, table, lengths, scale=0.1, window=None, softcap=None)
+    assert torch.equal(out, torch.full_like(out, 3.0))
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+def test_the_same_bits_every_time(kernels: ModuleType, splits: int) -> None:
+    cache = large_batch(48, 2_000, kv_heads=8, heads=32)
+    options = {"scale": 0.1, "window": None, "softcap": None, "splits": splits}
+    first = kernels.paged_attention(*cache.tensors, **options)
+    for _ in range(5):
+        assert torch.equal(kernels.paged_attention(*cache.tensors, **options), first)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_recorded_launch_follows_lengths_tables_and_groups(kernels: ModuleType, shared: bool) -> None:
+    case = Case(heads=8, kv_heads=2, lengths=(33, 40, 161, 200))
+    caches = [
+        random_cache(case, torch.bfloat16, "cuda", [[0, 1]], [32]),
+        random_cache(Case(heads=8, kv_heads=2, lengths=(200, 7, 177, 180)), torch.bfloat16, "cuda", [[3, 0, 2]], [160]),
+    ]
+    live = random_cache(case, torch.bfloat16, "cuda", [[0, 1]], [32])
+    host = kernels.PrefixTiles.empty(4, 16, min_rows=2)
+    tiles = kernels.PrefixTiles.empty(4, 16, min_rows=2, device="cuda")
+
+    def compute() -> Tensor:
+        if shared:
+            return kernels.shared_prefix_attention(*live.tensors, tiles, **case.options)
+        return kernels.paged_attention(*live.tensors, **case.options)
+
+    compute()  # compiled before it is recorded
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compute()
+    for cache, prefix in zip(caches, ([32], [160]), strict=True):
+        for mine, new in zip(live.tensors, cache.tensors, strict=True):
+            mine.copy_(new)
+        host.plan(cache.groups, prefix)
+        tiles.copy_(host)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal_to_rounding(out, slow_attention(cache, **case.options))
+
+
+def test_exact_weights_are_closer_to_the_true_result(kernels: ModuleType) -> None:
+    case = Case(heads=8, kv_heads=2, dim=128, lengths=(700, 900))
+    cache = random_cache(case, torch.bfloat16, "cuda")
+    expected = slow_attention(cache, **case.options)
+    errors = [
+        (kernels.paged_attention(*cache.tensors, **case.options, tile=tile).double().cpu() - expected).abs().mean()
+        for tile in (kernels.AttentionTile(64, 4, 3), kernels.AttentionTile(64, 4, 3, exact_weights=True))
+    ]
+    assert errors[1] < 0.9 * errors[0]
 
 
 def test_kernel_declines_what_it_cannot_do(kernels: ModuleType) -> None:
-    query, keys, values, *_ = random_cache([3], 2, 1, 64, 16, torch.bfloat16)
-    assert not kernels.supports(query, keys, values[..., :32])
-    assert not kernels.supports(query.float(), keys, values)
-    wide = torch.zeros(1, 2, 512, device=DEVICE, dtype=torch.bfloat16)
-    pool = torch.zeros(4, 16, 1, 512, device=DEVICE, dtype=torch.bfloat16)
-    assert not kernels.supports(wide, pool, pool)
+    query = torch.zeros(1, 2, 64, device="cuda", dtype=torch.bfloat16)
+    pool = torch.zeros(4, 16, 1, 64, device="cuda", dtype=torch.bfloat16)
+    assert kernels.supports(query, pool, pool)
+    assert not kernels.supports(query.cpu(), pool.cpu(), pool.cpu())
+    assert not kernels.supports(query, pool, pool[..., :32])
+    assert not kernels.supports(query.float(), pool, pool)
+    wide = torch.zeros(1, 2, 512, device="cuda", dtype=torch.bfloat16)
+    wide_pool = torch.zeros(4, 16, 1, 512, device="cuda", dtype=torch.bfloat16)
+    assert not kernels.supports(wide, wide_pool, wide_pool)

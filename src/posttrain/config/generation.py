@@ -25,6 +25,10 @@ class NativeConfig(Section):
         default=None,
         description="Memory of the key-value cache in GiB; null takes what the batch needs and the device has.",
     )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9,
+        description="Fraction of the GPU's memory that may be taken while sampling, by everything on it.",
+    )
 
 
 class VllmConfig(Section):

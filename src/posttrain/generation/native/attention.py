@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from posttrain.generation.native.kv_cache import PagedKvCache, zeros
 from posttrain.generation.native.pages import pages_for
 from posttrain.generation.native.scheduler import Sample
-from posttrain.policy.attention import PackedAttention, Segment, causal_attention
+from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
 
 # Growing a dense copy means filling it again from the pages: not for every token.
 _HEADROOM_TOKENS = 64
@@ -45,16 +46,20 @@ class PrefillAttention:
     def __init__(self, cache: PagedKvCache, pieces: Sequence[PrefillPiece]) -> None:
         self.cache = cache
         self.pieces = pieces
-        slots = [slot for piece in pieces for slot in cache.slots(piece.pages, piece.start, piece.end)]
-        self.slots = torch.tensor(slots, dtype=torch.long).to(cache.device)
+        self.slots = self._slots([(piece.start, piece.end) for piece in pieces])
         self.packed: PackedAttention | None = None
-        self.tables: list[Tensor] = []
         if all(piece.start == 0 for piece in pieces):
             segments = [Segment(piece.offset, piece.offset + piece.length) for piece in pieces]
             self.packed = PackedAttention(segments, cache.device)
         else:
-            used = [list(piece.pages[: pages_for(piece.end, cache.page_size)]) for piece in pieces]
-            self.tables = [torch.tensor(pages, dtype=torch.long).to(cache.device) for pages in used]
+            self.all_slots = self._slots([(0, piece.end) for piece in pieces])
+            self.packed_keys = PackedKeys([(piece.length, piece.end) for piece in pieces], cache.device)
+
+    def _slots(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        slots = [
+            self.cache.slots(piece.pages, start, end) for piece, (start, end) in zip(self.pieces, ranges, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(slots)).to(self.cache.device)
 
     def attend(
         self,
@@ -70,13 +75,8 @@ class PrefillAttention:
         self.cache.write(layer, self.slots, key, value)
         if self.packed is not None:
             return self.packed.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
-        outputs = []
-        for piece, table in zip(self.pieces, self.tables, strict=True):
-            keys, values = self.cache.read(layer, table, piece.end)
-            q = query[piece.offset : piece.offset + piece.length]
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, keys, values))
-            outputs.append(causal_attention(q, k, v, scale, window, softcap)[0].transpose(0, 1))
-        return torch.cat(outputs)
+        keys, values = self.cache.read(layer, self.all_slots)
+        return self.packed_keys.attend(query, keys, values, scale, window, softcap)
 
 
 class DenseDecode:
@@ -163,15 +163,25 @@ class DenseDecode:
 class PagedDecode:
     """Decoding straight from the pages, on a GPU. No step waits for the device."""
 
-    def __init__(self, cache: PagedKvCache, max_rows: int, max_pages_per_row: int) -> None:
+    def __init__(self, cache: PagedKvCache, max_rows: int, max_pages_per_row: int, num_heads: int = 0) -> None:
         self.cache = cache
+        self.num_heads = num_heads  # of queries
         self.host_table = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
         self.admissions = [-1] * max_rows
         self.num_filled = [0] * max_rows
+        self.num_sent = -1  # rows of the table that the device has
+        self.shared: Any = None  # PrefixTiles: who has prompt pages in common, where they are read once for all
         self.kernel = _load_kernel(cache.device)
 
-    def update_table(self, samples: Sequence[Sample]) -> None:
-        """Enter the pages that `samples` have got since the last step."""
+    def forget_rows(self) -> None:
+        """Samples of another call may have the same numbers."""
+        self.admissions = [-1] * len(self.admissions)
+        self.num_sent = -1
+        self.shared = None
+
+    def update_table(self, samples: Sequence[Sample]) -> bool:
+        """Enter the pages that `samples` have got since the last step; whether there were any."""
+        changed = False
         for row, sample in enumerate(samples):
             if self.admissions[row] != sample.admission:
                 self.admissions[row], self.num_filled[row] = sample.admission, 0
@@ -179,6 +189,18 @@ class PagedDecode:
             if filled < len(sample.pages):
                 self.host_table[row, filled : len(sample.pages)] = sample.pages[filled:]
                 self.num_filled[row] = len(sample.pages)
+                changed = True
+        return changed
+
+    def point_at(self, table: Tensor, position: Tensor) -> None:
+        """Make ready for one step of rows whose pages are in `table` and whose new tokens stand at `position`.
+
+        All of it on the device: the host need not know the positions.
+        """
+        size = self.cache.page_size
+        page = table.gather(1, (position // size)[:, None]).squeeze(1)
+        self.table, self.lengths = table, (position + 1).int()
+        self.slots = page.long() * size + position % size
 
     def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
         """Make ready for one step of `samples`, whose new tokens belong into `slots`."""
@@ -204,14 +226,37 @@ class PagedDecode:
         softcap: float | None,
     ) -> Tensor:
         self.cache.write(layer, self.slots, key, value)
+        return self._attend(layer, query, scale=scale, window=window, softcap=softcap)
+
+    def attend_unrotated(
+        self,
+        layer: int,
+        query: Tensor,  # [tokens, heads * head_dim]; the three may be views of one product
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """`attend` for queries and keys that have not been rotated: one launch rotates them and fills the cache."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if self.kernel is not None and self.kernel.supports(query, keys, values):
-            return self.kernel.paged_attention(
-                query, keys, values, self.table, self.lengths, scale=scale, window=window, softcap=softcap
+        query = self.kernel.write_kv_rope(query, key, value, cos, sin, keys, values, self.slots, exact_like_torch=False)
+        return self._attend(layer, query, scale=scale, window=window, softcap=softcap)
+
+    def _attend(self, layer: int, query: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        if self.kernel is None or not self.kernel.supports(query, keys, values):
+            return gathered_attention(query, keys, values, self.table, self.lengths, **options)
+        query = query.contiguous()
+        if self.shared is not None:
+            return self.kernel.shared_prefix_attention(
+                query, keys, values, self.table, self.lengths, self.shared, **options
             )
-        return gathered_attention(
-            query, keys, values, self.table, self.lengths, scale=scale, window=window, softcap=softcap
-        )
+        return self.kernel.paged_attention(query, keys, values, self.table, self.lengths, **options)
 
 
 def gathered_attention(

@@ -2,6 +2,9 @@
 
 Admit what fits, compute its prompts, draw first tokens; then one token for everybody who is active; whoever is finished
 leaves, and the loop begins again. The scheduler decides who, this decides nothing.
+
+With CUDA graphs the device is one step ahead: a step is launched before the tokens of the one before are looked at, so that
+the device never waits for the host. Who draws a stop token takes part in one step more, whose token is thrown away.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import torch
 from torch import Tensor
 
 from posttrain.generation.native.attention import DenseDecode, PagedDecode, PrefillAttention, PrefillPiece
+from posttrain.generation.native.drawing import Drawn, FreshTokens
 from posttrain.generation.native.forward import ForwardPass
-from posttrain.generation.native.graphs import DecodeGraphs, RecordingError
+from posttrain.generation.native.graphs import DecodeGraphs
 from posttrain.generation.native.kv_cache import PagedKvCache
+from posttrain.generation.native.recording import RecordingError
 from posttrain.generation.native.sampler import TokenSampler
 from posttrain.generation.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
 from posttrain.generation.native.stopping import StopRules
@@ -45,31 +50,48 @@ class GenerationCall:
         self.max_prefill_tokens = max_prefill_tokens
         self.progress = progress
         self.graphs = graphs
+        self.fresh = FreshTokens()
 
     def run(self) -> None:
-        while self.scheduler.unfinished:
+        under_way: list[Drawn] = []  # drawn on the device, not yet looked at
+        while self.scheduler.unfinished or under_way:
             admission = self.scheduler.admit()
             if admission.samples:
-                self._start(admission)
+                under_way += self._start(admission)
+            if self.graphs is None or self.scheduler.may_run_short or not self.scheduler.active:
+                # Without graphs the host needs the tokens; and whoever has to make room leaves with all of them.
+                under_way = self._collect(under_way)
             self.scheduler.reserve_step()
-            if self.scheduler.active:
-                self._step(list(self.scheduler.active))
+            if not self.scheduler.active:
+                continue
+            try:
+                launched = self._step(list(self.scheduler.active))
+            except RecordingError as error:
+                warnings.warn(f"decoding goes on without CUDA graphs, more slowly: {error}", stacklevel=2)
+                assert self.graphs is not None
+                self.graphs.give_up()
+                self.graphs = None
+                continue
+            self._collect(under_way)  # of the step before, while the device computes this one
+            under_way = [launched] if self.graphs is not None else self._collect([launched])
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
-    def _start(self, admission: Admission) -> None:
+    def _start(self, admission: Admission) -> list[Drawn]:
         self._prefill(admission.prompts)
         self.cache.copy_pages(admission.copies)
         self._prefill(admission.resumed)
         fresh = [sample for sample in admission.samples if not sample.token_ids]
+        if resumed := [sample for sample in admission.samples if sample.token_ids]:
+            self.fresh.add_known(resumed, self.cache.device)
         if not fresh:
-            return
+            return []
         # All samples of a group draw their first token from one row of logits.
         groups = list(dict.fromkeys(sample.group for sample in fresh))
         row_of = {group: row for row, group in enumerate(groups)}
         logits = self.forward.head.logits(torch.stack([_last_hidden(group) for group in groups]))
         rows = torch.tensor([row_of[sample.group] for sample in fresh]).to(self.cache.device)
-        self._draw(fresh, logits.index_select(0, rows))
+        return [self._draw(fresh, logits.index_select(0, rows), joins=True)]
 
     def _prefill(self, jobs: Sequence[Prefill]) -> None:
         """Several prompts in one packed row; one that is longer than a row goes through in pieces."""
@@ -93,17 +115,12 @@ class GenerationCall:
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
-    def _step(self, samples: Sequence[Sample]) -> None:
+    def _step(self, samples: Sequence[Sample]) -> Drawn:
         """One more token for each of `samples`."""
         if self.graphs is not None:
-            try:
-                drawn = self.graphs.step(samples)
-            except RecordingError as error:
-                warnings.warn(f"decoding goes on without CUDA graphs, more slowly: {error}", stacklevel=2)
-                self.graphs = None
-            else:
-                self._keep(samples, drawn)
-                return
+            drawn = self.graphs.step(samples, self.fresh, self.sampler)
+            self.fresh.clear()
+            return self._launched(drawn)
         size = self.cache.page_size
         last = [sample.token_ids[-1] for sample in samples]
         at = [sample.num_cached for sample in samples]
@@ -114,34 +131,48 @@ class GenerationCall:
         inputs = torch.tensor([last, at, slots], dtype=torch.long).to(self.cache.device, non_blocking=True)
         self.decode.prepare(samples, inputs[2])
         hidden = self.forward.hidden(self.decode, inputs[0], inputs[1])
-        self._draw(samples, self.forward.head.logits(hidden))
+        return self._draw(samples, self.forward.head.logits(hidden))
 
-    def _draw(self, samples: Sequence[Sample], logits: Tensor) -> None:
+    def _draw(self, samples: Sequence[Sample], logits: Tensor, *, joins: bool = False) -> Drawn:
         keys = [sample.noise_key for sample in samples]
         index = [sample.noise_index for sample in samples]
         noise = torch.tensor([keys, index], dtype=torch.long).to(self.cache.device, non_blocking=True)
         tokens, logprobs = self.sampler.draw(logits, noise[0], noise[1])
-        # float64 holds every token id and every float32.
-        self._keep(samples, torch.stack([tokens.double(), logprobs.double()]))
+        if joins:
+            self.fresh.add_drawn(samples, tokens)
+        return self._launched(Drawn.under_way(samples, torch.stack([tokens.double(), logprobs.double()])))
 
-    def _keep(self, samples: Sequence[Sample], drawn: Tensor) -> None:
-        """Append what was drawn, and let those leave who are finished."""
-        num_finished = 0
-        # The only wait for the device in a step.
-        for sample, token, logprob in zip(samples, *drawn.tolist(), strict=True):
-            if math.isnan(logprob):
-                raise FloatingPointError(
-                    f"the logits for token {len(sample.token_ids)} of task {sample.group.task.id!r} are not numbers: "
-                    "the weights of the model have diverged"
-                )
-            sample.token_ids.append(int(token))
-            sample.logprobs.append(logprob)
-            sample.finish_reason = self.stop.reason(sample.token_ids, sample.group.max_new_tokens, sample.scanner)
-            if sample.finish_reason is not None:
+    def _launched(self, drawn: Drawn) -> Drawn:
+        """Whoever has as many tokens as it may have leaves at once: no need to look at the last of them for that."""
+        for sample in drawn.samples:
+            sample.in_flight += 1
+            if sample.num_drawn >= sample.group.max_new_tokens:
                 self.scheduler.leave(sample)
-                num_finished += 1
+        return drawn
+
+    def _collect(self, under_way: Sequence[Drawn]) -> list[Drawn]:
+        """Wait for what was drawn and keep it; those who are finished leave. Returns what is left to collect: nothing."""
+        num_finished = 0
+        for drawn in under_way:
+            for sample, token, logprob in zip(drawn.samples, *drawn.read(), strict=True):
+                sample.in_flight -= 1
+                if sample.finish_reason is not None:
+                    continue  # drawn before it was known that the token before was the last
+                if math.isnan(logprob):
+                    raise FloatingPointError(
+                        f"the logits for token {len(sample.token_ids)} of task {sample.group.task.id!r} are not numbers: "
+                        "the weights of the model have diverged"
+                    )
+                sample.token_ids.append(token)
+                sample.logprobs.append(logprob)
+                sample.finish_reason = self.stop.reason(sample.token_ids, sample.group.max_new_tokens, sample.scanner)
+                if sample.finish_reason is not None:
+                    num_finished += 1
+                    if sample.admission >= 0:
+                        self.scheduler.leave(sample)
         if num_finished and self.progress is not None:
             self.progress(num_finished)
+        return []
 
 
 def packed_rows(jobs: Sequence[Prefill], max_tokens: int) -> Iterator[list[tuple[Prefill, int, int]]]:

@@ -1,7 +1,8 @@
 """The native engine: samples from the very modules that are being trained. Implements `roles.Generator`.
 
-No weight is copied, merged or changed. What a call needs beyond the weights, the KV cache above all, is made at its
-beginning and gone at its end, because training wants the memory.
+No weight is copied, merged or changed. What a call needs beyond the weights, the KV cache above all, is made when it is
+first needed. On a GPU it stays for the next call, with the recorded steps that know its addresses, until `release`: training
+may want the memory.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from posttrain.generation.native.pages import pages_for
 from posttrain.generation.native.sampler import TokenSampler
 from posttrain.generation.native.scheduler import PromptGroup, Sample, Scheduler, pages_needed
 from posttrain.generation.native.stopping import StopRules
+from posttrain.policy.fused.layers import fuse_layers
 from posttrain.roles import Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
@@ -40,17 +42,43 @@ class NativeSettings:
     page_size: int = 16  # tokens per page of the KV cache
     max_batch_size: int = 256  # sequences that decode together
     max_prefill_tokens: int = 8192  # prompt tokens in one forward pass
-    kv_cache_gib: float | None = (
-        None  # None: what the call needs, at most 2 GiB on a CPU or 80 % of a GPU's free memory
-    )
+    kv_cache_gib: float | None = None  # None: what a call needs, at most 2 GiB on a CPU or what follows on a GPU
+    gpu_memory_utilization: float = 0.9  # of a GPU's memory, for everything on it: weights, training's state, cache
     max_total_tokens: int = 4096  # prompt and completion together
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_size", "max_prefill_tokens", "max_total_tokens"):
             if getattr(self, name) < 1:
                 raise SamplingError(f"{name} is {getattr(self, name)}: at least 1 is needed")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise SamplingError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}: above 0 and at most 1 is accepted"
+            )
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise SamplingError(f"kv_cache_gib is {self.kv_cache_gib}: a positive number, or nothing, is needed")
+
+
+@dataclass
+class Workspace:
+    """What a call works in."""
+
+    cache: PagedKvCache
+    num_pages: int
+    is_largest: bool  # memory did not allow for more
+    max_length: int  # of a sequence, in tokens
+    decode: DenseDecode | PagedDecode
+    graphs: DecodeGraphs | None = None
+
+    def fits(self, wanted: int, least: int, longest: int) -> bool:
+        enough = self.num_pages >= wanted or (self.is_largest and self.num_pages >= least)
+        return enough and longest <= self.max_length
+
+    def begin(self, groups: Sequence[PromptGroup], num_samples: int) -> None:
+        """Forget the call before: its samples had the same numbers and other pages."""
+        if isinstance(self.decode, PagedDecode):
+            self.decode.forget_rows()
+        if self.graphs is not None:
+            self.graphs.begin(groups, num_samples)
 
 
 class NativeEngine:
@@ -61,9 +89,14 @@ class NativeEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings or NativeSettings()
+        # Sharded modules bring streams of their own into a recording, and their weights do not stay where they are.
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self.forward = ForwardPass(model)
-        # Recording is tried until it fails once. Sharded modules bring streams of their own into it.
-        self._may_record = not any(isinstance(module, FSDPModule) for module in model.modules())
+        fuse_layers(self.forward.head.decoder, may_join=not sharded)
+        self._keeps_workspace = self.forward.device.type != "cpu"
+        self._may_record = not sharded and self.forward.device.type == "cuda"  # tried until it fails once
+        self._workspace: Workspace | None = None
+        self._largest = (0, 0)  # pages and tokens of one sequence that calls have wanted so far
         self.num_preemptions = 0  # in the last call: many of them mean that the KV cache is too small
         # Ids up to the tokenizer's highest may be drawn; the rest of the output head is padding.
         self._vocab_size = min(max(tokenizer.get_vocab().values()) + 1, self.forward.head.vocab_size)
@@ -76,13 +109,23 @@ class NativeEngine:
         sampling: Sampling,
         key: NoiseKey,
         progress: Progress | None = None,
+        *,
+        limits: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        """For each task `num_samples` completions, in order. `progress` hears of finished completions."""
+        """For each task `num_samples` completions, in order. `progress` hears of finished completions.
+
+        `limits`: the most tokens for each task, where they differ; `sampling.max_new_tokens` holds for all.
+        """
         _check(sampling, num_samples)
+        if limits is not None and (len(limits) != len(tasks) or min(limits, default=1) < 1):
+            raise SamplingError(f"limits has {len(limits)} numbers for {len(tasks)} tasks: one of at least 1 for each")
         stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
         samples = [
             Sample(group, index, sequence_key(key.seed, key.step, group.task.draw, index), scanner=stop.scanner())
-            for group in [self._group(task, sampling) for task in tasks]
+            for group in [
+                self._group(task, min(sampling.max_new_tokens, limit))
+                for task, limit in zip(tasks, limits or [sampling.max_new_tokens] * len(tasks), strict=True)
+            ]
             for index in range(group.task.first_sample, group.task.first_sample + num_samples)
         ]
         if samples:
@@ -91,7 +134,18 @@ class NativeEngine:
         completions = [self._completion(sample) for sample in samples]
         return [completions[start : start + num_samples] for start in range(0, len(completions), num_samples)]
 
-    def _group(self, task: Task, sampling: Sampling) -> PromptGroup:
+    def release(self) -> None:
+        """Give the memory of the KV cache and of recorded steps back, for training. The next call makes them again."""
+        if self._workspace is not None:
+            self._workspace = None
+            torch.cuda.empty_cache()  # what recordings used is of no use to anybody else until then
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Memory that `release` would free, but for that of recorded steps."""
+        return 0 if self._workspace is None else self._workspace.cache.num_bytes
+
+    def _group(self, task: Task, max_new_tokens: int) -> PromptGroup:
         length, limit = len(task.prompt_ids), self.settings.max_total_tokens
         if not 0 < length < limit:
             raise SamplingError(
@@ -102,42 +156,56 @@ class NativeEngine:
                 f"task {task.id!r} has a token outside the model's vocabulary of {self.forward.head.vocab_size}: "
                 "was it made with another tokenizer?"
             )
-        return PromptGroup(task, min(sampling.max_new_tokens, limit - length))
+        return PromptGroup(task, min(max_new_tokens, limit - length))
 
     def _run(self, samples: list[Sample], sampling: Sampling, stop: StopRules, progress: Progress | None) -> None:
-        settings, device = self.settings, self.forward.device
+        settings = self.settings
         groups = list(dict.fromkeys(sample.group for sample in samples))
         longest = max(group.prompt_length + group.max_new_tokens for group in groups)
         self.forward.check_length(longest)
+        workspace = self._workspace_for(groups, len(samples) // len(groups), longest)
+        workspace.begin(groups, len(samples) // len(groups))
+        scheduler = Scheduler(samples, workspace.num_pages, settings.page_size, settings.max_batch_size)
+        call = GenerationCall(
+            self.forward, workspace.cache, scheduler, workspace.decode, TokenSampler(sampling, self._vocab_size), stop,
+            settings.max_prefill_tokens, progress, workspace.graphs,
+        )  # fmt: skip
+        try:
+            call.run()
+        except BaseException:
+            self._workspace = None  # steps may still be under way in it
+            raise
+        self.num_preemptions = scheduler.num_preemptions
+        if workspace.graphs is not None and call.graphs is None:
+            self._may_record, workspace.graphs = False, None
+
+    def _workspace_for(self, groups: Sequence[PromptGroup], num_samples: int, longest: int) -> Workspace:
+        """That of the call before, if it is large enough or as large as it could be; else a new one."""
+        settings, device = self.settings, self.forward.device
+        wanted = _pages_wanted(groups, num_samples, settings)
+        least = max(pages_needed(group, settings.page_size) for group in groups)
+        held = self._workspace
+        if held is not None and held.fits(wanted, least, longest):
+            return held
+        self.release()
+        if self._keeps_workspace:
+            # Calls of many sizes take turns, a conversation's turns for instance: the largest so far fits them all.
+            wanted, longest = self._largest = max(wanted, self._largest[0]), max(longest, self._largest[1])
         layers = self.forward.layers()
         num_pages = num_pages_for_call(
-            layers,
-            settings.page_size,
-            settings.kv_cache_gib,
-            device,
-            wanted=_pages_wanted(groups, len(samples) // len(groups), settings),
-            least=max(pages_needed(group, settings.page_size) for group in groups),
-        )
+            layers, settings.page_size, settings.kv_cache_gib, device, wanted=wanted, least=least,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            reserve=self.forward.working_bytes(settings.max_prefill_tokens, settings.max_batch_size),
+        )  # fmt: skip
         cache = PagedKvCache(layers, num_pages + 1, settings.page_size, device)  # one that belongs to nobody
-        rows = min(settings.max_batch_size, len(samples))
-        decode = (
-            DenseDecode(cache, longest)
-            if device.type == "cpu"
-            else PagedDecode(cache, rows, pages_for(longest, settings.page_size))
-        )
-        scheduler = Scheduler(samples, num_pages, settings.page_size, settings.max_batch_size)
-        sampler = TokenSampler(sampling, self._vocab_size)
-        graphs = (
-            DecodeGraphs(self.forward, decode, sampler, rows, scratch_page=num_pages)
-            if isinstance(decode, PagedDecode) and device.type == "cuda" and self._may_record
-            else None
-        )
-        call = GenerationCall(
-            self.forward, cache, scheduler, decode, sampler, stop, settings.max_prefill_tokens, progress, graphs
-        )
-        call.run()
-        self.num_preemptions = scheduler.num_preemptions
-        self._may_record &= graphs is None or call.graphs is graphs
+        if not self._keeps_workspace:
+            return Workspace(cache, num_pages, num_pages < wanted, longest, DenseDecode(cache, longest))
+        width = pages_for(longest, settings.page_size)
+        decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.config.num_attention_heads)
+        graphs = DecodeGraphs(self.forward, decode, scratch_page=num_pages) if self._may_record else None
+        workspace = Workspace(cache, num_pages, num_pages < wanted, width * settings.page_size, decode, graphs)
+        self._workspace = workspace
+        return workspace
 
     def _completion(self, sample: Sample) -> Completion:
         assert sample.finish_reason is not None

@@ -61,6 +61,13 @@ class ForwardPass:
             self._layers[place] = observe_layers(self.base, self.head)
         return self._layers[place]
 
+    def working_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """About what a pass over `num_tokens` and the logits of `num_rows` take at their highest."""
+        config = self.config
+        widest = max(int(getattr(config, "intermediate_size", 0) or 0), config.hidden_size)
+        per_token = 4 * config.hidden_size * 4 + 4 * widest * self._embedding.element_size()
+        return num_tokens * per_token + 3 * num_rows * self.head.vocab_size * 4
+
     def check_length(self, longest: int) -> None:
         """Refuse lengths at which the model's positions would depend on which sequences run together."""
         check_length(self.config, longest)

@@ -1,124 +1,152 @@
 """A decode step on a GPU as a CUDA graph: recorded once per batch size, replayed for every token.
 
 A step launches some hundreds of small kernels. Launched one by one from Python they take several times as long as they
-run. Batches are padded to the next recorded size; the padding writes to a page that belongs to nobody.
+run. What a step needs to know of its rows (last token, position, key of the noise) stays on the device, and the step itself
+moves it on, so that the next step can be launched before the host has seen what this one drew.
+
+Batches are padded to the next recorded size; the padding writes to a page that belongs to nobody, and stands still.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.generation.native.attention import PagedDecode
+from posttrain.generation.native.drawing import Drawn, FreshTokens
 from posttrain.generation.native.forward import ForwardPass
+from posttrain.generation.native.prefixes import SharedPrefixes
+from posttrain.generation.native.recording import Recorder, Staging, batch_sizes
 from posttrain.generation.native.sampler import TokenSampler
-from posttrain.generation.native.scheduler import Sample
+from posttrain.generation.native.scheduler import PromptGroup, Sample
+from posttrain.policy.fused.adapters import recorded_state
 
-_SMALLEST = 16
-_NUM_WARM_UPS = 2  # before recording, so that kernels are compiled and libraries have their workspaces
-# Rows of the input buffer.
-_TOKEN, _POSITION, _SLOT, _LENGTH, _KEY, _INDEX = range(6)
-
-
-class RecordingError(RuntimeError):
-    """This model's step cannot be recorded: some layer waits for the device, or asks it for a number."""
-
-
-@dataclass
-class _Recording:
-    graph: torch.cuda.CUDAGraph
-    drawn: Tensor  # [2, size]: token ids and log-probabilities, overwritten by each replay
+# Rows of the device's state.
+_TOKEN, _POSITION, _KEY, _INDEX, _LIVE = range(5)
 
 
 class DecodeGraphs:
-    def __init__(
-        self, forward: ForwardPass, decode: PagedDecode, sampler: TokenSampler, max_rows: int, scratch_page: int
-    ) -> None:
+    """Rows that decode together, on the device. Lives as long as its KV cache; recordings are made when first needed."""
+
+    def __init__(self, forward: ForwardPass, decode: PagedDecode, scratch_page: int) -> None:
         self.forward = forward
         self.decode = decode
-        self.sampler = sampler
-        device = decode.cache.device
-        self.sizes = batch_sizes(max_rows)
-        pages = decode.host_table.shape[1]
-        self.host_inputs = torch.zeros(6, self.sizes[0], dtype=torch.long, pin_memory=True)
-        self.host_table = torch.zeros(self.sizes[0], pages, dtype=torch.int32, pin_memory=True)
-        self.inputs = torch.zeros(6, self.sizes[0], dtype=torch.long, device=device)
-        self.table = torch.zeros(self.sizes[0], pages, dtype=torch.int32, device=device)
         self.scratch_page = scratch_page
-        self.recordings: dict[int, _Recording] = {}
-        self.pool = torch.cuda.graph_pool_handle()
+        device = decode.cache.device
+        max_rows, width = decode.host_table.shape
+        self.sizes = batch_sizes(max_rows)
+        most = self.sizes[-1]
+        self.state = torch.zeros(5, most, dtype=torch.long, device=device)
+        self.table = torch.full((most, width), scratch_page, dtype=torch.int32, device=device)
+        # The rows as they will be; in place of the token the number of the place where it is found.
+        self._new_rows = torch.zeros_like(self.state)
+        self._staged_rows, self._staged_table = Staging(self._new_rows), Staging(self.table)
+        self._order: list[int] = []  # admissions of the samples in the rows
+        self._recorder = Recorder(device)
+        self._prefixes = SharedPrefixes(decode)
+        self._model_state: int | None = None
 
-    def step(self, samples: Sequence[Sample]) -> Tensor:
-        """Token ids and log-probabilities of the next token of each sample, [2, samples], on the device."""
-        size = min(size for size in self.sizes if size >= len(samples))
-        self._send(samples, size)
-        if size not in self.recordings:
-            self.recordings[size] = self._record(size)
-        recording = self.recordings[size]
-        recording.graph.replay()
-        return recording.drawn[:, : len(samples)]
+    def begin(self, groups: Sequence[PromptGroup], num_samples: int) -> None:
+        """Forget the rows of the call before, as `decode` has. `groups` with `num_samples` each will be decoded."""
+        self._order = []
+        self._model_state = None
+        self._prefixes.begin(groups, num_samples)
 
-    def _send(self, samples: Sequence[Sample], size: int) -> None:
-        count, page_size = len(samples), self.decode.cache.page_size
+    def give_up(self) -> None:
+        """Steps are not recorded any more: nobody will tell the device who shares a prompt."""
+        self.decode.shared = None
+
+    def step(self, samples: Sequence[Sample], fresh: FreshTokens, sampler: TokenSampler) -> Drawn:
+        """Launch one more token for each sample. Nothing here waits for the device."""
+        size = next(size for size in self.sizes if size >= len(samples))
+        self._arrange(samples, fresh)
+        self._send_table(samples)
+        if self._model_state is None:  # not before prompts are computed: that may bring weights to another place
+            self._model_state = recorded_state(self.forward.base)
+        drawing = sampler.sampling
+        way = (drawing.temperature, drawing.top_p, drawing.top_k)
+        name = (size, *way, self._prefixes.samples_per_tile, self._model_state)
+        # Trying the step is harmless for the cache: it writes the same keys and values to the same places.
+        drawn = self._recorder.run(name, lambda: self._compute(size, sampler), changes=self.state)
+        return Drawn.under_way(samples, drawn[:, : len(samples)])
+
+    def _arrange(self, samples: Sequence[Sample], fresh: FreshTokens) -> None:
+        """Bring the device's rows into the order of `samples`: some have moved, some are new, some have gone."""
+        order = [sample.admission for sample in samples]
+        if order == self._order:
+            return
+        row_of = {admission: row for row, admission in enumerate(self._order)}
+        most, count = self.state.shape[1], len(samples)
+        source = [row_of[a] if a in row_of else most + fresh.place(s) for a, s in zip(order, samples, strict=True)]
+        rows = self._staged_rows.fill()
+        rows[:, count:] = 0
+        rows[_TOKEN, :count] = source
+        rows[_POSITION, :count] = [sample.num_cached for sample in samples]
+        rows[_KEY, :count] = [sample.noise_key for sample in samples]
+        rows[_INDEX, :count] = [sample.noise_index for sample in samples]
+        rows[_LIVE, :count] = 1
+        self._staged_rows.send(self._new_rows)
+        tokens = torch.cat([self.state[_TOKEN], fresh.tokens(self.state.device)])
+        self.state.copy_(self._new_rows)
+        self.state[_TOKEN] = tokens.index_select(0, self._new_rows[_TOKEN])
+        self._order = order
+        self._prefixes.send(samples)
+
+    def _send_table(self, samples: Sequence[Sample]) -> None:
+        changed = self.decode.update_table(samples)
+        if not changed and len(samples) == self.decode.num_sent:
+            return
+        self.decode.num_sent = len(samples)
+        table = self._staged_table.fill()
+        table[: len(samples)] = self.decode.host_table[: len(samples)]
+        table[len(samples) :] = self.scratch_page
+        self._staged_table.send(self.table)
+
+    def _compute(self, size: int, sampler: TokenSampler) -> Tensor:
+        token, position, key, index, live = self.state[:, :size]
+        self.decode.point_at(self.table[:size], position)
+        hidden = self.forward.hidden(self.decode, token, position)
+        tokens, logprobs = sampler.draw(self.forward.head.logits(hidden), key, index)
+        drawn = torch.stack([tokens.double(), logprobs.double()])
+        self.state[_TOKEN, :size] = tokens
+        self.state[_POSITION, :size] = position + live
+        self.state[_INDEX, :size] = index + live
+        return drawn
+
+
+class LogitGraphs:
+    """A decode step up to the logits, for a session, whose rows are drawn in different ways. The host knows all tokens."""
+
+    def __init__(self, forward: ForwardPass, decode: PagedDecode, scratch_page: int) -> None:
+        self.forward = forward
+        self.decode = decode
+        self.scratch_page = scratch_page
+        device = decode.cache.device
+        max_rows, width = decode.host_table.shape
+        self.sizes = batch_sizes(max_rows)
+        self.rows = torch.zeros(2, self.sizes[-1], dtype=torch.long, device=device)  # token, position
+        self.table = torch.full((self.sizes[-1], width), scratch_page, dtype=torch.int32, device=device)
+        self._staged_rows, self._staged_table = Staging(self.rows), Staging(self.table)
+        self._recorder = Recorder(device)
+
+    def logits(self, samples: Sequence[Sample]) -> Tensor:
+        """[samples, vocabulary], valid until the next call."""
+        count = len(samples)
+        size = next(size for size in self.sizes if size >= count)
+        rows, table = self._staged_rows.fill(), self._staged_table.fill()
+        rows[:, count:] = 0
+        rows[_TOKEN, :count] = [sample.token_ids[-1] for sample in samples]
+        rows[_POSITION, :count] = [sample.num_cached for sample in samples]
+        self._staged_rows.send(self.rows)
         self.decode.update_table(samples)
-        rows = np.array(
-            [
-                (s.token_ids[-1], at := s.num_cached, s.pages[at // page_size] * page_size + at % page_size, at + 1,
-                 s.noise_key, s.noise_index)
-                for s in samples
-            ],
-            dtype=np.int64,
-        )  # fmt: skip
-        inputs, table = self.host_inputs.numpy(), self.host_table.numpy()
-        inputs[:, :count] = rows.T
-        inputs[:, count:size] = 0
-        inputs[_SLOT, count:size] = self.scratch_page * page_size
-        inputs[_LENGTH, count:size] = 1
         table[:count] = self.decode.host_table[:count]
-        table[count:size] = self.scratch_page
-        self.inputs.copy_(self.host_inputs, non_blocking=True)
-        self.table.copy_(self.host_table, non_blocking=True)
-
-    def _record(self, size: int) -> _Recording:
-        # Running the step more than once is harmless: it writes the same keys and values to the same places.
-        side = _recording_stream(self.inputs.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_NUM_WARM_UPS):
-                self._compute(size)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=side):
-                drawn = self._compute(size)
-        except RuntimeError as error:
-            raise RecordingError(str(error).splitlines()[0]) from error
-        return _Recording(graph, drawn)
+        table[count:] = self.scratch_page
+        self._staged_table.send(self.table)
+        return self._recorder.run(size, lambda: self._compute(size))[:count]
 
     def _compute(self, size: int) -> Tensor:
-        inputs = self.inputs[:, :size]
-        self.decode.table = self.table[:size]
-        self.decode.lengths = inputs[_LENGTH].int()
-        self.decode.slots = inputs[_SLOT]
-        hidden = self.forward.hidden(self.decode, inputs[_TOKEN], inputs[_POSITION])
-        tokens, logprobs = self.sampler.draw(self.forward.head.logits(hidden), inputs[_KEY], inputs[_INDEX])
-        return torch.stack([tokens.double(), logprobs.double()])
-
-
-@cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all recordings: the matrix library keeps a workspace for every stream that it has been used on."""
-    return torch.cuda.Stream(device)
-
-
-def batch_sizes(max_rows: int) -> list[int]:
-    """Descending: the largest batch, rounded up, then halves of it."""
-    sizes = [-(-max_rows // 8) * 8]
-    while sizes[-1] > _SMALLEST:
-        sizes.append(max(_SMALLEST, -(-sizes[-1] // 16) * 8))
-    return sizes
+        token, position = self.rows[:, :size]
+        self.decode.point_at(self.table[:size], position)
+        return self.forward.head.logits(self.forward.hidden(self.decode, token, position))

@@ -16,8 +16,6 @@ from posttrain.errors import InputError
 
 GIB = 2**30
 _CPU_DEFAULT_BYTES = 2 * GIB
-# Of the free memory of a GPU; the rest is for activations and logits.
-_CUDA_SHARE_OF_FREE = 0.8
 
 
 class KvCacheTooSmallError(InputError):
@@ -63,16 +61,19 @@ class PagedKvCache:
             self.keys[layer] = zeros((*pages, shape.key_dim), shape.dtype, device)
             self.values[layer] = zeros((*pages, shape.value_dim), shape.dtype, device)
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_size * sum(shape.bytes_per_token for shape in self.layers.values())
+
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Keep the tokens' keys and values at `slots` (page * page size + place in the page)."""
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
         self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
 
-    def read(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` keys and values of the sequence that lies in `pages`; [length, heads, dim]."""
-        keys = self.keys[layer].index_select(0, pages).flatten(0, 1)
-        values = self.values[layer].index_select(0, pages).flatten(0, 1)
-        return keys[:length], values[:length]
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values at `slots`; [slots, heads, dim]."""
+        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+        return keys.index_select(0, slots), values.index_select(0, slots)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if not copies:
@@ -81,10 +82,12 @@ class PagedKvCache:
         for pool in (*self.keys.values(), *self.values.values()):
             pool.index_copy_(0, target, pool.index_select(0, source))
 
-    def slots(self, pages: Sequence[int], start: int, end: int) -> list[int]:
+    def slots(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
         """Where positions [start, end) of the sequence in `pages` are kept."""
-        size = self.page_size
-        return [pages[position // size] * size + position % size for position in range(start, end)]
+        position = np.arange(start, end)
+        return (
+            np.asarray(pages, dtype=np.int64)[position // self.page_size] * self.page_size + position % self.page_size
+        )
 
 
 def num_pages_for_call(
@@ -95,8 +98,14 @@ def num_pages_for_call(
     *,
     wanted: int,
     least: int,
+    gpu_memory_utilization: float = 0.9,
+    reserve: int = 0,
 ) -> int:
-    """Pages of a cache for one call: `wanted` if memory allows, never fewer than the `least` that one sequence takes."""
+    """Pages of a cache for one call: `wanted` if memory allows, never fewer than the `least` that one sequence takes.
+
+    On a GPU the cache may grow until `gpu_memory_utilization` of all memory is taken, by whomever; `reserve` bytes of that
+    are left for what a forward pass needs.
+    """
     page_bytes = page_size * sum(shape.bytes_per_token for shape in layers.values())
     # On a CPU decoding keeps a dense copy of the active sequences, which takes about as much again.
     budget_per_page = page_bytes * (2 if device.type == "cpu" else 1)
@@ -105,17 +114,19 @@ def num_pages_for_call(
     elif device.type == "cpu":
         budget = float(max(_CPU_DEFAULT_BYTES, least * budget_per_page))
     else:
-        budget = _CUDA_SHARE_OF_FREE * _free_cuda_bytes(device)
+        free, total = _cuda_bytes(device)
+        budget = float(free - (1 - gpu_memory_utilization) * total - reserve)
     affordable = int(budget // budget_per_page)
     if affordable < least:
         raise KvCacheTooSmallError(
             f"the longest sequence of this call needs {least * budget_per_page / GIB:.3g} GiB of KV cache and "
-            f"{budget / GIB:.3g} GiB may be used: raise kv_cache_gib, or lower max_new_tokens or the length of prompts"
+            f"{max(budget, 0) / GIB:.3g} GiB may be used: raise kv_cache_gib or gpu_memory_utilization, or lower "
+            "max_new_tokens or the length of prompts"
         )
     return min(wanted, affordable)
 
 
-def _free_cuda_bytes(device: torch.device) -> int:
-    """What the driver calls free, and what torch holds without using it."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+def _cuda_bytes(device: torch.device) -> tuple[int, int]:
+    """What is free (what torch holds without using it counts), and all there is."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total

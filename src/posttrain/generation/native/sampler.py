@@ -13,7 +13,9 @@ padding of the vocabulary: what a trainer computes from the same logits. At temp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,6 +39,13 @@ class TokenSampler:
     def draw(self, logits: Tensor, sequence_keys: Tensor, token_index: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities, both [rows], for logits [rows, head's vocabulary]."""
         temperature = self.sampling.temperature
+        if (
+            logits.is_cuda
+            and not self.sampling.top_k
+            and self.sampling.top_p == 1.0
+            and (kernel := _kernel()) is not None
+        ):
+            return kernel(logits, sequence_keys, token_index, temperature=temperature, vocab_size=self.vocab_size)
         scores = logits.float()
         if temperature not in (0.0, 1.0):
             scores = scores * (1.0 / temperature)
@@ -69,6 +78,16 @@ class TokenSampler:
         values = scores.gather(1, members.clamp(max=scores.shape[1] - 1)).double() + gumbel(keys[:, None], members)
         values = values.masked_fill(members >= scores.shape[1], float("-inf"))
         return members.gather(1, values.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+@cache
+def _kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The same draw in one pass over the logits."""
+    try:
+        from posttrain.generation.native.kernels import sample_rows
+    except ImportError:  # a torch build without Triton
+        return None
+    return sample_rows
 
 
 def block_size(vocab_size: int) -> int:

@@ -52,16 +52,21 @@ class Sample:
     pages: list[int] = field(default_factory=list)
     scanner: StopStringScanner | None = None  # where the search for stop strings stands
     admission: int = -1  # counts admissions over the whole call: the youngest sample has the largest
+    in_flight: int = 0  # tokens that the device has drawn and the host has not seen
+
+    @property
+    def num_drawn(self) -> int:
+        return len(self.token_ids) + self.in_flight
 
     @property
     def noise_index(self) -> int:
         """The name of the next token's noise: its place among all tokens after the task's first prompt."""
-        return self.group.task.first_token + len(self.token_ids)
+        return self.group.task.first_token + self.num_drawn
 
     @property
     def num_cached(self) -> int:
         """Tokens whose keys and values are in the cache while it is active: all but the one drawn last."""
-        return self.group.prompt_length + len(self.token_ids) - 1
+        return self.group.prompt_length + self.num_drawn - 1
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,16 @@ class Scheduler:
         return bool(self.waiting or self.active)
 
     # -- joining -------------------------------------------------------------------------------------------------------
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """The samples of one new group join the end of the queue."""
+        group = samples[0].group
+        assert all(sample.group is group for sample in samples), "one group at a time"
+        assert group.num_waiting + group.num_active == 0, "the group is new"
+        assert pages_needed(group, self.page_size) <= self.pages.num_pages, "the caller has looked at the length"
+        self._groups.append(group)
+        group.num_waiting = len(samples)
+        self.waiting.extend(samples)
 
     def admit(self) -> Admission:
         """Start as many waiting samples as slots and pages allow, in the order of the queue."""
@@ -159,6 +174,11 @@ class Scheduler:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
+    @property
+    def may_run_short(self) -> bool:
+        """Whether the next step could need more pages than are free, so that somebody would have to leave."""
+        return self.pages.num_free < len(self.active)
+
     def reserve_step(self) -> None:
         """Give every active sample a page for its next token; those for whom there is none wait again."""
         for sample in sorted(self.active, key=lambda sample: sample.admission):
@@ -205,6 +225,24 @@ class Scheduler:
         last = self.active.pop()
         if last is not sample:
             self.active[place] = last
+
+    def cancel(self, sample: Sample) -> None:
+        """Nobody wants the sample any more, wherever it stands."""
+        if sample.admission >= 0:
+            self.leave(sample)
+            return
+        self.waiting.remove(sample)
+        group = sample.group
+        group.num_waiting -= 1
+        if group.num_waiting == 0 and group.pages is not None:  # kept for the one that has just gone
+            self.pages.release(group.pages)
+            group.pages = None
+
+    def forget(self, group: PromptGroup) -> None:
+        """All samples of the group have left for good. A queue that lives long would remember every prompt."""
+        assert group.num_waiting + group.num_active == 0, "somebody of the group is still here"
+        assert group.pages is None, "the pages of a prompt go with its last sample"
+        self._groups.remove(group)
 
 
 def pages_needed(group: PromptGroup, page_size: int) -> int:

@@ -1,0 +1,396 @@
+"""A long-lived session of the native engine: requests come and go while others run.
+
+`NativeEngine.generate` takes a list of prompts and returns when the last is done. A server cannot wait for that, so here the
+loop is the caller's: `add` a request, `cancel` one, and call `step` again and again. The KV cache is made once and never
+grows. Each request has its own settings; tokens are drawn per set of equal settings from the logits that all share, with noise
+that is keyed by the request's seed, so what a request gets does not depend on what runs beside it.
+
+A session may switch adapters: requests of one adapter go through the model together, one adapter after another.
+
+Knows nothing of text beyond stop strings, nothing of HTTP, and is not thread-safe: one thread calls everything but `check`.
+A process may have several sessions, but only one of them may be inside `step` at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from posttrain.generation.native.attention import DenseDecode, PagedDecode, PrefillAttention, PrefillPiece
+from posttrain.generation.native.call import packed_rows
+from posttrain.generation.native.engine import NativeEngine, SamplingError
+from posttrain.generation.native.graphs import LogitGraphs
+from posttrain.generation.native.kv_cache import PagedKvCache, num_pages_for_call
+from posttrain.generation.native.noise import sequence_key
+from posttrain.generation.native.pages import pages_for
+from posttrain.generation.native.recording import RecordingError
+from posttrain.generation.native.sampler import TokenSampler
+from posttrain.generation.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
+from posttrain.generation.native.session_values import (
+    Event,
+    FailureEvent,
+    ModelLogprobs,
+    SessionRequest,
+    TokenEvent,
+)
+from posttrain.generation.native.stopping import StopRules
+from posttrain.types import Sampling, Task
+
+# A dense copy grows in steps of about this many tokens; see `DenseDecode`.
+_DENSE_HEADROOM_TOKENS = 96
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A request in the session."""
+
+    request: SessionRequest
+    group: PromptGroup
+    stop: StopRules
+    sampler: TokenSampler
+    unfinished: dict[int, Sample]  # by index
+
+
+class GenerationSession:
+    """`activate` is called with the name of the adapter whose requests come next, whenever it changes."""
+
+    def __init__(self, engine: NativeEngine, activate: Callable[[str], None] | None = None) -> None:
+        settings = engine.settings
+        self.forward, self.tokenizer, self.settings = engine.forward, engine.tokenizer, settings
+        self.device = self.forward.device
+        self._activate = activate
+        self._adapter: str | None = None
+        head = self.forward.head.vocab_size
+        self._vocab_size = min(max(engine.tokenizer.get_vocab().values()) + 1, head)
+        self._samplers: dict[Sampling, TokenSampler] = {}
+        engine.model.eval()
+        self._make_cache()
+        self._entries: dict[str, _Entry] = {}
+        self._by_group: dict[PromptGroup, _Entry] = {}
+        self._decodes: dict[str, DenseDecode | PagedDecode] = {}
+        self._graphs: dict[str, LogitGraphs] = {}
+        self._may_record = self.device.type == "cuda"
+        self._prefilled_last = False
+        self.num_preemptions = 0  # of schedulers that `reset` has thrown away
+
+    @torch.no_grad()
+    def _make_cache(self) -> None:
+        settings, size, longest = self.settings, self.settings.page_size, self.settings.max_total_tokens
+        self.forward.check_length(longest)
+        layers = self.forward.layers()
+        one = pages_for(longest, size) + 1
+        self.num_pages = num_pages_for_call(
+            layers, size, settings.kv_cache_gib, self.device, wanted=one * settings.max_batch_size + 1, least=one,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            reserve=self.forward.working_bytes(settings.max_prefill_tokens, settings.max_batch_size),
+        )  # fmt: skip
+        self.cache = PagedKvCache(layers, self.num_pages + 1, size, self.device)  # one that belongs to nobody
+        self.scheduler = self._new_scheduler()
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler([], self.num_pages, self.settings.page_size, self.settings.max_batch_size)
+
+    # -- what a server looks at ----------------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._entries)
+
+    @property
+    def num_active(self) -> int:
+        return len(self.scheduler.active)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.num_pages - self.scheduler.pages.num_free
+
+    @property
+    def preemptions(self) -> int:
+        return self.num_preemptions + self.scheduler.num_preemptions
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+        """Raise SamplingError for a request that `add` could not run. Reads only what never changes: any thread may call."""
+        length, limit = len(prompt_ids), self.settings.max_total_tokens
+        if length < 1 or max_new_tokens < 1 or length + max_new_tokens > limit:
+            raise SamplingError(
+                f"{length} prompt tokens and {max_new_tokens} new ones: at least 1 of each, and at most {limit} together"
+            )
+        vocabulary = self.forward.head.vocab_size
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
+            raise SamplingError(f"a prompt token is outside the model's vocabulary of {vocabulary} tokens")
+
+    def add(self, request: SessionRequest) -> None:
+        """Put a request at the end of the queue."""
+        assert request.id not in self._entries, f"two requests have the id {request.id}"
+        assert request.num_samples >= 1
+        sampling = request.sampling
+        self.check(request.prompt_ids, sampling.max_new_tokens)
+        stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
+        group = PromptGroup(Task(0, request.id, "", request.prompt_ids), sampling.max_new_tokens)
+        samples = [
+            Sample(group, index, sequence_key(request.seed, 0, 0, index), scanner=stop.scanner())
+            for index in range(request.num_samples)
+        ]
+        entry = _Entry(request, group, stop, self._sampler(sampling), dict(enumerate(samples)))
+        self._entries[request.id] = self._by_group[group] = entry
+        self.scheduler.add(samples)
+
+    def _sampler(self, sampling: Sampling) -> TokenSampler:
+        """The same object for all settings that draw in the same way."""
+        if len(self._samplers) > 256:  # settings of requests long gone
+            self._samplers.clear()
+        drawing = Sampling(1, sampling.temperature, sampling.top_p, sampling.top_k)
+        if sampling.temperature == 0.0:
+            drawing = Sampling(1, 0.0)
+        return self._samplers.setdefault(drawing, TokenSampler(drawing, self._vocab_size))
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody waits for the request any more: its slots and pages are free at once. Unknown ids are no error."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        for sample in entry.unfinished.values():
+            self.scheduler.cancel(sample)
+        entry.unfinished.clear()
+        self._forget(entry)
+
+    def reset(self) -> list[str]:
+        """Forget everything, after `step` has raised. Returns the ids of the requests that are lost."""
+        lost = list(self._entries)
+        self._entries.clear()
+        self._by_group.clear()
+        for graphs in self._graphs.values():
+            graphs.decode.forget_rows()
+        self._decodes.clear()
+        self.num_preemptions += self.scheduler.num_preemptions
+        self.scheduler = self._new_scheduler()
+        self._adapter, self._prefilled_last = None, False
+        return lost
+
+    def _forget(self, entry: _Entry) -> None:
+        self.scheduler.forget(entry.group)
+        del self._entries[entry.request.id], self._by_group[entry.group]
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """Either start waiting requests and draw their first tokens, or draw one more token for everybody who runs.
+
+        The two alternate while requests arrive: neither a stream of arrivals nor one of long answers holds up the other.
+        """
+        if self.scheduler.waiting and not (self._prefilled_last and self.scheduler.active):
+            admission = self._admit()
+            if admission.samples:
+                self._prefilled_last = True
+                return self._start(admission)
+        self._prefilled_last = False
+        self.scheduler.reserve_step()
+        events: list[Event] = []
+        for samples in self._batches(list(self.scheduler.active)):
+            events += self._keep(samples, *self._draw(samples, self._next_logits(samples)))
+        if not self.scheduler.active and self.device.type == "cpu":
+            self._decodes.clear()  # an idle server keeps no dense copies
+        return events
+
+    def _batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+        """The samples of each adapter, with that adapter switched on. The one that is on comes first."""
+        by_adapter: dict[str, list[Sample]] = {}
+        for sample in samples:
+            by_adapter.setdefault(self._by_group[sample.group].request.adapter, []).append(sample)
+        for adapter in sorted(by_adapter, key=lambda name: (name != self._adapter, name)):
+            self._switch(adapter)
+            yield by_adapter[adapter]
+
+    def _switch(self, adapter: str) -> None:
+        if adapter != self._adapter:
+            assert self._activate is not None or not adapter, "the session was made without adapters"
+            if self._activate is not None:
+                self._activate(adapter)
+            self._adapter = adapter
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> Admission:
+        """As many as slots and pages allow, and as go through the model in about one row: others wait for a step meanwhile."""
+        budget, room = self.settings.max_prefill_tokens, 0
+        slots = self.settings.max_batch_size - len(self.scheduler.active)
+        seen: set[PromptGroup] = set()
+        for sample in self.scheduler.waiting:
+            known = sample.group in seen or sample.group.pages is not None
+            cost = len(sample.token_ids) + (0 if known else sample.group.prompt_length)
+            if room == slots or (room and cost > budget):
+                break
+            seen.add(sample.group)
+            budget -= cost
+            room += 1
+        self.scheduler.max_batch_size = len(self.scheduler.active) + room
+        return self.scheduler.admit()
+
+    def _start(self, admission: Admission) -> list[Event]:
+        first = {job.group: job for job in admission.prompts}
+        back = [sample for sample in admission.samples if len(sample.token_ids) > 1]
+        resumed = dict(zip(back, admission.resumed, strict=True))
+        for samples in self._batches(admission.samples):
+            groups = dict.fromkeys(sample.group for sample in samples)
+            self._prefill([first[group] for group in groups if group in first])
+        self.cache.copy_pages(admission.copies)
+        events: list[Event] = []
+        for samples in self._batches(admission.samples):
+            self._prefill([resumed[sample] for sample in samples if sample in resumed])
+            fresh = [sample for sample in samples if not sample.token_ids]
+            if fresh:
+                events += self._keep(fresh, *self._draw(fresh, self._first_logits(fresh)))
+        return events
+
+    def _prefill(self, jobs: Sequence[Prefill]) -> None:
+        for row in packed_rows(jobs, self.settings.max_prefill_tokens):
+            tokens: list[int] = []
+            positions: list[int] = []
+            pieces: list[PrefillPiece] = []
+            ends: list[tuple[PromptGroup, int]] = []
+            for job, begin, end in row:
+                pieces.append(PrefillPiece(len(tokens), end - begin, job.start + begin, job.pages))
+                tokens += job.token_ids[begin:end]
+                positions += range(job.start + begin, job.start + end)
+                if job.group is not None and end == len(job.token_ids):
+                    ends.append((job.group, len(tokens) - 1))
+            inputs = torch.tensor([tokens, positions], dtype=torch.long).to(self.device)
+            hidden = self.forward.hidden(PrefillAttention(self.cache, pieces), inputs[0], inputs[1])
+            for group, at in ends:
+                group.last_hidden = hidden[at].clone()  # not a view: it would keep the whole row alive
+
+    def _first_logits(self, samples: Sequence[Sample]) -> Tensor:
+        """All samples of a group draw their first token from one row of logits."""
+        groups = list(dict.fromkeys(sample.group for sample in samples))
+        row_of = {group: row for row, group in enumerate(groups)}
+        states = [group.last_hidden for group in groups]
+        logits = self.forward.head.logits(torch.stack([state for state in states if state is not None]))
+        rows = torch.tensor([row_of[sample.group] for sample in samples]).to(self.device)
+        return logits.index_select(0, rows)
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    def _next_logits(self, samples: Sequence[Sample]) -> Tensor:
+        if self._may_record:
+            try:
+                return self._graphs_of_adapter().logits(samples)
+            except RecordingError as error:
+                warnings.warn(f"decoding goes on without CUDA graphs, more slowly: {error}", stacklevel=2)
+                self._may_record = False
+        size = self.settings.page_size
+        last = [sample.token_ids[-1] for sample in samples]
+        at = [sample.num_cached for sample in samples]
+        slots = [
+            sample.pages[position // size] * size + position % size
+            for sample, position in zip(samples, at, strict=True)
+        ]
+        inputs = torch.tensor([last, at, slots], dtype=torch.long).to(self.device, non_blocking=True)
+        decode = self._decode_for(len(samples), max(at) + 1)
+        decode.prepare(samples, inputs[2])
+        return self.forward.head.logits(self.forward.hidden(decode, inputs[0], inputs[1]))
+
+    def _graphs_of_adapter(self) -> LogitGraphs:
+        """Recorded steps have the adapter that was on when they were recorded."""
+        adapter = self._adapter or ""
+        if adapter not in self._graphs:
+            self._graphs[adapter] = LogitGraphs(self.forward, self._paged(), scratch_page=self.num_pages)
+        return self._graphs[adapter]
+
+    def _decode_for(self, num_rows: int, longest: int) -> DenseDecode | PagedDecode:
+        """The active adapter's way of decoding. On a CPU dense copies together never take more than the pages do."""
+        adapter = self._adapter or ""
+        decode = self._decodes.get(adapter)
+        if self.device.type == "cpu":
+            size, longest_ever = self.settings.page_size, self.settings.max_total_tokens
+            limit = self.num_pages * size
+            rows, length = num_rows, pages_for(min(longest + _DENSE_HEADROOM_TOKENS, longest_ever), size) * size
+            if rows * length > limit:
+                return self._paged()  # one long answer among many short ones: read the pages where they lie
+            if isinstance(decode, DenseDecode):
+                rows, length = max(rows, decode.num_rows), max(length, decode.row_length)
+            others = (other for name, other in self._decodes.items() if name != adapter)
+            held = sum(other.num_rows * other.row_length for other in others if isinstance(other, DenseDecode))
+            if rows * length + held > limit:
+                self._decodes.clear()  # the pages have everything: whoever needs a copy makes it again
+                decode = None
+        if decode is None:
+            dense = self.device.type == "cpu"
+            decode = DenseDecode(self.cache, self.settings.max_total_tokens) if dense else self._paged()
+            self._decodes[adapter] = decode
+        return decode
+
+    def _paged(self) -> PagedDecode:
+        most = pages_for(self.settings.max_total_tokens, self.settings.page_size) + 1
+        return PagedDecode(self.cache, self.settings.max_batch_size, most)
+
+    def _draw(self, samples: Sequence[Sample], logits: Tensor) -> tuple[Tensor, Mapping[int, ModelLogprobs]]:
+        """Token ids and log-probabilities [2, rows]; and the model's log-probabilities for the rows that want them."""
+        keys = [sample.noise_key for sample in samples]
+        index = [sample.noise_index for sample in samples]
+        noise = torch.tensor([keys, index], dtype=torch.long).to(self.device, non_blocking=True)
+        rows_of: dict[TokenSampler, list[int]] = {}
+        for row, sample in enumerate(samples):
+            rows_of.setdefault(self._by_group[sample.group].sampler, []).append(row)
+        # float64 holds every token id and every float32.
+        drawn = torch.empty(2, len(samples), dtype=torch.float64, device=self.device)
+        for sampler, rows in rows_of.items():
+            at = torch.tensor(rows, device=self.device)
+            part, part_noise = (logits, noise) if len(rows_of) == 1 else (logits[at], noise[:, at])
+            tokens, logprobs = sampler.draw(part, part_noise[0], part_noise[1])
+            drawn.index_copy_(1, at, torch.stack([tokens.double(), logprobs.double()]))
+        return drawn, self._model_logprobs(samples, logits, drawn[0])
+
+    def _model_logprobs(self, samples: Sequence[Sample], logits: Tensor, tokens: Tensor) -> dict[int, ModelLogprobs]:
+        wanted = {
+            row: number
+            for row, sample in enumerate(samples)
+            if (number := self._by_group[sample.group].request.num_top_logprobs) is not None
+        }
+        if not wanted:
+            return {}
+        at = torch.tensor(list(wanted), device=self.device)
+        logprobs = logits[at].float().log_softmax(dim=-1)
+        of_token = logprobs.gather(1, tokens[at].long()[:, None])[:, 0].tolist()
+        best = logprobs[:, : self._vocab_size].topk(min(max(1, *wanted.values()), self._vocab_size), dim=-1)
+        tops = [
+            tuple(zip(ids[:number], values[:number], strict=True))
+            for ids, values, number in zip(best.indices.tolist(), best.values.tolist(), wanted.values(), strict=True)
+        ]
+        return {row: ModelLogprobs(*found) for row, found in zip(wanted, zip(of_token, tops, strict=True), strict=True)}
+
+    def _keep(
+        self, samples: Sequence[Sample], drawn: Tensor, model_logprobs: Mapping[int, ModelLogprobs]
+    ) -> list[Event]:
+        """Append what was drawn, let those leave who are finished, and say what happened."""
+        events: list[Event] = []
+        for row, (sample, token, logprob) in enumerate(zip(samples, *drawn.tolist(), strict=True)):
+            entry = self._by_group.get(sample.group)
+            if entry is None:
+                continue  # another sample of the request has just failed, and the request with it
+            request = entry.request
+            if math.isnan(logprob):
+                self.cancel(request.id)
+                events.append(FailureEvent(request.id, "the model's output is not a number: its weights are damaged"))
+                continue
+            sample.token_ids.append(int(token))
+            reason = entry.stop.reason(sample.token_ids, entry.group.max_new_tokens, sample.scanner)
+            event = TokenEvent(request.id, sample.index, int(token), logprob, reason)
+            events.append(replace(event, model_logprobs=found) if (found := model_logprobs.get(row)) else event)
+            if reason is not None:
+                self.scheduler.leave(sample)
+                del entry.unfinished[sample.index]
+                if not entry.unfinished:
+                    self._forget(entry)
+        return events

@@ -1,0 +1,184 @@
+"""What the kernels of the native engine are tested against, slow and obvious; and the cases, on any device.
+
+Used by `unit/generation/interpreted_kernels.py` (Triton's interpreter, on a CPU) and by `gpu/test_paged_attention.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Largest error of an output, in parts of the largest number of its head.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+# One token, around pages of 16 and blocks of 64 and 128, several pieces of a split.
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130, 257)
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 64
+    value_dim: int | None = None
+    page_size: int = 16
+    lengths: tuple[int, ...] = LENGTHS
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.dim**-0.5, "window": self.window, "softcap": self.softcap}
+
+
+CASES = {
+    "4 query heads per key head": Case(),
+    "one key head per query head": Case(heads=4, kv_heads=4, dim=128),
+    "2 per key head, dim 96": Case(heads=4, kv_heads=2, dim=96),
+    "odd group, odd dim": Case(heads=9, kv_heads=3, dim=80),
+    "5 per key head": Case(heads=10, kv_heads=2, dim=16),
+    "6 per key head": Case(heads=12, kv_heads=2, dim=32),
+    "7 per key head": Case(heads=14, kv_heads=2),
+    "8 per key head, one of those": Case(heads=8, kv_heads=1, dim=128),
+    "more queries than a tile has rows": Case(heads=40, kv_heads=2),
+    "widest head": Case(heads=4, kv_heads=1, dim=256),
+    "values narrower than keys": Case(heads=4, kv_heads=2, dim=192, value_dim=128),
+    "values wider than keys": Case(heads=4, kv_heads=2, dim=32, value_dim=64),
+    "sliding window": Case(window=37),
+    "window of a page": Case(window=16),
+    "window of one token": Case(window=1),
+    "window longer than anything": Case(window=100_000),
+    "soft cap": Case(kv_heads=4, dim=128, softcap=5.0),
+    "soft cap in a window": Case(heads=4, kv_heads=2, dim=256, softcap=50.0, window=64),
+    "pages of four tokens": Case(page_size=4),
+    "pages of eight tokens": Case(page_size=8),
+    "pages of 64 tokens": Case(page_size=64),
+    "pages of 256 tokens": Case(page_size=256),
+}
+
+
+@dataclass
+class Cache:
+    """A query per row, and a cache in which every place that no row can see is not a number."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    lengths: Tensor
+    groups: list[list[int]] = field(default_factory=list)  # rows that share their first pages
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.query, self.keys, self.values, self.table, self.lengths
+
+
+def random_cache(
+    case: Case, dtype: torch.dtype, device: str, groups: list[list[int]] | None = None, shared: list[int] | None = None
+) -> Cache:
+    """Pages in random order. Rows of a group have the pages of their first `shared` tokens (whole pages) in common."""
+    generator = torch.Generator().manual_seed(case.heads * 1000 + case.dim)
+    rows, size = len(case.lengths), case.page_size
+    most = max(math.ceil(length / size) for length in case.lengths)
+    num_pages = rows * most + 3
+    query = torch.randn((rows, case.heads, case.dim), generator=generator)
+    keys = torch.randn((num_pages, size, case.kv_heads, case.dim), generator=generator)
+    values = torch.randn((num_pages, size, case.kv_heads, case.value_dim or case.dim), generator=generator)
+    table = torch.randperm(num_pages, generator=generator)[: rows * most].view(rows, most).contiguous()
+    for members, tokens in zip(groups or [], shared or [], strict=True):
+        table[members, : tokens // size] = table[members[0], : tokens // size]
+    visible = torch.zeros(num_pages, size, dtype=torch.bool)
+    for row, length in enumerate(case.lengths):
+        for position in range(length):
+            visible[table[row, position // size], position % size] = True
+    keys[~visible], values[~visible] = float("nan"), float("nan")
+    return Cache(
+        query.to(device, dtype),
+        keys.to(device, dtype),
+        values.to(device, dtype),
+        table.to(device, torch.int32),
+        torch.tensor(case.lengths, dtype=torch.int32, device=device),
+        groups or [],
+    )
+
+
+def slow_attention(cache: Cache, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """In float64, one row and one head at a time, position by position."""
+    query, keys, values = (x.double().cpu() for x in (cache.query, cache.keys, cache.values))
+    table, page_size, group = cache.table.cpu(), keys.shape[1], query.shape[1] // keys.shape[2]
+    out = torch.zeros(*query.shape[:2], values.shape[-1], dtype=torch.float64)
+    for row, length in enumerate(cache.lengths.tolist()):
+        first = 0 if window is None else max(0, length - window)
+        places = [(int(table[row, p // page_size]), p % page_size) for p in range(first, length)]
+        for head in range(query.shape[1]):
+            k = torch.stack([keys[page, place, head // group] for page, place in places])
+            v = torch.stack([values[page, place, head // group] for page, place in places])
+            scores = k @ query[row, head] * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[row, head] = scores.softmax(0) @ v
+    return out
+
+
+def assert_equal_to_rounding(out: Tensor, expected: Tensor) -> None:
+    """Relative to each head's largest number: long sequences average values to small ones."""
+    assert out.isfinite().all(), "everything was written"
+    error = (out.double().cpu() - expected.cpu()).abs().amax(-1) / expected.cpu().abs().amax(-1)
+    assert error.max() < TOLERANCE[out.dtype], f"relative error {error.max():.2e} at {out.dtype}"
+
+
+# -- rotation ----------------------------------------------------------------------------------------------------------
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def torch_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As in the models of `transformers`: one operator at a time, each rounding to its type; x [rows, heads, dim]."""
+    rotated = cos.shape[-1]
+    x, rest = x[..., :rotated], x[..., rotated:]
+    x = x * cos[:, None] + rotate_half(x) * sin[:, None]
+    return torch.cat((x, rest.to(x.dtype)), dim=-1)
+
+
+def torch_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if offset:
+        return (wide * (1.0 + weight.float())).to(x.dtype)
+    return weight * wide.to(x.dtype)
+
+
+def chi_square_excess(tokens: Tensor, probabilities: Tensor) -> float:
+    """How many standard deviations the chi-square statistic lies above its mean; rare tokens are counted together."""
+    tokens, probabilities = tokens.cpu(), probabilities.cpu().double()
+    expected = probabilities * len(tokens)
+    counts = torch.bincount(tokens, minlength=len(probabilities)).double()
+    rare = expected < 10
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    freedom = len(expected) - 1
+    statistic = ((counts - expected) ** 2 / expected).sum().item()
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+# -- Triton's interpreter ----------------------------------------------------------------------------------------------
+
+
+def mend_interpreter() -> None:
+    """Triton 3.6 turns arrays of one element into loop bounds with int(), which numpy refuses since 2.4."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_item(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_with_item
