@@ -2,18 +2,23 @@
 
 The order within a step matters for exact resumption. A step's row is written before its checkpoint. So whatever the moment
 of a kill, the rows that a checkpoint needs are there, and rows beyond it are cut when the run goes on from it.
+
+A checkpoint may be written in the background. Everything in it is copied, or written, before the next step begins; the copy
+of tensors may still be under way then, but is over before an update changes them. It counts as saved when its folder has its
+name, so until then a kill leaves the checkpoint before it, and the rows in between are cut.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.checkpointing import CheckpointStore, Interruption, SaveDeadline
+from posttrain.checkpointing import BackgroundWrite, CheckpointStore, Interruption, SaveDeadline
 from posttrain.checkpointing.state import capture_rng, load_training_state, restore_rng, save_training_state
 from posttrain.orchestration.sharded import ShardedPolicy
 from posttrain.reporting import RunRecorder
@@ -38,6 +43,7 @@ class LoopSettings:
     save_period: int
     save_optimizer: bool
     metric_name: str | None  # "val:accuracy" or "train:reward"
+    async_save: bool = False  # write checkpoints in the background
     stop_metric: str | None = None
     stop_threshold: float | None = None
 
@@ -52,8 +58,13 @@ class TrainingLoop:
     store: CheckpointStore
     deadline: SaveDeadline
     config_yaml: str
+    export: Callable[[Path], None] | None = None  # adds a copy of the model for use to a checkpoint that is written
     total_tokens: int = 0
-    _checkpointing_s: float | None = None
+    _background: BackgroundWrite = field(default_factory=BackgroundWrite)
+    _in_background: bool | None = None  # None: not known yet
+    _is_prepared: bool = False
+    _is_copying: bool = False  # an update may have to wait for the copy of a save
+    _checkpointing_s: float | None = None  # for which saving has held up the run since the last row
     _has_validated: bool = False
 
     def run(self) -> int:
@@ -72,7 +83,13 @@ class TrainingLoop:
                 )
                 return 128 + interruption.signal
             self.deadline.start()
-            reason = self._train(first, interruption)
+            try:
+                reason = self._train(first, interruption)
+            except Exception as error:
+                problem = self._background.let_finish()  # the checkpoint before the failure is worth waiting for
+                if problem is not None:
+                    error.add_note(f"and the checkpoint that was being written is lost: {problem}")
+                raise
         self.recorder.finish(reason)
         if not reason.startswith(STOPPED_BY) or interruption.signal is None:
             return EXIT_DONE  # a signal that comes when the run ends anyway changes nothing
@@ -82,6 +99,7 @@ class TrainingLoop:
     def _train(self, first: int, interruption: Interruption) -> str:
         """Steps until there is a reason to stop; the reason, in words."""
         for step in range(first, self.settings.max_steps + 1):
+            self._background.check()  # a checkpoint that could not be written ends the run
             self.recorder.begin_step(step)
             report = self._with_checkpoint_time(self.algorithm.step(step))
             self.total_tokens += report.num_tokens
@@ -92,9 +110,11 @@ class TrainingLoop:
 
             reason = self._reason_to_stop(step, report, validation, interruption)
             if self.settings.save and (reason or step % self.settings.save_period == 0):
-                self._save(step, report, validation)
+                self._save(step, report, validation, is_last=reason is not None)
             if reason:
+                self._background.wait()
                 return reason
+            self._prepare_background()
             self.deadline.mark_step()
         raise AssertionError("the last step is a reason to stop")
 
@@ -148,11 +168,13 @@ class TrainingLoop:
         self.recorder.say(f"Resuming from {folder} after step {state.step}")
         return state.step
 
-    def _save(self, step: int, report: StepReport, validation: StepReport | None) -> None:
+    def _save(self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool) -> None:
         start = time.perf_counter()
-        self.recorder.stage(f"Saving checkpoint for step {step}")
-        with self.store.writing(step) as folder:
-            self.policy.save(folder, optimizer=self.settings.save_optimizer)
+        self._background.wait()  # one at a time
+        in_background = not is_last and self._may_save_in_background()
+        self.recorder.stage(f"Saving checkpoint for step {step}{' in the background' if in_background else ''}")
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.store.writing(step))
             (folder / "config.yaml").write_text(self.config_yaml)
             save_training_state(
                 folder,
@@ -162,7 +184,49 @@ class TrainingLoop:
                 extra={"num_updates": self.policy.num_updates, "total_tokens": self.total_tokens},
             )
             self.store.save_info(folder, self._training_info(step, report, validation))
-        self._checkpointing_s = time.perf_counter() - start
+            if in_background:
+                write = self.policy.begin_save(folder, optimizer=self.settings.save_optimizer)
+                completion = stack.pop_all()  # the checkpoint becomes one when the thread leaves this
+
+                def write_and_complete(is_given_up: Callable[[], bool]) -> None:
+                    with completion:
+                        write(is_given_up)
+
+                self._background.start(write_and_complete)
+                self._is_prepared = self._is_copying = True
+            else:
+                self.policy.save(folder, optimizer=self.settings.save_optimizer)
+                if self.export is not None:
+                    self.export(folder)
+        self._add_blocked(time.perf_counter() - start)
+
+    def _may_save_in_background(self) -> bool:
+        """Whether it was asked for and is possible. Looked at once, after a step: then the optimizer has all its state."""
+        if not self.settings.async_save:
+            return False
+        if self._in_background is None:
+            obstacle = (
+                "checkpointing.save_consolidated converts each checkpoint in this process"
+                if self.export is not None
+                else self.policy.save_obstacle(optimizer=self.settings.save_optimizer)
+            )
+            if obstacle:
+                self.recorder.warn(
+                    f"checkpointing.async_save: checkpoints are written while training waits: {obstacle}"
+                )
+            self._in_background = not obstacle
+        return self._in_background
+
+    def _prepare_background(self) -> None:
+        """Memory for the first save in the background is taken while the steps before it run."""
+        if self._is_prepared or not self.settings.save or not self._may_save_in_background():
+            return
+        start = time.perf_counter()
+        self._is_prepared = self.policy.prepare_save(optimizer=self.settings.save_optimizer)
+        self._add_blocked(time.perf_counter() - start)
+
+    def _add_blocked(self, seconds: float) -> None:
+        self._checkpointing_s = (self._checkpointing_s or 0.0) + seconds
 
     def _check_metric(self, step: int, report: StepReport, validation: StepReport | None) -> None:
         """A metric that does not exist would rank no checkpoint: the user hears of it at once, not when one is gone."""
@@ -198,10 +262,16 @@ class TrainingLoop:
         return info
 
     def _with_checkpoint_time(self, report: StepReport) -> StepReport:
-        """A save follows the row of its step, so its time is reported with the next one."""
-        if self._checkpointing_s is None:
-            return report
-        timings: Mapping[str, float] = {**report.timings_s, "checkpointing": self._checkpointing_s}
+        """A save follows the row of its step, so its time is reported with the next one. An update that waited for the copy
+        did so in this step; a write in the background is reported when it is over."""
+        timings = dict(report.timings_s)
+        if self._is_copying:
+            self._add_blocked(self.policy.take_save_wait_s())
+            self._is_copying = False
+        if self._checkpointing_s is not None:
+            timings["checkpointing"] = self._checkpointing_s
+        if (write_s := self._background.take_write_s()) is not None:
+            timings["checkpoint_write"] = write_s
         self._checkpointing_s = None
         return replace(report, timings_s=timings)
 

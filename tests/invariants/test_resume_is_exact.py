@@ -1,7 +1,7 @@
 """A run that is killed with `kill -9`, again and again, and resumed by the same command, is the run that was never killed.
 
 Equal means equal bits: every number of training and validation in metrics.jsonl, every sampled text, the bytes of the
-weights of every checkpoint.
+weights of every checkpoint. Whether checkpoints are written at once or in the background makes no difference either.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ from tiny_runs import (
 )
 
 STEPS, SAVE_PERIOD = 8, 2
+IN_BACKGROUND = ["checkpointing.async_save=true"]
+# Nothing of the state is in fp32: what rounds it by chance must come back too.
+IN_FEW_BITS = [
+    "policy.precision=bfloat16",
+    "policy.optimizer.state_dtype=int8",
+    "policy.optimizer.master_weights=none",
+    "policy.optimizer.offload_states=true",
+]
 LORA_WITH_DROPOUT = [*LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]  # its noise must come back too
 
 Arguments = Callable[[Path], list[str]]  # run folder -> command line
@@ -58,11 +66,20 @@ def test_grpo_killed_ten_times_is_the_run_that_was_never_killed(model: Path, dat
 
 
 @pytest.mark.slow
-def test_dpo_killed_ten_times_is_the_run_that_was_never_killed(model: Path, data: Path, tmp_path: Path) -> None:
+def test_dpo_killed_at_once_and_in_the_background_is_the_run_that_was_never_killed(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
     whole = tmp_path / "whole"
     assert run(dpo(model, data, whole, steps=STEPS)) == 0
     assert len({row["train/loss"] for row in rows_of(whole) if "train/loss" in row}) == STEPS, "losses vary"
-    kill_and_compare(lambda folder: dpo(model, data, folder, steps=STEPS), whole, tmp_path, num_kills=10, seed=2)
+    kill_and_compare(lambda folder: dpo(model, data, folder, steps=STEPS), whole, tmp_path, num_kills=5, seed=2)
+
+    def in_background(folder: Path) -> list[str]:
+        return [*dpo(model, data, folder, steps=STEPS), *IN_BACKGROUND]
+
+    # The run that was never killed wrote its checkpoints at once.
+    torn = kill_and_compare(in_background, whole, tmp_path, num_kills=8, seed=4)
+    assert torn >= 2, "some kills were to hit a write in the background"
 
 
 @pytest.mark.slow
@@ -72,7 +89,20 @@ def test_grpo_on_adapters_with_dropout_survives_kills_too(model: Path, data: Pat
 
     whole = tmp_path / "whole"
     assert run(arguments(whole)) == 0
-    kill_and_compare(arguments, whole, tmp_path, num_kills=4, seed=3)
+    kill_and_compare(lambda folder: [*arguments(folder), *IN_BACKGROUND], whole, tmp_path, num_kills=4, seed=3)
+
+
+def test_state_in_few_bits_goes_on_from_a_background_checkpoint_as_if_it_had_never_stopped(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert run([*dpo(model, data, whole, steps=STEPS), *IN_FEW_BITS]) == 0
+    assert run([*dpo(model, data, resumed, steps=4), *IN_FEW_BITS, *IN_BACKGROUND]) == 0
+    shutil.rmtree(resumed / "step_4")
+    assert run([*dpo(model, data, resumed, steps=STEPS), *IN_FEW_BITS, *IN_BACKGROUND]) == 0
+    assert results_of(resumed) == results_of(whole)
+    for step in range(SAVE_PERIOD, STEPS + 1, SAVE_PERIOD):
+        assert weights_of(resumed / f"step_{step}") == weights_of(whole / f"step_{step}")
 
 
 @pytest.mark.parametrize("settings", [[], LORA_WITH_DROPOUT], ids=["all weights", "adapters with dropout"])
@@ -91,26 +121,29 @@ def test_a_reward_model_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(
         assert weights_of(resumed / f"step_{step}") == weights_of(whole / f"step_{step}")
 
 
-def kill_and_compare(arguments: Arguments, whole: Path, tmp_path: Path, *, num_kills: int, seed: int) -> None:
+def kill_and_compare(arguments: Arguments, whole: Path, tmp_path: Path, *, num_kills: int, seed: int) -> int:
     """Kill runs at random moments, at least `num_kills` times in all, and go on each time by the same command. A run that
-    gets to its end must equal `whole`, and is followed by a new one."""
+    gets to its end must equal `whole`, and is followed by a new one. Returns how many kills tore a checkpoint."""
     chance = random.Random(seed)
     folder = tmp_path / "killed"
-    kills = num_resumed = num_finished = 0
+    kills = num_resumed = num_finished = torn = 0
     while kills < num_kills or num_resumed < 3 or num_finished == 0:
         assert kills < 10 * num_kills, "runs are killed again and again before they have saved anything"
         log = tmp_path / f"log_{kills}_{num_finished}"
         enough = kills >= num_kills and num_resumed >= 3
-        moment = "never" if enough else chance.choice(["start", "row", "while saving", "after saving", "after saving"])
+        moments = ["start", "row", "while saving", "while writing", "after saving", "after saving"]
+        moment = "never" if enough else chance.choice(moments)
         exit_code = run_and_kill(arguments(folder), folder, log, moment, chance)
         num_resumed += "Resuming from" in log.read_text()
         if exit_code is None:
             kills += 1
+            torn += any(folder.glob("tmp_step_*"))
             continue
         assert exit_code == 0, log.read_text()
         assert_same_run(folder, whole)
         num_finished += 1
         shutil.rmtree(folder)
+    return torn
 
 
 def run_and_kill(arguments: list[str], folder: Path, log: Path, moment: str, chance: random.Random) -> int | None:
@@ -135,6 +168,9 @@ def run_and_kill(arguments: list[str], folder: Path, log: Path, moment: str, cha
     elif moment == "while saving":
         wait_until(lambda: has_new("tmp_step_*"), process)
         time.sleep(chance.uniform(0, 0.03))
+    elif moment == "while writing":  # in the background that takes longer than a step of these runs
+        wait_until(lambda: has_new("tmp_step_*"), process)
+        time.sleep(chance.uniform(0.03, 0.4))
     elif moment == "after saving":
         wait_until(lambda: has_new("step_*"), process)
         time.sleep(chance.uniform(0, 0.1))

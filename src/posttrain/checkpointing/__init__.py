@@ -3,6 +3,7 @@
 Importing this package does not import torch; `state` does.
 """
 
+from posttrain.checkpointing.background import BackgroundWrite
 from posttrain.checkpointing.compatibility import check_same_model, describe_model
 from posttrain.checkpointing.deadline import SaveDeadline
 from posttrain.checkpointing.errors import CheckpointError
@@ -10,6 +11,7 @@ from posttrain.checkpointing.interruption import Interruption
 from posttrain.checkpointing.store import CheckpointStore
 
 __all__ = [
+    "BackgroundWrite",
     "CheckpointError",
     "CheckpointStore",
     "Interruption",

@@ -62,14 +62,19 @@ def seal(folder: Path) -> None:
         durable.sync_folder(path)
 
 
-def find_damage(folder: Path, *, contents: bool = True) -> list[str]:
-    """What is wrong with a sealed folder, one line each; empty if nothing is. `contents` False looks at sizes only."""
+def find_damage(folder: Path, *, contents: bool = True, below: str = "") -> list[str]:
+    """What is wrong with a sealed folder, one line each; empty if nothing is.
+
+    `contents` False looks at sizes only; `below` looks at the files under that subfolder only.
+    """
     try:
         piece_bytes, recorded = _read_checksums(folder / CHECKSUMS)
     except FileNotFoundError:
         return [f"{CHECKSUMS} is missing: the checkpoint was never completed"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return [f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})"]
+    if below:
+        recorded = {name: file for name, file in recorded.items() if name.startswith(f"{below}/")}
 
     problems = [
         problem for name, file in recorded.items() if (problem := _size_problem(folder / name, name, file.size))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from posttrain.checkpointing.marks import wait_for_marks
 from posttrain.data.packing import MicroBatching, cost, packing_metrics, plan_micro_batches
 from posttrain.errors import InputError
 from posttrain.orchestration.local import WorkerGroup
@@ -75,6 +76,32 @@ class ShardedPolicy:
             raise InputError(
                 f"checkpointing.checkpoint_dir: {folder.absolute()} is not on a filesystem that the ranks share with this process"
             )
+
+    def save_obstacle(self, *, optimizer: bool) -> str:
+        """Why `begin_save` cannot be used, for people; empty if it can. To be asked after the first update."""
+        return next((why for why in self._call_all("save_obstacle", optimizer) if why), "")
+
+    def prepare_save(self, *, optimizer: bool) -> bool:
+        """Take memory for `begin_save` ahead of time. True once all ranks have it; call again until then."""
+        return all(self._call_all("prepare_save", optimizer))
+
+    def begin_save(self, folder: Path, *, optimizer: bool) -> Callable[[Callable[[], bool]], None]:
+        """Copy the state as it is now, and return what writes it: to be called in another thread while training goes on.
+
+        That function is given another, which says whether nobody waits for the files any more.
+        """
+        self._call_all("begin_save", str(folder.absolute()), optimizer)
+        if self.workers.in_process:
+            return lambda is_given_up: self._write_here()
+        self._call_all("write_save_in_thread")
+        return lambda is_given_up: wait_for_marks(folder, self.workers.size, is_given_up)
+
+    def _write_here(self) -> None:
+        self._call_all("write_save")
+
+    def take_save_wait_s(self) -> float:
+        """Seconds for which updates have waited for the copy since this was asked last; of the slowest rank."""
+        return max(float(waited) for waited in self._call_all("take_save_wait_s"))
 
     def load(self, folder: Path) -> None:
         self._call_all("load", str(folder.absolute()))

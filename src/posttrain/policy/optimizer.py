@@ -3,13 +3,15 @@
 With bf16 parameters the forward pass, the backward pass and the sampler all use the bf16 tensors. Gradients are added up
 in fp32, the optimizer steps on fp32 copies (the masters), and the result is rounded back. Everything that decides the next
 step is in `state_tensors`, by parameter name, so that it can be saved and loaded on another number of ranks.
+
+This is the ordinary case. State in fewer bits, in host memory, or without masters is in `compact`.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,47 +64,86 @@ def build_scheduler(optimizer: Optimizer, spec: Any) -> LRScheduler | None:
     return SequentialLR(optimizer, [s for s in schedulers if s is not None], milestones=milestones)
 
 
+# What `compact` can change, and what it is here.
+ORDINARY = {"policy.optimizer.state_dtype": ["float32"], "policy.optimizer.master_weights": ["float32"]}
+
+
 class MixedPrecisionOptimizer:
     """A torch optimizer over the trainable parameters, with fp32 masters where the parameters are not fp32."""
 
+    before_change: Callable[[], None] | None = (
+        None  # called before weights or state change: something may be reading them
+    )
+
     def __init__(self, model: nn.Module, name: str, kwargs: Mapping[str, Any], scheduler: Any) -> None:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.masters = {n: p if p.dtype == torch.float32 else _master(p) for n, p in self.parameters.items()}
+        self.masters = self._make_masters()
         try:
-            self.optimizer: Optimizer = resolve(name, "policy.optimizer.name")(list(self.masters.values()), **kwargs)
+            self.optimizer: Optimizer = self._make(name, kwargs)
         except InputError:
             raise
         except (TypeError, ValueError) as error:
             raise InputError(f"policy.optimizer.kwargs do not fit {name}: {error}") from error
         self.scheduler = build_scheduler(self.optimizer, scheduler)
+        self._collect_as_they_come()
+
+    def _make_masters(self) -> dict[str, nn.Parameter]:
+        return {n: p if p.dtype == torch.float32 else _master(p) for n, p in self.parameters.items()}
+
+    def _make(self, name: str, kwargs: Mapping[str, Any]) -> Optimizer:
+        made: Optimizer = resolve(name, "policy.optimizer.name")(list(self.masters.values()), **kwargs)
+        return made
 
     @property
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def _collect_as_they_come(self) -> None:
+        """Each bf16 gradient goes into the fp32 one as soon as it is there, so that never all of them exist at once.
+
+        Those of sharded parameters are put in place by FSDP, after its own hooks: they wait for `collect_gradients`.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.dtype != torch.float32 and not isinstance(parameter, DTensor):
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._collect(name))
+
     def collect_gradients(self) -> None:
         """Move what the last backward pass left on bf16 parameters into the fp32 gradients of their masters."""
-        for name, parameter in self.parameters.items():
-            master = self.masters[name]
-            if master is parameter or parameter.grad is None:
-                continue
-            gradient = parameter.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            parameter.grad = None
+        for name in self.parameters:
+            self._collect(name)
+
+    @torch.no_grad()
+    def _collect(self, name: str) -> None:
+        parameter, master = self.parameters[name], self.masters[name]
+        if master is parameter or parameter.grad is None:
+            return
+        master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.masters.items() if p.grad is not None}
 
     def step(self, max_grad_norm: float | None) -> tuple[float, bool]:
         """Clip, step, forget the gradients. Returns the norm before clipping, and whether the step was taken."""
-        gradients = [p.grad for p in self.masters.values() if p.grad is not None]
+        gradients = list(self._gradients().values())
         norm = gradient_norm(gradients)
         taken = math.isfinite(norm)
         if taken:
             if max_grad_norm is not None and norm > max_grad_norm:
                 for gradient in gradients:
                     gradient.mul_(max_grad_norm / (norm + 1e-6))
-            self.optimizer.step()
-            self._round_back()
-        self.optimizer.zero_grad(set_to_none=True)
+            if self.before_change is not None:
+                self.before_change()
+            self._apply()
+        self._forget_gradients()
         return norm, taken
+
+    def _apply(self) -> None:
+        self.optimizer.step()
+        self._round_back()
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def _round_back(self) -> None:
@@ -134,7 +175,7 @@ class MixedPrecisionOptimizer:
         """Tensors to load the saved state into: sharded as the parameters are now, whatever they were when saved."""
         tensors: dict[str, Tensor] = {}
         for key, (shape, dtype) in saved.items():
-            parameter = self.masters[_parameter_of(key)]
+            parameter = self.masters[parameter_of(key)]
             if tuple(shape) == tuple(parameter.shape):
                 tensors[key] = torch.empty_like(parameter.detach(), dtype=dtype)
             else:
@@ -149,7 +190,7 @@ class MixedPrecisionOptimizer:
             if master is not self.parameters[name]:
                 master.copy_(self.parameters[name])  # a checkpoint of an fp32 run has no masters
         for key, tensor in tensors.items():
-            master = self.masters[_parameter_of(key)]
+            master = self.masters[parameter_of(key)]
             if key.startswith("master/"):
                 master.copy_(tensor)
             else:
@@ -169,13 +210,18 @@ class MixedPrecisionOptimizer:
         """What optimizer and schedule are, by the settings that choose them."""
         schedule = [] if self.scheduler is None else getattr(self.scheduler, "_schedulers", [self.scheduler])
         return {
-            "policy.optimizer.name": [_class_name(self.optimizer)],
-            "policy.scheduler": [_class_name(part) for part in schedule],
+            "policy.optimizer.name": [self._class_name()],
+            "policy.scheduler": [class_name(type(part)) for part in schedule],
+            **ORDINARY,
         }
+
+    def _class_name(self) -> str:
+        return class_name(type(self.optimizer))
 
     def check_kinds(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError if a saved state is that of another optimizer or schedule: it would mean nothing here."""
-        saved, current = state.get("kinds", self._kinds()), self._kinds()  # older checkpoints do not say
+        current = self._kinds()
+        saved = {**current, **ORDINARY, **state.get("kinds", {})}  # older checkpoints do not say
         for setting, names in current.items():
             if saved[setting] != names:
                 was, now = (", then ".join(kinds) or "none" for kinds in (saved[setting], names))
@@ -197,15 +243,15 @@ class MixedPrecisionOptimizer:
                 part.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
 
 
-def _class_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+def class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _master(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(parameter.detach().float().clone())
 
 
-def _parameter_of(key: str) -> str:
+def parameter_of(key: str) -> str:
     kind, _, rest = key.partition("/")
     return rest if kind == "master" else rest.rpartition("/")[0]
 

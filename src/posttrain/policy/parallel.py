@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def data_parallel_mesh(device: torch.device) -> DeviceMesh | None:
@@ -47,14 +49,6 @@ def whole_parameters(root: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state on the CPU of every rank; a collective when sharded."""
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-        for name, tensor in model.state_dict().items()
-    }
-
-
 @torch.no_grad()
 def copy_into(parameter: Tensor, value: Tensor) -> None:
     """Write a whole tensor into a parameter that may be sharded."""
@@ -63,3 +57,26 @@ def copy_into(parameter: Tensor, value: Tensor) -> None:
             value.to(parameter.device, parameter.dtype), parameter.device_mesh, parameter.placements, src_data_rank=None
         )
     parameter.copy_(value)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: all of it, unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """Which row of the whole tensor this rank's part begins with."""
+    if not isinstance(tensor, DTensor) or tensor.ndim == 0:
+        return 0
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return int(offset[0])
+
+
+def as_shard(part: Tensor, whole: DTensor, shape: tuple[int, ...] | None = None) -> DTensor:
+    """`part` as this rank's rows of a tensor that is spread as `whole` is; `shape` where it differs in what follows the rows.
+
+    The part may lie in host memory although the mesh is one of GPUs, which the public way to make one would undo.
+    """
+    full = torch.empty(whole.shape if shape is None else shape, dtype=part.dtype, device="meta")
+    meta = TensorMeta(full.shape, full.stride(), part.dtype)
+    return DTensor(part, DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta), requires_grad=False)

@@ -9,24 +9,35 @@ policy/tokenizer/            the tokenizer, with its chat template
 
 from __future__ import annotations
 
+import io
 import json
+import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.checkpointing import CheckpointError, check_same_model, describe_model
 from posttrain.policy.model import is_adapted
 from posttrain.policy.optimizer import MixedPrecisionOptimizer
-from posttrain.policy.parallel import copy_into, full_state_dict
+from posttrain.policy.parallel import copy_into
+from posttrain.policy.weight_files import (
+    ADAPTERS,
+    is_stored_otherwise,
+    named_adapters,
+    named_weights,
+    whole_in_host_memory,
+    write_file,
+    write_weights,
+)
 
 WEIGHTS = Path("policy/weights/model")
 OPTIMIZER = Path("policy/optimizer/optim")
@@ -50,40 +61,76 @@ def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
     return describe_model(base_config(model).to_dict(), lora, tokenizer.get_vocab())
 
 
-def save(
-    folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, optimizer: MixedPrecisionOptimizer | None
-) -> None:
-    """Every rank calls this; rank 0 writes what is whole, each rank its shard of the optimizer."""
-    state = full_state_dict(model)
-    if _is_first_rank():
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds of the policy. Tensors may be on a device, in host memory, or this rank's part of sharded ones."""
+
+    weights: Mapping[str, Tensor]  # by their names in the file
+    optimizer: Mapping[str, Tensor] | None
+    schedule: bytes | None
+    files: Mapping[str, bytes]  # small files, by their path in the checkpoint
+
+
+def contents(model: nn.Module, optimizer: MixedPrecisionOptimizer | None, files: Mapping[str, bytes]) -> Contents:
+    """The state as it is now; tensors are named, not copied. `files` come from `small_files`."""
+    schedule = None
+    if optimizer is not None:
+        buffer = io.BytesIO()
+        torch.save(optimizer.schedule_state(), buffer)
+        schedule = buffer.getvalue()
+    weights = named_adapters(model) if is_adapted(model) else named_weights(model)
+    return Contents(weights, optimizer.state_tensors() if optimizer is not None else None, schedule, files)
+
+
+def small_files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """Everything that stays the same during a run: configs, tokenizer, description. A large vocabulary takes a second."""
+    files = {str(MODEL): json.dumps(describe(model, tokenizer), indent=2, default=str).encode()}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / WEIGHTS).mkdir(parents=True)
+        if is_adapted(model):
+            model.peft_config["default"].save_pretrained(str(root / WEIGHTS))  # type: ignore[index, union-attr]
+        else:
+            model.save_pretrained(root / WEIGHTS, state_dict={})  # type: ignore[operator]
+        for place in (TOKENIZER, WEIGHTS):  # beside the weights too, so that the folder is a whole model
+            tokenizer.save_pretrained(root / place)
+        for path in root.rglob("*"):
+            if path.is_file():
+                files[path.relative_to(root).as_posix()] = path.read_bytes()
+    return files
+
+
+def write(folder: Path, model: nn.Module, saved: Contents, group: Any = None) -> None:
+    """Every rank calls this; rank 0 writes what is whole, each rank its shard of the optimizer.
+
+    `group` is a process group that nobody else uses meanwhile. Of the model only its family is looked at.
+    """
+    is_first = is_first_rank()
+    if is_first:
         for name in (WEIGHTS, OPTIMIZER, TOKENIZER):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        if is_adapted(model):
-            from peft import get_peft_model_state_dict
-
-            state = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
-            _save_adapters(folder / WEIGHTS, model, state)
-        else:
-            model.save_pretrained(folder / WEIGHTS, state_dict=state)  # type: ignore[operator]
-        for place in (TOKENIZER, WEIGHTS):  # beside the weights too, so that the folder is a whole model
-            tokenizer.save_pretrained(folder / place)
-        (folder / MODEL).write_text(json.dumps(describe(model, tokenizer), indent=2, default=str))
-    if optimizer is None:
+        for path, content in saved.files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+    if is_adapted(model):
+        write_file(folder / WEIGHTS / ADAPTERS, saved.weights, is_first_rank=is_first)
+    elif is_stored_otherwise(model):
+        whole = whole_in_host_memory(saved.weights)
+        if is_first:
+            model.save_pretrained(folder / WEIGHTS, state_dict=whole, max_shard_size="5GB")  # type: ignore[operator]
+    else:
+        write_weights(folder / WEIGHTS, saved.weights, is_first_rank=is_first)
+    if saved.optimizer is None or saved.schedule is None:
         return
     if dist.is_initialized():
-        dist.barrier()  # the folder exists before other ranks write into it
-    with _without_single_process_warning():
-        dcp.save(optimizer.state_tensors(), checkpoint_id=folder / OPTIMIZER, no_dist=not dist.is_initialized())
-    if _is_first_rank():
-        torch.save(optimizer.schedule_state(), folder / SCHEDULE)
-
-
-def _save_adapters(folder: Path, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
-    save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    model.peft_config["default"].save_pretrained(str(folder))  # type: ignore[index, union-attr]
+        dist.barrier(group)  # the folder exists before other ranks write into it
+    # Nothing is copied ahead on a stream: in the background there is nothing to copy, and CUDA is not ours to call.
+    writer = dcp.FileSystemWriter(folder / OPTIMIZER, per_thread_copy_ahead=0)
+    _say_nothing_of_one_process()
+    tensors = dict(saved.optimizer)
+    dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    if is_first:
+        (folder / SCHEDULE).write_bytes(saved.schedule)
 
 
 def load(
@@ -115,18 +162,18 @@ def load(
         if isinstance(entry, TensorStorageMetadata)
     }
     tensors: dict[str, Any] = dict(optimizer.empty_like_saved(saved))
-    with _without_single_process_warning():
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    _say_nothing_of_one_process()
+    dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     optimizer.load_state_tensors(tensors)
     optimizer.load_schedule_state(schedule)
 
 
-def _saved_weights(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+def _saved_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     """By the names that the parameters have in `model`."""
     if is_adapted(model):
         from safetensors.torch import load_file
 
-        saved = load_file(folder / "adapter_model.safetensors")
+        saved = load_file(folder / ADAPTERS)
         return {_adapted_name(name): value for name, value in saved.items()}
     kind: Any = type(model)  # a language model or a reward model
     whole = kind.from_pretrained(folder, dtype=next(model.parameters()).dtype)
@@ -141,13 +188,10 @@ def _adapted_name(saved: str) -> str:
     return f"{module}.modules_to_save.default.{parameter}"
 
 
-@contextmanager
-def _without_single_process_warning() -> Iterator[None]:
-    """DCP warns when there is no process group, also when it is told so."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _say_nothing_of_one_process() -> None:
+    """DCP warns when there is no process group, also when it is told so. Filters are global: no thread may put them back."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0

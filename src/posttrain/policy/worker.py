@@ -22,9 +22,12 @@ from torch import Tensor, nn
 from posttrain.config import PolicyConfig
 from posttrain.generation.native import NativeEngine, NativeSettings
 from posttrain.generation.native.forward import check_length, evaluation_mode, observe_layers
+from posttrain.planning.checkpointing_choice import should_checkpoint
 from posttrain.policy import storage
 from posttrain.policy.attention import attention_context
+from posttrain.policy.compact import make_optimizer
 from posttrain.policy.fingerprint import model_fingerprint
+from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.model import (
@@ -40,10 +43,13 @@ from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import MixedPrecisionOptimizer, trainable
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel import data_parallel_mesh, shard, whole_parameters
+from posttrain.policy.peak_memory import PeakMemory
 from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
+from posttrain.policy.saving import CheckpointWriter
 from posttrain.roles import Objective, Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
 
+_KEPT_CACHE_SHARE = 0.1  # of the GPU's memory: a KV cache up to this size stays while training
 Forward = TokenLogprobs | SequenceScores  # a packed row in, one number per response token out
 
 
@@ -67,6 +73,7 @@ class PolicyWorker:
             torch.set_num_threads(config.num_threads)
         self.device = _this_rank(resolve_device(config.device))
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.peak_memory = PeakMemory(self.device)
         self.temperature = config.generation.temperature if config.generation else 1.0
         if self.temperature == 0:
             self.temperature = 1.0  # greedy sampling has no temperature to train under
@@ -75,7 +82,7 @@ class PolicyWorker:
         self.model = self._load_model(setup)
         lora = config.dtensor_cfg.lora_cfg
         self._scores_answers = setup.reward_model
-        if config.dtensor_cfg.activation_checkpointing:
+        if self._recomputes_activations(setup):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         mesh = data_parallel_mesh(self.device)
         self.reference = self._freeze_reference(mesh) if setup.needs_reference and not lora.enabled else None
@@ -83,8 +90,10 @@ class PolicyWorker:
         self._refuse_unsupported()
         self.optimizer: MixedPrecisionOptimizer | None = None
         if setup.trains:
-            optimizer = config.optimizer
-            self.optimizer = MixedPrecisionOptimizer(self.model, optimizer.name, optimizer.kwargs, config.scheduler)
+            self.optimizer = make_optimizer(self.model, config.optimizer, config.scheduler, setup.seed)
+        self.checkpoints = CheckpointWriter(self.model, self.tokenizer, self.optimizer, self.device)
+        if self.optimizer is not None:
+            self.optimizer.before_change = self.checkpoints.wait_until_copied
         self.engine: NativeEngine | None = None
         if config.generation:
             native = config.generation.native_cfg
@@ -110,12 +119,26 @@ class PolicyWorker:
             return model
         return add_lora(model, lora, setup.seed, task_type="SEQ_CLS" if setup.reward_model else "CAUSAL_LM")
 
+    def _recomputes_activations(self, setup: WorkerSetup) -> bool:
+        said = setup.policy.dtensor_cfg.activation_checkpointing
+        if said != "auto" or self.device.type != "cuda":
+            return said is True
+        return setup.trains and should_checkpoint(
+            storage.base_config(self.model).to_dict(),
+            setup.policy,
+            memory_bytes=torch.cuda.get_device_properties(self.device).total_memory,
+            has_reference=setup.needs_reference,
+            ranks=self.world_size,
+            scores_answers=setup.reward_model,
+        )
+
     def _shardable(self, model: nn.Module, mesh: Any) -> Forward:
         root: Forward
         if self._scores_answers:
             root = SequenceScores(model)
         else:
             root = TokenLogprobs(model, self.config.logprob_chunk_size)
+        fuse_layers(root.head.decoder, may_join=mesh is None)
         if mesh is not None:
             layers: Any = root.head.decoder.layers
             shard(root, list(layers), mesh)
@@ -156,6 +179,13 @@ class PolicyWorker:
         self, parts: Sequence[TokenBatch | None], objective: Objective, seed: int, progress: Progress | None = None
     ) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches. Returns its share of the metrics, and the gradient norm."""
+        with self._phase("training"):
+            metrics = self._update(parts, objective, seed, progress)
+        return {**metrics, **self.peak_memory.take()}
+
+    def _update(
+        self, parts: Sequence[TokenBatch | None], objective: Objective, seed: int, progress: Progress | None
+    ) -> dict[str, float]:
         assert self.optimizer is not None
         torch.manual_seed(seed)  # dropout is a function of the step, not of what ran before
         self.model.train()
@@ -219,21 +249,39 @@ class PolicyWorker:
     @torch.no_grad()
     def _score(self, forward: Forward, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
         scores: list[Tensor | None] = []
-        for part in parts:
-            with self._row(part, forward) as row:
-                logprobs = forward(row, self.temperature)
-            scores.append(None if part is None else logprobs.cpu())
+        with self._phase("logprobs"):
+            for part in parts:
+                with self._row(part, forward) as row:
+                    logprobs = forward(row, self.temperature)
+                scores.append(None if part is None else logprobs.cpu())
         return scores
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A phase whose memory is measured. A cache that has to go is gone before it begins."""
+        self._make_room()
+        with self.peak_memory.during(name):
+            yield
 
     @contextmanager
     def _row(self, part: TokenBatch | None, forward: Forward) -> Iterator[PackedRow]:
         """The packed row, with its attention in force: backward passes belong inside too."""
+        self._make_room()
         batch = _DUMMY if part is None else part
         row = PackedRow.build(batch, self.device, reads_own_token=forward.reads_own_token)
         with attention_context(row.attention):
             yield row
 
     # -- sampling ------------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Training takes over the memory of a large KV cache. A small one stays, with the steps recorded for it."""
+        if self.device.type != "cuda" or getattr(self, "engine", None) is None:
+            return
+        assert self.engine is not None
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        if self.engine.num_held_bytes > _KEPT_CACHE_SHARE * total:
+            self.engine.release()
 
     def generate(
         self,
@@ -244,13 +292,31 @@ class PolicyWorker:
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
         assert self.engine is not None, "this worker was built without policy.generation"
-        with whole_parameters(self.forward):
+        with self.peak_memory.during("sampling"), whole_parameters(self.forward):
             return self.engine.generate(tasks, num_samples, sampling, key, progress)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str, optimizer: bool) -> None:
-        storage.save(Path(folder), self.model, self.tokenizer, self.optimizer if optimizer else None)
+        self.checkpoints.save(Path(folder), optimizer=optimizer)
+
+    def save_obstacle(self, optimizer: bool) -> str:
+        return self.checkpoints.obstacle(optimizer=optimizer)
+
+    def prepare_save(self, optimizer: bool) -> bool:
+        return self.checkpoints.prepare(optimizer=optimizer)
+
+    def begin_save(self, folder: str, optimizer: bool) -> None:
+        self.checkpoints.begin(Path(folder), optimizer=optimizer)
+
+    def write_save(self) -> None:
+        self.checkpoints.write()
+
+    def write_save_in_thread(self) -> None:
+        self.checkpoints.write_in_thread()
+
+    def take_save_wait_s(self) -> float:
+        return self.checkpoints.take_waited_s()
 
     def load(self, folder: str) -> None:
         storage.load(Path(folder), self.model, self.tokenizer, self.optimizer)

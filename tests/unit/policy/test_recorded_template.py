@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import byte_tokenizer, tiny_model
 from transformers import AutoTokenizer
 
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.policy import storage
+from posttrain.policy.saving import CheckpointWriter
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 OWN = (
@@ -37,7 +39,7 @@ def saved(folder: Path, chat: ChatFormat) -> Any:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat.recorded_template
     model = tiny_model(vocab_size=len(tokenizer))
-    storage.save(folder, model, tokenizer, None)
+    CheckpointWriter(model, tokenizer, None, torch.device("cpu")).save(folder, optimizer=False)
     storage.load(folder, model, tokenizer, None)
     both = [AutoTokenizer.from_pretrained(folder / place) for place in (storage.WEIGHTS, storage.TOKENIZER)]
     assert both[0].chat_template == both[1].chat_template

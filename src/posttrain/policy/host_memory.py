@@ -1,0 +1,122 @@
+"""Large pieces of host memory that a GPU can copy to and from at full speed, without holding up its other work.
+
+Memory is asked for in huge pages and touched by several threads at once, then registered with CUDA ("pinned"). torch's own
+pinned memory is rounded up to a power of two, which is too much for tens of gigabytes. Without CUDA it is ordinary memory.
+Knows nothing of what is kept in it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every CUDA context of the process
+_TOUCH_BYTES = 64 * 2**20
+_NUM_THREADS = 4
+
+
+class _Mapping(mmap.mmap):
+    """Memory that tells CUDA before it goes. Tensors made from it keep it alive, views of them too."""
+
+    registered_at: int | None = None
+
+    def __del__(self) -> None:
+        if self.registered_at is not None and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.registered_at)
+
+
+_mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()  # by address
+
+
+def allocate(num_bytes: int) -> Tensor:
+    """Bytes of memory of this process, each page of it there already. Makes no call to CUDA, so any thread may do it."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    mapped = _Mapping(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages: slower to register, otherwise the same
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+    _mappings[buffer.data_ptr()] = mapped
+    starts = range(0, num_bytes, _TOUCH_BYTES)
+    with ThreadPoolExecutor(min(_NUM_THREADS, len(starts))) as pool:
+        list(pool.map(lambda start: buffer.numpy()[start : start + _TOUCH_BYTES].fill(0), starts))
+    return buffer
+
+
+def register(buffer: Tensor) -> bool:
+    """Pin memory from `allocate`, until it is freed. False if CUDA refuses: copies then work, but hold up the caller.
+
+    Not while another thread records a CUDA graph: recording forbids this call.
+    """
+    if buffer.numel() == 0:
+        return True
+    address = buffer.data_ptr()
+    if int(torch.cuda.cudart().cudaHostRegister(address, buffer.numel(), _PORTABLE)) != 0:
+        return False
+    _mappings[address].registered_at = address
+    return True
+
+
+def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros in pinned host memory, of the shapes and types of `tensors`, in one piece."""
+    places, total = place(tensors)
+    buffer = allocate(total)
+    if torch.cuda.is_available():
+        register(buffer)
+    return [view(buffer, start, tensor) for start, tensor in zip(places, tensors, strict=True)]
+
+
+def place(tensors: Sequence[Tensor], alignment: int = 64) -> tuple[list[int], int]:
+    """Where each tensor begins when they lie one after another, and the bytes of them all."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.numel() * tensor.element_size() // alignment) * alignment
+    return starts, end
+
+
+def view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """The part of `buffer` from byte `start` on, as a tensor with shape and type of `like`."""
+    num_bytes = like.numel() * like.element_size()
+    return buffer[start : start + num_bytes].view(like.dtype).view(like.shape)
+
+
+def available_bytes() -> int:
+    """Host memory that this process can still take: what the machine has free, and what its container allows."""
+    free = [_machine_bytes(), _container_bytes()]
+    return min(size for size in free if size is not None) if any(size is not None for size in free) else 2**62
+
+
+def _machine_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _container_bytes() -> int | None:
+    """By control groups, version 2 or 1. Cached files count as used there, but are given up when memory is asked for."""
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        root = Path("/sys/fs/cgroup")
+        try:
+            allowed = (root / limit).read_text().strip()
+            statistics = (root / limit).with_name("memory.stat").read_text().splitlines()
+            reclaimable = sum(int(line.split()[1]) for line in statistics if line.split()[0] == cached)
+            if allowed != "max":
+                return int(allowed) - int((root / used).read_text()) + reclaimable
+        except (OSError, ValueError, IndexError):
+            continue
+    return None

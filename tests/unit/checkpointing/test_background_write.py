@@ -1,0 +1,129 @@
+"""Writing in the background: one at a time, errors are heard, and ranks elsewhere say when they are done."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from posttrain.checkpointing import BackgroundWrite
+from posttrain.checkpointing import marks as marks_module
+from posttrain.checkpointing.marks import leave_mark, wait_for_marks
+
+
+def test_a_write_runs_while_its_starter_goes_on() -> None:
+    background, may_end, written = BackgroundWrite(), threading.Event(), []
+
+    def write(_: Callable[[], bool]) -> None:
+        assert may_end.wait(10)
+        written.append(threading.current_thread() is threading.main_thread())
+
+    background.start(write)
+    assert not background.is_over
+    assert background.take_write_s() is None
+    may_end.set()
+    background.wait()
+    assert written == [False]
+    assert background.is_over
+    seconds = background.take_write_s()
+    assert seconds is not None
+    assert seconds >= 0
+    assert background.take_write_s() is None, "it is reported once"
+
+
+def test_nothing_to_wait_for_is_no_wait() -> None:
+    BackgroundWrite().wait()
+    BackgroundWrite().check()
+
+
+def test_an_error_is_raised_by_whoever_looks_next_and_once() -> None:
+    background = BackgroundWrite()
+
+    def fail(_: Callable[[], bool]) -> None:
+        raise OSError("no space left on device")
+
+    background.start(fail)
+    with pytest.raises(OSError, match="no space left"):
+        background.wait()
+    background.check()
+    assert background.take_write_s() is None, "a failed write is no write"
+
+
+def test_looking_for_errors_does_not_wait() -> None:
+    background, may_end = BackgroundWrite(), threading.Event()
+    background.start(lambda _: may_end.wait(10) and None)
+    background.check()
+    assert not background.is_over
+    may_end.set()
+    background.wait()
+
+
+def test_a_write_may_finish_when_the_run_has_failed() -> None:
+    background, begun, written = BackgroundWrite(), threading.Event(), []
+
+    def write(is_given_up: Callable[[], bool]) -> None:
+        begun.set()
+        while not is_given_up():
+            pass
+        written.append(True)
+        raise RuntimeError("hidden by the error of the run")
+
+    background.start(write)
+    assert begun.wait(10)
+    assert "hidden by" in str(background.let_finish()), "for whoever tells both"
+    assert written == [True]
+    assert background.is_over
+
+
+# -- marks of ranks ----------------------------------------------------------------------------------------------------
+
+
+def never() -> bool:
+    return False
+
+
+def test_the_driver_waits_for_the_mark_of_every_rank_and_takes_them_away(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    leave_mark(tmp_path, 1, "")
+    late = threading.Timer(0.2, leave_mark, (tmp_path, 0, ""))
+    late.start()
+    wait_for_marks(tmp_path, 2, never)
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"], "nothing of it gets into the checkpoint"
+    late.join()
+
+
+def test_what_went_wrong_on_a_rank_is_told(tmp_path: Path) -> None:
+    leave_mark(tmp_path, 0, "")
+    leave_mark(tmp_path, 1, "OSError: disk full")
+    with pytest.raises(RuntimeError, match=r"rank 1 could not write its part(?s:.*)disk full"):
+        wait_for_marks(tmp_path, 2, never)
+
+
+def test_a_failure_is_heard_while_another_rank_still_waits(tmp_path: Path) -> None:
+    leave_mark(tmp_path, 1, "OSError: disk full")  # rank 0 never comes: it waits for rank 1
+    with pytest.raises(RuntimeError, match="rank 1 could not write"):
+        wait_for_marks(tmp_path, 2, never)
+
+
+def test_a_rank_whose_mark_does_not_fit_on_the_disk_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(marks_module.durable, "write_text", full)
+    leave_mark(tmp_path, 0, "OSError: No space left on device")
+    with pytest.raises(RuntimeError, match="rank 0 could not write its part"):
+        wait_for_marks(tmp_path, 1, never)
+
+
+def test_a_rank_that_is_gone_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marks_module, "_GRACE_S", 0.1)
+    leave_mark(tmp_path, 0, "")
+    with pytest.raises(RuntimeError, match="rank 1 has not written"):
+        wait_for_marks(tmp_path, 2, lambda: True)
+
+
+def test_a_mark_in_a_folder_that_was_removed_is_no_error(tmp_path: Path) -> None:
+    leave_mark(tmp_path / "gone", 0, "")
