@@ -3,6 +3,7 @@
 
     python bench/cpu_vs_trl.py                     both jobs, both sides: some eight minutes on two cores
     python bench/cpu_vs_trl.py --only dpo --json dpo.json
+    python bench/cpu_vs_trl.py --only grpo --prompt-tokens 256    long prompts, which posttrain computes once for a group
     python bench/cpu_vs_trl.py --tiny              a random model of two layers: does it all run?
 
 Each side runs in a process of its own, one after the other, on the same weights and the same tokens. See README.md here.
@@ -24,8 +25,19 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from machine import facts
 from side_by_side.comparison import SideFailedError, check_same_work, remarks, run_side, summary, table
-from side_by_side.job import DPO, GRPO, POSTTRAIN, TRL, Job, pair_rows, prompt_rows
+from side_by_side.job import (
+    DPO,
+    GRPO,
+    POSTTRAIN,
+    TRL,
+    Job,
+    long_prompt_rows,
+    pair_rows,
+    prompt_length,
+    prompt_rows,
+)
 from side_by_side.models import SMOLLM2, SMOLLM2_SHAPE, TINY_SHAPE, fetched_model, random_model
 
 from posttrain.errors import InputError
@@ -33,6 +45,7 @@ from posttrain.export.model_catalogue import DownloadError
 
 # How much faster posttrain's step is to be, and how much of TRL's memory it may take. Nothing is asked of a tiny job.
 GOALS = {GRPO: (1.6, 0.5), DPO: (1.3, 0.5)}
+LONG_PROMPT_GOALS = (3.0, 0.5)  # of GRPO with prompts of 256 tokens or more
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -45,12 +58,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=REPOSITORY / SMOLLM2.folder, help="folder of the model")
     parser.add_argument("--random-weights", action="store_true", help="random weights of SmolLM2's shape: no download")
     parser.add_argument("--tiny", action="store_true", help="a tiny random model and a tiny job")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="of every GRPO prompt (default: some forty)")
     parser.add_argument("--grpo-tokens", type=int, help="posttrain's micro-batch in the GRPO job, in tokens")
     parser.add_argument("--dpo-tokens", type=int, help="posttrain's micro-batch in the DPO job, in tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
     args = parser.parse_args()
     if args.steps < 1 or args.threads < 1:
         parser.error("--steps and --threads must be at least 1")
+    if args.prompt_tokens and args.prompt_tokens < 16:
+        parser.error("--prompt-tokens must be at least 16: the chat template takes some of them")
     return args
 
 
@@ -70,12 +86,16 @@ def prepare_jobs(args: argparse.Namespace, model: Path) -> list[Job]:
     job = Job(GRPO, str(model), args.steps, args.threads)
     if args.tiny:
         job = replace(job, num_prompts=2, num_samples=4, num_new_tokens=8, num_pairs=2, num_sequence_tokens=32)
-    rows = prompt_rows(job.num_prompts)
+    long = args.prompt_tokens
+    rows = long_prompt_rows(tokenizer, job.num_prompts, long) if long else prompt_rows(job.num_prompts)
+    # A long prompt that is computed twice costs more than the activations of half a group are worth.
+    budget = long + job.num_samples * job.num_new_tokens if long else _tokens_of_half_a_group(tokenizer, job, rows)
     grpo = replace(
         job,
         rows=rows,
+        num_prompt_tokens=long,
         trl_micro_batch=min(16, job.num_prompts * job.num_samples),
-        posttrain_micro_batch_tokens=args.grpo_tokens or _tokens_of_half_a_group(tokenizer, job, rows),
+        posttrain_micro_batch_tokens=args.grpo_tokens or budget,
     )
     dpo = replace(
         job,
@@ -88,24 +108,20 @@ def prepare_jobs(args: argparse.Namespace, model: Path) -> list[Job]:
     jobs = [job for job in (grpo, dpo) if args.only in (None, job.kind)]
     if args.tiny:
         return jobs
-    return [replace(job, goal_speed=GOALS[job.kind][0], goal_memory=GOALS[job.kind][1]) for job in jobs]
+    goals = {**GOALS, GRPO: LONG_PROMPT_GOALS} if long >= 256 else GOALS
+    return [replace(job, goal_speed=goals[job.kind][0], goal_memory=goals[job.kind][1]) for job in jobs]
 
 
 def _tokens_of_half_a_group(tokenizer: Any, job: Job, rows: list[dict[str, str]]) -> int:
     """Half the answers of a group and their prompt. The prompt is then trained twice, which costs little time and
     saves the activations of the other half."""
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["input"]}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for row in rows
-    ]
-    return max(len(prompt) for prompt in prompts) + job.num_samples // 2 * job.num_new_tokens
+    longest = max(prompt_length(tokenizer, row) for row in rows)
+    return longest + job.num_samples // 2 * job.num_new_tokens
 
 
 def main() -> int:
     args = arguments()
-    report: dict[str, Any] = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "jobs": {}}
+    report: dict[str, Any] = {**facts("cpu"), "machine": f"{platform.machine()}, {os.cpu_count()} cores", "jobs": {}}
     trouble: list[str] = []
     with tempfile.TemporaryDirectory(prefix="cpu-vs-trl-") as scratch:
         model, title = prepare_model(args, Path(scratch))

@@ -32,6 +32,7 @@ class Job:
     num_prompts: int = 8
     num_samples: int = 8  # answers to each prompt
     num_new_tokens: int = 64
+    num_prompt_tokens: int = 0  # of every prompt; 0: short questions of some forty tokens
     num_pairs: int = 8
     num_sequence_tokens: int = 256  # of each of the two sequences of a pair; half of them are the prompt
     trl_micro_batch: int = 16  # answers (GRPO) or pairs (DPO) in one forward pass of TRL
@@ -53,7 +54,10 @@ class Job:
     @property
     def work(self) -> str:
         if self.kind == GRPO:
-            return f"{self.num_prompts} prompts x {self.num_samples} samples x {self.num_new_tokens} new tokens"
+            prompts = f"{self.num_prompts} prompts" + (
+                f" of {self.num_prompt_tokens} tokens" if self.num_prompt_tokens else ""
+            )
+            return f"{prompts} x {self.num_samples} samples x {self.num_new_tokens} new tokens"
         return f"{self.num_pairs} pairs x 2 sequences x {self.num_sequence_tokens} tokens"
 
 
@@ -72,6 +76,27 @@ class StepTime:
 
 def prompt_rows(count: int) -> list[dict[str, str]]:
     return [{"input": f"Tell me an interesting fact about the number {i}."} for i in range(count)]
+
+
+def long_prompt_rows(tokenizer: Any, count: int, num_tokens: int) -> list[dict[str, str]]:
+    """Questions whose prompt, as the chat template writes it, has exactly `num_tokens` tokens. Each has its own text."""
+    rows = []
+    for i in range(count):
+        # Tokens may join where the question meets the template, so the length is found, not computed.
+        for length in range(num_tokens, 0, -1):
+            row = {"input": _text_of(tokenizer, length, seed=i).strip()}
+            if (excess := prompt_length(tokenizer, row) - num_tokens) <= 0:
+                break
+        assert excess == 0, f"no question makes a prompt of {num_tokens} tokens with this chat template"
+        rows.append(row)
+    return rows
+
+
+def prompt_length(tokenizer: Any, row: dict[str, str]) -> int:
+    """Tokens of the prompt that both sides make of the row."""
+    messages = [{"role": "user", "content": row["input"]}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return len(rendered["input_ids"])
 
 
 def pair_rows(tokenizer: Any, count: int, num_tokens: int) -> list[dict[str, str]]:

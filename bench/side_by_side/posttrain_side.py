@@ -115,6 +115,8 @@ def settings(job: Job, folder: Path) -> dict[str, Any]:
     data_path = str(folder / "data.jsonl")
     if job.kind == GRPO:
         policy["train_global_batch_size"] = job.num_prompts * job.num_samples
+        if job.num_prompt_tokens:
+            policy["max_total_sequence_length"] = job.num_prompt_tokens + job.num_new_tokens
         policy["generation"] = {"max_new_tokens": job.num_new_tokens, "temperature": 1.0, "ignore_eos": True}
         config["grpo"] = {
             **length,

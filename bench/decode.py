@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Sampling: posttrain's native engine beside `transformers` and vLLM. Tokens per second, and the ratio to each.
+
+    python bench/decode.py --shape llama-8b --workload 512x128+256 512x128+900 --engines native vllm --out decode.json
+    python bench/decode.py --shape llama-1.5b --workload 64x512+512-g16 --engines native vllm
+    python bench/decode.py --shape llama-8b --workload long-tail --engines native vllm --profile
+    python bench/decode.py --shape tiny                    on a CPU, in a minute: does it all run?
+
+A workload is SAMPLESxPROMPT+NEW tokens, -gN for N samples of each prompt, MIN..MAX for lengths with a long tail. Each engine runs
+in a process of its own, one after the other, on the same prompts. See README.md here for what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import decode_vllm
+from decode_engines import CONTINUOUS, GENERATE, NATIVE, measure
+from decode_job import DecodeJob
+from machine import dtype_name, facts, resolve_device, resolve_dtype
+from shapes import SHAPES, chosen_model
+from side_process import Result, run_side, serve_side, show_failures
+from tables import ratio, table, write_json
+from workloads import workload
+
+from posttrain.errors import InputError
+
+VLLM = "vllm"
+ENGINES = (NATIVE, GENERATE, CONTINUOUS, VLLM)
+TITLES = {
+    NATIVE: "posttrain, native engine",
+    GENERATE: "transformers generate",
+    CONTINUOUS: "transformers continuous batching",
+    VLLM: "vLLM",
+}
+TINY_WORKLOADS = ("6x12+8", "8x12+6-g4")
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-8b", help=f"random weights of a shape: {', '.join(SHAPES)}")
+    parser.add_argument("--model", type=Path, help="folder of a model, instead of random weights")
+    parser.add_argument("--workload", nargs="+", help="default: 512x128+256")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: all; vllm if it is installed")
+    parser.add_argument("--repeats", type=int, default=2, help="measured runs of each; the best counts (default 2)")
+    parser.add_argument("--max-batch-size", type=int, default=512, help="sequences decoded together (default 512)")
+    parser.add_argument("--generate-batch", type=int, default=256, help="rows of a call of generate (default 256)")
+    parser.add_argument("--vllm-memory", type=float, default=0.9, help="gpu_memory_utilization of vLLM (default 0.9)")
+    parser.add_argument("--native", action="append", default=[], metavar="KEY=VALUE", help="a NativeSettings field")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", action="store_true", help="also the ten largest costs of the native engine")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write all numbers to this JSON file")
+    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)  # one engine, in its own process
+    args = parser.parse_args(words)
+    if args.repeats < 1:
+        parser.error("--repeats is at least 1")
+    return args
+
+
+def has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def native_options(words: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise InputError(f"--native {word!r}: give KEY=VALUE, such as kv_cache_gib=40")
+        numbers = {"true": True, "false": False, "none": None}
+        options[key] = numbers[value.lower()] if value.lower() in numbers else _number(value)
+    return options
+
+
+def _number(value: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def jobs(args: argparse.Namespace, name: str) -> list[DecodeJob]:
+    device = resolve_device(args.device)
+    engines = args.engines or [engine for engine in ENGINES if engine != VLLM or (has_vllm() and device == "cuda")]
+    return [
+        DecodeJob(
+            engine=engine,
+            model=chosen_model(args.shape, args.model),
+            workload=name,
+            device=device,
+            dtype=dtype_name(resolve_dtype(args.dtype, device)),
+            repeats=args.repeats,
+            seed=args.seed,
+            max_batch_size=args.max_batch_size,
+            generate_batch=args.generate_batch,
+            gpu_memory_utilization=args.vllm_memory,
+            native=native_options(args.native) if engine == NATIVE else {},
+            profile=args.profile and engine == NATIVE,
+        )
+        for engine in engines
+    ]
+
+
+def do_job(job: dict[str, Any]) -> Result:
+    """A side, in this process."""
+    decode_job = DecodeJob(**job)
+    return decode_vllm.measure(decode_job) if decode_job.engine == VLLM else measure(decode_job)
+
+
+def show(name: str, model: str, results: dict[str, Result]) -> str:
+    work = workload(name)
+    ours = results.get(NATIVE, {}).get("tokens_per_s")
+    rows = []
+    for engine, result in results.items():
+        if "error" in result:
+            rows.append([TITLES[engine], "failed", *[None] * 6])
+            continue
+        rate, warm = result["tokens_per_s"], result["warm_up_s"]
+        faster = "" if engine == NATIVE else ratio(ours, rate)
+        rows.append(
+            [TITLES[engine], rate, result["ms_per_step"], result["prompts_s"], result["start_s"], warm]
+            + [result["peak_gib"], faster]
+        )
+    header = ["", "tokens/s", "ms/step", "prompts s", "first token s", "warm-up s", "peak GiB", "native is"]
+    title = f"{model}, {name}: {work.num_sequences} sequences, {work.num_new_tokens:,} new tokens, logprobs on"
+    return f"\n{title}\n{table(header, rows)}"
+
+
+def main(words: list[str] | None = None) -> int:
+    args = arguments(words)
+    if args.job:
+        return serve_side(args.job, do_job)
+    names = args.workload or (TINY_WORKLOADS if args.shape == "tiny" and not args.model else ["512x128+256"])
+    for name in names:
+        workload(name)  # a wrong name is told before an hour has passed
+    device = resolve_device(args.device)
+    report: dict[str, Any] = {"benchmark": "decode", "model": chosen_model(args.shape, args.model), "workloads": {}}
+    failed = False
+    for name in names:
+        results: dict[str, Result] = {}
+        for job in jobs(args, name):
+            print(f"{name} with {TITLES[job.engine]} …", file=sys.stderr, flush=True)
+            environment = decode_vllm.ENVIRONMENT if job.engine == VLLM else None
+            results[job.engine] = run_side(__file__, job.as_json(), environment)
+        print(show(name, report["model"], results), flush=True)
+        if text := results.get(NATIVE, {}).pop("profile_text", None):
+            print(f"\n{text}")
+        show_failures(results)
+        failed |= "error" in results.get(NATIVE, {})
+        report["workloads"][name] = {"engines": results, "ratios": ratios(results)}
+    write_json(args.out, {**facts(device), **report})
+    return 1 if failed else 0
+
+
+def ratios(results: dict[str, Result]) -> dict[str, float]:
+    """The native engine's speed over that of each other engine."""
+    rates = {engine: result["tokens_per_s"] for engine, result in results.items() if "error" not in result}
+    if NATIVE not in rates:
+        return {}
+    return {engine: rates[NATIVE] / rate for engine, rate in rates.items() if engine != NATIVE}
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except InputError as error:
+        sys.exit(f"decode: {error}")

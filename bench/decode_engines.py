@@ -1,0 +1,193 @@
+"""The engines of `decode.py` that run `transformers` modules: posttrain's own, `generate`, and continuous batching."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from decode_job import DecodeJob, Engine, Sampled, timed
+from profiling import cost_table, largest_costs
+from shapes import PAD, open_model
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from workloads import Workload
+
+from posttrain.errors import InputError
+from posttrain.generation.native import NativeEngine, NativeSettings
+from posttrain.types import Completion, NoiseKey, Sampling, Task
+
+NATIVE, GENERATE, CONTINUOUS = "native", "generate", "continuous"
+_PROFILED_TOKENS = 48
+
+
+class NativeSampling:
+    """posttrain's engine. A prompt is computed once for all its samples."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: NativeSettings) -> None:
+        self.engine = NativeEngine(model, tokenizer, settings)
+        self.num_calls = 0
+
+    def sample(self, prompts: Sequence[Sequence[int]], work: Workload) -> Callable[[], Sampled]:
+        tasks = [Task(draw, f"bench:{draw}", "", tuple(prompt)) for draw, prompt in enumerate(prompts)]
+        sampling = Sampling(max_new_tokens=work.longest, ignore_eos=True)
+        # Calls with the same key would sample the same tokens.
+        self.num_calls += 1
+        key = NoiseKey(seed=0, step=self.num_calls)
+        limits: dict[str, Any] = {} if work.is_uniform else {"limits": work.limits}
+        groups = self.engine.generate(tasks, work.num_samples, sampling, key, **limits)
+        return lambda: _of_completions([completion for group in groups for completion in group])
+
+
+def _of_completions(completions: Sequence[Completion]) -> Sampled:
+    logprobs = [logprob for completion in completions for logprob in completion.logprobs]
+    return Sampled(
+        [len(completion.token_ids) for completion in completions],
+        [len(completion.logprobs) for completion in completions],
+        sum(logprobs) / max(len(logprobs), 1),
+    )
+
+
+def native_settings(job: DecodeJob) -> NativeSettings:
+    """Room for the workload; what was said on the command line stands."""
+    known = {field.name: field for field in fields(NativeSettings)}
+    if unknown := sorted(set(job.native) - set(known)):
+        raise InputError(f"--native {', '.join(unknown)}: the native engine has {', '.join(known)}")
+    room = {
+        "max_batch_size": job.max_batch_size,
+        "max_total_tokens": job.work.prompt_tokens + job.work.longest,
+    }
+    return NativeSettings(**{**room, **job.native})
+
+
+class _KeepLogprobs(LogitsProcessor):
+    """Remembers the log-probability of each drawn token: `generate` can only keep the scores of the whole vocabulary."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+        self.drawn: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.take(input_ids[:, -1])
+        self.last = scores.float().log_softmax(-1)
+        return scores
+
+    def take(self, tokens: Tensor) -> None:
+        if self.last is not None:
+            self.drawn.append(self.last.gather(1, tokens[:, None]).squeeze(1))
+            self.last = None
+
+
+class GenerateSampling:
+    """`model.generate` on batches of rows. A batch runs until its longest row is done; what is beyond a row's limit is lost."""
+
+    def __init__(self, model: PreTrainedModel, batch: int) -> None:
+        self.model = model
+        self.batch = batch
+        self.model.config.use_cache = True
+
+    def sample(self, prompts: Sequence[Sequence[int]], work: Workload) -> Callable[[], Sampled]:
+        group = work.num_samples
+        per_call = max(1, self.batch // group)
+        lengths: list[int] = []
+        kept: list[Tensor] = []
+        for start in range(0, len(prompts), per_call):
+            rows, limits = prompts[start : start + per_call], work.limits[start : start + per_call]
+            logprobs = self._call(rows, max(limits), group)
+            for row, limit in enumerate(limit for limit in limits for _ in range(group)):
+                kept.append(logprobs[row, :limit])
+                lengths.append(len(kept[-1]))
+        return lambda: Sampled(lengths, lengths, float(torch.cat(kept).mean()))
+
+    @torch.no_grad()
+    def _call(self, rows: Sequence[Sequence[int]], num_new: int, group: int) -> Tensor:
+        ids = torch.tensor(rows, device=self.model.device)
+        logprobs = _KeepLogprobs()
+        out = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            logits_processor=LogitsProcessorList([logprobs]),
+            generation_config=_plain_sampling(num_new, num_return_sequences=group),
+        )
+        logprobs.take(out[:, -1])
+        assert out.shape[1] == ids.shape[1] + num_new, "every row has the length asked for"
+        return torch.stack(logprobs.drawn, dim=1)
+
+
+def _plain_sampling(num_new: int, **options: Any) -> GenerationConfig:
+    # top_k is 50 if nothing is said; eos None means that nothing ends a row but its length.
+    return GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=num_new, eos_token_id=None, pad_token_id=PAD,
+        **options,
+    )  # fmt: skip
+
+
+class ContinuousSampling:
+    """`transformers`' continuous batching. Each sample is a request of its own; equal prompts may share their blocks."""
+
+    def __init__(self, model: PreTrainedModel, job: DecodeJob) -> None:
+        from transformers import ContinuousBatchingConfig
+
+        options: dict[str, Any] = {"return_logprobs": True}
+        if job.device == "cpu":  # where it would take nine tenths of the machine's memory
+            options |= {"num_blocks": 4 * job.work.num_sequences, "max_batch_tokens": 256}
+        self._running = model.continuous_batching_context_manager(
+            generation_config=_plain_sampling(job.work.longest),
+            continuous_batching_config=ContinuousBatchingConfig(**options),
+        )
+        self.manager = self._running.__enter__()
+        self.num_requests = 0
+
+    def close(self) -> None:
+        self._running.__exit__(None, None, None)
+
+    def sample(self, prompts: Sequence[Sequence[int]], work: Workload) -> Callable[[], Sampled]:
+        names = []
+        for index, prompt in enumerate(prompts):
+            for _ in range(work.num_samples):
+                names.append(f"sample-{self.num_requests}")
+                self.num_requests += 1
+                self.manager.add_request(list(prompt), request_id=names[-1], max_new_tokens=work.limits[index])
+        finished: dict[str, Any] = {}
+        while len(finished) < len(names):
+            result = self.manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                finished[result.request_id] = result
+            elif result is None and not self.manager.is_running():
+                raise RuntimeError("the thread of transformers' continuous batching ended")
+        return lambda: _of_requests([finished[name] for name in names])
+
+
+def _of_requests(outputs: Sequence[Any]) -> Sampled:
+    logprobs = [logprob for output in outputs for logprob in output.logprobs]
+    return Sampled(
+        [len(output.generated_tokens) for output in outputs],
+        [len(output.logprobs) for output in outputs],
+        sum(logprobs) / max(len(logprobs), 1),
+    )
+
+
+def measure(job: DecodeJob) -> dict[str, Any]:
+    """One of the engines of this file, in this process."""
+    attention = {} if job.engine == NATIVE else {"attention": "sdpa"}
+    model, tokenizer = open_model(job.model, job.device, job.torch_dtype, job.seed, **attention)
+    build: Callable[[], Engine]
+    if job.engine == NATIVE:
+        build = lambda: NativeSampling(model, tokenizer, native_settings(job))  # noqa: E731
+    elif job.engine == GENERATE:
+        build = lambda: GenerateSampling(model, job.generate_batch)  # noqa: E731
+    else:
+        build = lambda: ContinuousSampling(model, job)  # noqa: E731
+    result = timed(job, build)
+    engine = result.pop("engine")
+    if isinstance(engine, ContinuousSampling):
+        engine.close()
+    if isinstance(engine, NativeSampling):
+        result["num_preemptions"] = engine.engine.num_preemptions
+    if job.profile:
+        work, prompts = job.work, job.prompts()
+        costs, busy = largest_costs(lambda: engine.sample(prompts, work.cut_to(_PROFILED_TOKENS)), job.device)
+        result["profile"] = {"busy": busy, "costs": [vars(cost) for cost in costs]}
+        result["profile_text"] = cost_table(costs, busy, job.device)
+    return result

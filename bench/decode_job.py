@@ -1,0 +1,114 @@
+"""One engine's share of `decode.py`: what it is to sample, and how it is timed. Knows no engine.
+
+Every engine is asked for the same prompts, temperature 1, no stop token, log-probabilities of the sampled tokens. In order:
+the first token of one prompt (start), a few tokens of all (warm-up), one token of all (the prompts alone), the whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from machine import GIB, peak_bytes, reset_peak, resolve_dtype, seconds_of
+from shapes import vocab_size_of
+from workloads import Workload, workload
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class DecodeJob:
+    engine: str
+    model: str  # a shape or a folder
+    workload: str
+    device: str
+    dtype: str
+    repeats: int = 2
+    seed: int = 0
+    max_batch_size: int = 512  # sequences that decode together, where the engine has such a limit
+    generate_batch: int = 256  # rows of one call of transformers' generate
+    gpu_memory_utilization: float = 0.9  # of vLLM
+    native: Mapping[str, Any] = field(default_factory=dict)  # settings of the native engine
+    profile: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return resolve_dtype(self.dtype, self.device)
+
+    @property
+    def work(self) -> Workload:
+        return workload(self.workload, self.seed)
+
+    def prompts(self) -> list[list[int]]:
+        return self.work.prompts(vocab_size_of(self.model), self.seed)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Of each sequence, in order: how many tokens it has, and how many log-probabilities came with them."""
+
+    num_tokens: Sequence[int]
+    num_logprobs: Sequence[int]
+    mean_logprob: float
+
+
+class Engine(Protocol):
+    def sample(self, prompts: Sequence[Sequence[int]], work: Workload) -> Callable[[], Sampled]:
+        """`work.num_samples` completions of each prompt; `work.limits[i]` new tokens for those of prompt i.
+
+        What was sampled is looked at later, by calling the answer: that takes time which is not the engine's.
+        """
+        ...
+
+
+def timed(job: DecodeJob, build: Callable[[], Engine]) -> dict[str, Any]:
+    """Start, warm up, sample. What is loaded before `build` is called does not count as start."""
+    work, prompts = job.work, job.prompts()
+    reset_peak()
+    begin = time.perf_counter()
+    engine = build()
+    first = Workload("first token", 1, work.prompt_tokens, 1, (1,))
+    engine.sample(prompts[:1], first)
+    start_s = time.perf_counter() - begin
+    warm_up_s = seconds_of(lambda: engine.sample(prompts, work.cut_to(WARM_UP_TOKENS)))
+    prompts_s = seconds_of(lambda: engine.sample(prompts, work.cut_to(1)))
+    runs: list[float] = []
+    sampled: list[Callable[[], Sampled]] = []
+    for _ in range(job.repeats):
+        sampled.clear()
+        runs.append(seconds_of(lambda: sampled.append(engine.sample(prompts, work))))
+    result = measured(work, sampled[-1](), min(runs), prompts_s)
+    return {
+        **result,
+        "start_s": start_s,
+        "warm_up_s": warm_up_s,
+        "run_s": runs,
+        "peak_gib": peak_bytes(job.device) / GIB,
+        "engine": engine,
+    }
+
+
+def measured(work: Workload, sampled: Sampled, seconds: float, prompts_s: float) -> dict[str, Any]:
+    """Rates of one run; refuses a run that did less than it was asked for."""
+    wanted = [limit for limit in work.limits for _ in range(work.num_samples)]
+    if list(sampled.num_tokens) != wanted:
+        short = sum(got != want for got, want in zip(sampled.num_tokens, wanted, strict=False))
+        raise RuntimeError(f"{short or 'some'} of {len(wanted)} completions do not have the length asked for")
+    if list(sampled.num_logprobs) != wanted:
+        raise RuntimeError("a completion lacks log-probabilities")
+    num_tokens = sum(sampled.num_tokens)
+    return {
+        "num_tokens": num_tokens,
+        "seconds": seconds,
+        "tokens_per_s": num_tokens / seconds,
+        "prompts_s": prompts_s,
+        # One step for each token of the longest completion but its first, which belongs to the prompts.
+        "ms_per_step": 1000 * max(seconds - prompts_s, 0.0) / max(work.longest - 1, 1),
+        "mean_logprob": sampled.mean_logprob,
+    }

@@ -1,0 +1,110 @@
+"""A run's policy and generator around a model that is already in memory: the real worker, without a folder to load from.
+
+Everything else is as in a training run: the config with its checks, `PolicyWorker`, micro-batches, the engine. Calls are
+watched on their way to the worker: how long each took until the device was done, and the most memory it held meanwhile.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from machine import GIB, peak_bytes, reset_peak, synchronise
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.config import load_config
+from posttrain.data.packing import MicroBatching
+from posttrain.orchestration.local import LocalWorker
+from posttrain.orchestration.sharded import ShardedPolicy
+from posttrain.policy.model import add_lora
+from posttrain.policy.worker import PolicyWorker, WorkerSetup
+
+SEED = 0
+
+
+class WorkerAroundModel(PolicyWorker):
+    """A rank whose model was made elsewhere. Its tokenizer is read from the folder that the config names."""
+
+    def __init__(self, setup: WorkerSetup, model: PreTrainedModel) -> None:
+        self._given = model
+        super().__init__(setup)
+        del self._given
+
+    def _load_model(self, setup: WorkerSetup) -> nn.Module:
+        lora = setup.policy.dtensor_cfg.lora_cfg
+        return add_lora(self._given, lora, setup.seed) if lora.enabled else self._given
+
+
+class WatchedWorker(LocalWorker):
+    """Remembers of each method what its calls took in all, and the most memory during one of them."""
+
+    def __init__(self, worker: PolicyWorker) -> None:
+        super().__init__(worker)
+        self.clear()
+
+    def clear(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.peak_gib: dict[str, float] = {}
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        reset_peak()
+        start = time.perf_counter()
+        result = super().call(method, arguments)
+        # The optimizer's last kernels belong to the update, not to whatever waits for them next.
+        synchronise()
+        self.seconds[method] = self.seconds.get(method, 0.0) + time.perf_counter() - start
+        peak = peak_bytes(self.worker.device.type) / GIB
+        self.peak_gib[method] = max(self.peak_gib.get(method, 0.0), peak)
+        return result
+
+
+def run_config(kind: Literal["grpo", "dpo", "sft"], settings: Mapping[str, Any], overrides: Sequence[str]) -> Any:
+    """The config of a run: `settings` are dotted keys, `overrides` what the user said, which has the last word."""
+    words = [f"{key}={_value(value)}" for key, value in settings.items()]
+    return load_config(kind, None, [*words, *overrides]).config
+
+
+def _value(value: Any) -> str:
+    return (
+        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
+
+
+def common_settings(model: str, device: str, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
+    """What every training benchmark says. The learning rate is small: the weights shall stay what they are."""
+    return {
+        "policy.model_name": model,
+        "policy.tokenizer.name": folder,
+        "policy.tokenizer.chat_template": None,
+        "policy.device": device,
+        "policy.precision": str(dtype).removeprefix("torch."),
+        "policy.sequence_packing.enabled": True,
+        "policy.optimizer.kwargs.lr": 1e-6,
+        "policy.scheduler": None,
+        "checkpointing.enabled": False,
+    }
+
+
+def policy_around(
+    model: PreTrainedModel, policy_config: Any, *, needs_reference: bool
+) -> tuple[ShardedPolicy, WatchedWorker]:
+    setup = WorkerSetup(policy_config, SEED, needs_reference)
+    worker = WatchedWorker(WorkerAroundModel(setup, model))
+    packing = policy_config.sequence_packing
+    batching = {
+        name: MicroBatching(max_tokens=budget, algorithm=packing.algorithm, seed=SEED)
+        for name, budget in (("train", packing.train_mb_tokens), ("score", packing.logprob_mb_tokens))
+    }
+    return ShardedPolicy(worker, train=batching["train"], score=batching["score"], seed=SEED), worker
+
+
+def tokenizer_folder(tokenizer: PreTrainedTokenizerBase) -> tempfile.TemporaryDirectory[str]:
+    """The worker reads its tokenizer from a folder."""
+    folder = tempfile.TemporaryDirectory(prefix="bench-tokenizer-")
+    tokenizer.save_pretrained(folder.name)
+    return folder

@@ -1,0 +1,310 @@
+#!/usr/bin/env python3
+"""Load on an OpenAI-compatible server: requests per second, time to first token, time between tokens, and whether it is right.
+
+    posttrain serve models/smollm2-135m-instruct &
+    python bench/serve_load.py http://127.0.0.1:8000 --streams 200
+    python bench/serve_load.py http://127.0.0.1:8000 --against http://127.0.0.1:8001 --json result.json   # e.g. vllm serve
+
+First every prompt is asked alone, greedily; then all streams at once ask the same prompts. Each answer under load must be the
+one that its prompt got alone. One that another prompt got is *mixed up*; one that nobody got *differs* (on a GPU, rounding may
+depend on the batch). `--probe` also checks a posttrain server's manners: keys, 429 when full, places freed by clients that leave.
+Exits with 1 if a response was lost or mixed up, or a probe failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+WORDS = (
+    "river",
+    "lamp",
+    "copper",
+    "tiger",
+    "violin",
+    "harbour",
+    "ember",
+    "walnut",
+    "glacier",
+    "needle",
+    "saddle",
+    "orchid",
+)
+MOST_TRIES = 50  # of a request that is told to come back
+
+
+@dataclass
+class Answer:
+    prompt: int
+    text: str = ""
+    finished: bool = False
+    num_tokens: int = 0
+    num_refusals: int = 0  # 429, tried again
+    error: str = ""
+    began: float = 0.0
+    times: list[float] = field(default_factory=list)  # of pieces with text
+    ended: float = 0.0
+
+
+@dataclass(frozen=True)
+class Target:
+    url: str
+    model: str
+    headers: dict[str, str]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="the server, without /v1")
+    parser.add_argument("--against", metavar="URL", help="a second server for the ratio, measured after the first")
+    parser.add_argument("--model", help="name of the model (default: the first that the server lists)")
+    parser.add_argument("--streams", type=int, default=200, help="at the same time (default 200)")
+    parser.add_argument("--requests", type=int, help="in all (default: two for each stream)")
+    parser.add_argument("--prompts", type=int, default=24, help="that differ (default 24)")
+    parser.add_argument("--prompt-words", type=int, default=40, help="of a prompt, about (default 40)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer; all of them are sampled (default 64)")
+    parser.add_argument("--api-key", default=os.environ.get("POSTTRAIN_API_KEY", "none"))
+    parser.add_argument("--probe", action="store_true", help="also try keys, overload and disconnects (posttrain only)")
+    parser.add_argument("--pid", type=int, help="process of the server, to watch its memory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to this file")
+    return parser.parse_args()
+
+
+def prompt_of(number: int, num_words: int) -> str:
+    words = [WORDS[(number * 7 + place * (number % 5 + 1)) % len(WORDS)] for place in range(num_words)]
+    return (
+        f"Request {number}. Repeat these words and then go on with more like them: {' '.join(words)}. Number {number}:"
+    )
+
+
+async def find_model(url: str, key: str, wanted: str | None) -> Target:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient() as client:
+        listed = await client.get(f"{url}/v1/models", headers=headers)
+    listed.raise_for_status()
+    return Target(url.rstrip("/"), wanted or listed.json()["data"][0]["id"], headers)
+
+
+def body_of(target: Target, prompt: str, max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": target.model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def ask(client: httpx.AsyncClient, target: Target, body: dict[str, Any], prompt: int) -> Answer:
+    answer = Answer(prompt, began=time.perf_counter())
+    for _ in range(MOST_TRIES):
+        try:
+            async with client.stream(
+                "POST", f"{target.url}/v1/completions", json=body, headers=target.headers
+            ) as response:
+                if response.status_code == 429:
+                    answer.num_refusals += 1
+                    await response.aread()
+                    await asyncio.sleep(min(2.0, float(response.headers.get("retry-after", 1))))
+                    continue
+                if response.status_code != 200:
+                    answer.error = f"{response.status_code}: {(await response.aread())[:200]!r}"
+                    return answer
+                await read_events(response, answer)
+        except httpx.HTTPError as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        answer.ended = time.perf_counter()
+        return answer
+    answer.error = "refused again and again"
+    return answer
+
+
+async def read_events(response: httpx.Response, answer: Answer) -> None:
+    async for line in response.aiter_lines():
+        if not line.startswith("data: "):
+            continue
+        if line == "data: [DONE]":
+            answer.finished = True
+            return
+        event = json.loads(line[6:])
+        if "error" in event:
+            answer.error = str(event["error"])
+            return
+        if event.get("usage"):
+            answer.num_tokens = event["usage"]["completion_tokens"]
+        if event["choices"] and event["choices"][0]["text"]:
+            answer.text += event["choices"][0]["text"]
+            answer.times.append(time.perf_counter())
+
+
+async def load(target: Target, args: argparse.Namespace, memory: list[int]) -> tuple[list[Answer], list[Answer], float]:
+    """The answers to prompts alone, the answers under load, and the seconds that the load took."""
+    bodies = [body_of(target, prompt_of(n, args.prompt_words), args.max_tokens) for n in range(args.prompts)]
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=args.streams)
+    async with httpx.AsyncClient(timeout=httpx.Timeout(None), limits=limits) as client:
+        alone = [await ask(client, target, body, number) for number, body in enumerate(bodies)]
+        left = iter(range(args.requests or 2 * args.streams))
+        answers: list[Answer] = []
+
+        async def stream() -> None:
+            for number in left:
+                prompt = number % args.prompts
+                answers.append(await ask(client, target, bodies[prompt], prompt))
+
+        watch = asyncio.create_task(watch_memory(args.pid, memory)) if args.pid else None
+        began = time.perf_counter()
+        await asyncio.gather(*(stream() for _ in range(args.streams)))
+        seconds = time.perf_counter() - began
+        if watch is not None:
+            watch.cancel()
+    return alone, answers, seconds
+
+
+async def watch_memory(pid: int, seen: list[int]) -> None:
+    import psutil
+
+    process = psutil.Process(pid)
+    while True:
+        seen.append(process.memory_info().rss)
+        await asyncio.sleep(0.25)
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def summary(alone: list[Answer], answers: list[Answer], seconds: float, args: argparse.Namespace) -> dict[str, Any]:
+    expected = {answer.prompt: answer.text for answer in alone}
+    complete = [answer for answer in answers if answer.finished]
+    wrong = [answer for answer in complete if answer.text != expected[answer.prompt]]
+    # Two prompts may deserve the same answer; then nobody can tell, and it is no mix-up.
+    mixed_up = [answer for answer in wrong if answer.text in expected.values()]
+    first = [answer.times[0] - answer.began for answer in complete if answer.times]
+    between = [b - a for answer in complete for a, b in zip(answer.times, answer.times[1:], strict=False)]
+    row: dict[str, Any] = {
+        "requests": len(answers),
+        "requests_per_s": len(complete) / seconds,
+        "tokens_per_s": sum(answer.num_tokens for answer in complete) / seconds,
+        "distinct_answers": len(set(expected.values())),
+        "lost": (args.requests or 2 * args.streams) - len(complete),
+        "mixed_up": len(mixed_up),
+        "differs": len(wrong) - len(mixed_up),
+        "refused_429": sum(answer.num_refusals for answer in answers),
+        "alone_failed": sum(not answer.finished for answer in alone),
+        "errors": sorted({answer.error for answer in [*alone, *answers] if answer.error})[:5],
+    }
+    for name, values in (("first_token_ms", first), ("between_tokens_ms", between)):
+        for share in (0.5, 0.9, 0.99):
+            row[f"{name}_p{round(share * 100)}"] = 1000 * percentile(values, share)
+    return row
+
+
+# -- manners -----------------------------------------------------------------------------------------------------------
+
+
+async def gauge(client: httpx.AsyncClient, target: Target, name: str) -> float:
+    text = (await client.get(f"{target.url}/metrics")).text
+    return sum(float(value) for value in re.findall(rf"^posttrain_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+async def probe(target: Target, args: argparse.Namespace) -> dict[str, Any]:
+    """What a posttrain server does with strangers, with too many, and with those who leave."""
+    body = {**body_of(target, prompt_of(0, args.prompt_words), 64), "n": 1}
+    url = f"{target.url}/v1/completions"
+    found: dict[str, Any] = {}
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        if args.api_key != "none":
+            found["without_key"] = (await client.post(url, json=body)).status_code
+        found["too_large"] = (await client.post(url, content=b" " * 2**23, headers=target.headers)).status_code
+        found["too_long"] = (
+            await client.post(url, json={**body, "max_tokens": 10**6}, headers=target.headers)
+        ).status_code
+
+        streams = [client.stream("POST", url, json=body, headers=target.headers) for _ in range(1000)]
+        opened = await asyncio.gather(*(stream.__aenter__() for stream in streams))
+        statuses = [response.status_code for response in opened]
+        refusals = [response for response in opened if response.status_code == 429]
+        found["of_1000_at_once"] = {str(status): statuses.count(status) for status in sorted(set(statuses))}
+        found["retry_after"] = sorted({response.headers.get("retry-after", "") for response in refusals})
+        # All of them leave in the middle of their answers.
+        await asyncio.gather(*(stream.__aexit__(None, None, None) for stream in streams))
+        began = time.perf_counter()
+        while await gauge(client, target, "running_samples") + await gauge(client, target, "waiting_samples"):
+            if time.perf_counter() - began > 30:
+                break
+            await asyncio.sleep(0.02)
+        found["places_free_after_s"] = time.perf_counter() - began
+        found["pages_in_use"] = await gauge(client, target, "kv_cache_pages_in_use")
+    return found
+
+
+def probe_failures(found: dict[str, Any]) -> list[str]:
+    wanted = {"without_key": 401, "too_large": 413, "too_long": 400}
+    wrong = [
+        f"{name}: {found[name]}, not {status}" for name, status in wanted.items() if found.get(name, status) != status
+    ]
+    if set(found["of_1000_at_once"]) - {"200", "429"}:
+        wrong.append(f"1000 at once: {found['of_1000_at_once']}")
+    if found["places_free_after_s"] > 10 or found["pages_in_use"]:
+        wrong.append(f"places are not free: {found['places_free_after_s']:.1f} s, {found['pages_in_use']:g} pages")
+    return wrong
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    names = list(rows)
+    keys = [key for key, value in rows[names[0]].items() if isinstance(value, int | float)]
+    lines = [f"{'':<24}" + "".join(f"{name:>22}" for name in names) + (f"{'ratio':>9}" if len(names) == 2 else "")]
+    for key in keys:
+        values = [rows[name][key] for name in names]
+        line = f"{key:<24}" + "".join(f"{value:>22.4g}" for value in values)
+        if len(names) == 2 and values[1] and ("per_s" in key or "_ms_" in key):
+            line += f"{values[0] / values[1]:>9.2f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+async def main_async(args: argparse.Namespace) -> int:
+    rows: dict[str, dict[str, Any]] = {}
+    failures: list[str] = []
+    result: dict[str, Any] = {"settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
+    result["settings"].pop("api_key")
+    for url in [args.url, *([args.against] if args.against else [])]:
+        target = await find_model(url, args.api_key, args.model)
+        memory: list[int] = []
+        row = rows[url.removeprefix("http://")] = summary(*await load(target, args, memory), args)
+        if memory:
+            row["memory_gib_begin"], row["memory_gib_most"] = memory[0] / 2**30, max(memory) / 2**30
+        failures += [f"{url}: {row[name]} {name}" for name in ("lost", "mixed_up", "alone_failed") if row[name]]
+        failures += [f"{url}: {error}" for error in row["errors"]]
+    print(table(rows))
+    result["servers"] = rows
+    if args.probe:
+        target = await find_model(args.url, args.api_key, args.model)
+        result["probe"] = await probe(target, args)
+        print("\n" + "\n".join(f"{name:<24}{value}" for name, value in result["probe"].items()))
+        failures += probe_failures(result["probe"])
+    result["failures"] = failures
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    print("\n" + ("\n".join(f"FAILED {line}" for line in failures) or "no response was lost or mixed up"))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main_async(arguments())))

@@ -1,0 +1,179 @@
+"""bench/decode.py on a tiny model: every engine does the whole work, and the ratio is that of the rates."""
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import decode
+import decode_vllm
+import pytest
+from decode_job import DecodeJob, Sampled, measured
+from workloads import workload
+
+from posttrain.errors import InputError
+
+JOB = DecodeJob("native", "tiny", "4x6+5-g2", "cpu", "float32", repeats=1)
+
+
+@pytest.mark.parametrize("engine", ["native", "generate"])
+def test_an_engine_samples_every_token_of_the_workload(engine: str) -> None:
+    result = decode.do_job(replace(JOB, engine=engine).as_json())
+    assert result["num_tokens"] == 4 * 5
+    assert result["tokens_per_s"] == pytest.approx(20 / min(result["run_s"]))
+    assert result["start_s"] > 0
+    assert result["peak_gib"] > 0
+    assert -12 < result["mean_logprob"] < -3  # of 512 tokens, none of them sure
+
+
+def test_lengths_of_their_own_are_asked_of_generate() -> None:
+    job = replace(JOB, engine="generate", workload="5x6+2..9", generate_batch=2)
+    assert decode.do_job(job.as_json())["num_tokens"] == sum(job.work.limits)
+
+
+def test_lengths_of_their_own_are_asked_of_the_native_engine() -> None:
+    job = replace(JOB, workload="5x6+2..9")
+    assert decode.do_job(job.as_json())["num_tokens"] == sum(job.work.limits)
+
+
+def test_the_profile_names_the_largest_costs() -> None:
+    result = decode.do_job(replace(JOB, profile=True).as_json())
+    costs = result["profile"]["costs"]
+    assert len(costs) == 10
+    assert [cost["milliseconds"] for cost in costs] == sorted((cost["milliseconds"] for cost in costs), reverse=True)
+    assert any("mm" in cost["name"] for cost in costs)
+    assert "largest costs" in result["profile_text"]
+
+
+def test_less_than_the_work_is_refused() -> None:
+    work = workload("2x4+5")
+    with pytest.raises(RuntimeError, match="1 of 2 completions"):
+        measured(work, Sampled([5, 4], [5, 4], -1.0), 1.0, 0.1)
+    with pytest.raises(RuntimeError, match="log-probabilities"):
+        measured(work, Sampled([5, 5], [5, 0], -1.0), 1.0, 0.1)
+
+
+def test_a_step_is_what_remains_beside_the_prompts() -> None:
+    result = measured(workload("2x4+5"), Sampled([5, 5], [5, 5], -1.0), seconds=1.0, prompts_s=0.2)
+    assert result["tokens_per_s"] == 10
+    assert result["ms_per_step"] == pytest.approx(200)
+
+
+def test_settings_of_the_native_engine_are_checked() -> None:
+    assert decode.native_options(["page_size=64", "kv_cache_gib=1.5"]) == {"page_size": 64, "kv_cache_gib": 1.5}
+    with pytest.raises(InputError, match=r"page_sise.*page_size"):
+        decode.do_job(replace(JOB, native={"page_sise": 64}).as_json())
+    with pytest.raises(InputError, match="KEY=VALUE"):
+        decode.native_options(["page_size"])
+
+
+def test_the_report_has_machine_versions_and_ratios(
+    tmp_path: Path, in_process: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_process(decode)
+    words = ["--shape", "tiny", "--engines", "native", "generate", "--workload", "2x4+3", "--repeats", "1"]
+    assert decode.main([*words, "--out", str(tmp_path / "r.json")]) == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert {"date", "device", "versions", "python"} <= report.keys()
+    assert {"torch", "transformers", "posttrain"} <= report["versions"].keys()
+    found = report["workloads"]["2x4+3"]
+    rates = {engine: result["tokens_per_s"] for engine, result in found["engines"].items()}
+    assert found["ratios"] == {"generate": pytest.approx(rates["native"] / rates["generate"])}
+    assert f"{rates['native'] / rates['generate']:.2f}x" in capsys.readouterr().out
+
+
+def test_a_peer_that_fails_is_shown_and_does_not_stop_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine = {
+        "tokens_per_s": 9.0,
+        "ms_per_step": 1.0,
+        "prompts_s": 0.1,
+        "start_s": 1.0,
+        "warm_up_s": 1.0,
+        "peak_gib": 1.0,
+    }
+    sides = {"native": fine, "vllm": {"error": "no such engine", "output": ""}}
+    monkeypatch.setattr(decode, "run_side", lambda _, job, environment=None: dict(sides[job["engine"]]))
+    words = ["--shape", "tiny", "--workload", "2x4+3", "--engines"]
+    assert decode.main([*words, "native", "vllm"]) == 0
+    shown = capsys.readouterr()
+    assert "failed" in shown.out
+    assert "no such engine" in shown.err
+    sides["native"] = {"error": "broken"}
+    assert decode.main([*words, "native"]) == 1
+
+
+def test_the_command_line_runs_each_engine_in_a_process_of_its_own() -> None:
+    script = Path(decode.__file__)
+    words = ["--shape", "tiny", "--engines", "native", "--workload", "2x4+3", "--repeats", "1"]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "posttrain, native engine" in done.stdout
+
+
+def test_a_wrong_workload_is_told_before_anything_runs() -> None:
+    with pytest.raises(InputError, match="workload 'many'"):
+        decode.main(["--workload", "512x128+256", "many"])
+
+
+# -- vLLM, with a stand-in that keeps what it was asked ------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
+
+    class Params:
+        def __init__(self, **options: Any) -> None:
+            self.__dict__.update(options)
+
+    class Llm:
+        def __init__(self, **options: Any) -> None:
+            seen.append({**options, "config": json.loads((Path(options["model"]) / "config.json").read_text())})
+
+        def reset_prefix_cache(self) -> None:
+            seen.append("reset")
+
+        def generate(self, prompts: list[Any], sampling: list[Params], use_tqdm: bool) -> list[Any]:
+            seen.append((prompts, sampling))
+
+            def sample(limit: int) -> Any:
+                logprobs = [{7: types.SimpleNamespace(logprob=-2.0)}] * limit
+                return types.SimpleNamespace(token_ids=[7] * limit, logprobs=logprobs)
+
+            return [types.SimpleNamespace(outputs=[sample(p.max_tokens) for _ in range(p.n)]) for p in sampling]
+
+    module = types.ModuleType("vllm")
+    module.LLM, module.SamplingParams, module.__version__ = Llm, Params, "0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda: 0)
+    return seen
+
+
+def test_vllm_gets_the_same_prompts_the_same_sampling_and_the_same_shape(calls: list[Any]) -> None:
+    job = replace(JOB, engine="vllm", workload="5x6+2..9")
+    result = decode_vllm.measure(job)
+    engine, *generated = calls
+    assert engine["load_format"] == "dummy"
+    assert engine["config"]["hidden_size"] == 64
+    assert engine["config"]["architectures"] == ["LlamaForCausalLM"]
+    assert engine["enable_prefix_caching"] is False
+    prompts, sampling = generated[-1]
+    assert [prompt["prompt_token_ids"] for prompt in prompts] == job.prompts()
+    assert [params.max_tokens for params in sampling] == list(job.work.limits)
+    assert {(p.temperature, p.ignore_eos, p.logprobs) for p in sampling} == {(1.0, True, 0)}
+    assert result["num_tokens"] == sum(job.work.limits)
+    assert result["mean_logprob"] == -2.0
+
+
+def test_vllm_shares_prompts_within_a_call_but_not_between_calls(calls: list[Any]) -> None:
+    decode_vllm.measure(replace(JOB, engine="vllm"))
+    assert calls[0]["enable_prefix_caching"] is True
+    generated = [index for index, call in enumerate(calls) if isinstance(call, tuple)]
+    assert all(calls[index - 1] == "reset" for index in generated)
+    assert {params.n for params in calls[-1][1]} == {2}
