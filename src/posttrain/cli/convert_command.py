@@ -1,0 +1,188 @@
+"""`posttrain convert`: a checkpoint to a Hugging Face folder, to GGUF, or both."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.train_command import quieten_libraries
+from posttrain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.export.convert import Advance, Converted
+
+DESCRIPTION = """\
+Convert a checkpoint to a Hugging Face folder: safetensors, config, tokenizer with its chat template, generation config and
+a model card. The result is compared with its source (logits on the same tokens) before it gets its name.
+
+  posttrain convert results/grpo --to models/mine                        the newest good checkpoint of a run
+  posttrain convert results/grpo/step_60 --to models/mine --merge-lora   LoRA merged into the model (default: adapter only)
+  posttrain convert results/grpo/step_60 --gguf mine.gguf --gguf-type q8_0   for llama.cpp
+"""
+EPILOG = """\
+MODEL is a checkpoint of posttrain or NeMo RL (safetensors, whole or sharded, or torch DCP; full or LoRA), the folder of a run,
+a folder of torch DCP weights (with --config or --base), a Hugging Face folder, or a peft adapter.
+"""
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="a checkpoint to a Hugging Face folder or GGUF",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="what to convert")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="the folder to write; must not exist, or be empty")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="also, or only, write a GGUF file for llama.cpp")
+    parser.add_argument(
+        "--gguf-type", choices=("f32", "f16", "bf16", "q8_0"), default="f16", help="number format of the GGUF file"
+    )
+    parser.add_argument(
+        "--gguf-pre", metavar="NAME", help="llama.cpp's name of the pre-tokenizer, if it is not recognised"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the run's config.yaml (default: the checkpoint's)")
+    parser.add_argument(
+        "--base", metavar="MODEL", help="folder or hub name of the model that was trained, if it has moved"
+    )
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--merge-lora", action="store_true", help="merge a LoRA adapter into the model's weights")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="number format of the weights (default: as saved)"
+    )
+    parser.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="largest weight file (default: 5GB)"
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not compare the result with its source")
+    parser.add_argument("--force", action="store_true", help="replace what is at the target")
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; accepted: a number with B, KB, MB, GB, MiB or GiB, e.g. 5GB"
+        )
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.words:
+        raise InputError(f"convert takes one MODEL, and options; what is {args.words[0]!r}?")
+    if args.to is None and args.gguf is None:
+        raise InputError("say where to: --to FOLDER for a Hugging Face folder, --gguf FILE for llama.cpp, or both")
+    quieten_libraries()
+    if args.gguf is None:
+        run_conversion(args, args.model, args.to)
+        return 0
+    from posttrain.export.gguf_export import GgufSettings, check_gguf_target, export_gguf, folder_to_export
+
+    check_gguf_target(args.gguf, args.force)
+    args.merge_lora = True  # llama.cpp wants whole models
+    settings = GgufSettings(args.gguf_type, args.gguf_pre)
+    if args.to is not None:
+        run_conversion(args, args.model, args.to)
+        _export(export_gguf, args.to, args.gguf, settings)
+        return 0
+    with folder_to_export(args.model, args.gguf, lambda target: _convert(args, args.model, target)) as folder:
+        _export(export_gguf, folder, args.gguf, settings)
+    return 0
+
+
+def run_conversion(args: argparse.Namespace, model: str, target: Path) -> None:
+    done = _convert(args, model, target)
+    what = "adapter" if done.is_adapter else f"model, {done.num_files} weight file{'s' * (done.num_files != 1)}"
+    print(f"Wrote {done.folder}: {what}, {_readable(done.num_bytes)}")
+    check = done.verification
+    if check is not None:
+        print(f"Verified: {check.how} again, its logits equal the source's within {check.max_difference:.2g}")
+    else:
+        print("Not verified")
+    if done.is_adapter:
+        print("It is a LoRA adapter on its base model; --merge-lora writes a whole model")
+
+
+def _convert(args: argparse.Namespace, model: str, target: Path) -> Converted:
+    from posttrain.export.convert import ConversionSettings, convert
+
+    settings = ConversionSettings(
+        merge_lora=args.merge_lora,
+        dtype=args.dtype,
+        max_shard_bytes=args.max_shard_size,
+        verify=not args.no_verify,
+        force=args.force,
+    )
+    with _progress("Writing weights") as advance:
+        return convert(model, target, settings, config=args.config, base=args.base, say=_say, advance=advance)
+
+
+def _export(export: Any, folder: Path, file: Path, settings: Any) -> None:
+    with _progress("Writing GGUF") as advance:
+        written = export(folder, file, settings, say=_say, advance=advance)
+    print(f"Wrote {written.file}: {written.num_tensors} tensors, {settings.type}, {_readable(written.num_bytes)}")
+    print(f"Verified: read back, every tensor equals its source within {written.max_error:.2g}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _readable(num_bytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+
+        def advance(count: int, total: int) -> None:
+            progress.update(task, advance=count, total=total)
+
+        yield advance
+
+
+def run_as_script(arguments: list[str] | None = None) -> int:
+    """For `examples/converters/convert_dcp_to_hf.py`."""
+    from posttrain.cli.main import report_errors
+    from posttrain.cli.overrides_parser import OverridesParser
+
+    parser = OverridesParser(description="Convert a checkpoint's weights to a Hugging Face folder.")
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="the run's config: step_N/config.yaml"
+    )
+    parser.add_argument("--dcp-ckpt-path", required=True, metavar="FOLDER", help="the weights: step_N/policy/weights")
+    parser.add_argument("--hf-ckpt-path", type=Path, required=True, metavar="FOLDER", help="the folder to write")
+    parser.add_argument("--base", metavar="MODEL", help="another place of the model that the config names")
+    parser.add_argument("--adapter-only", dest="merge_lora", action="store_false", help="do not merge a LoRA adapter")
+    add_options(parser)
+    parser.set_defaults(merge_lora=True)
+    args = parser.parse_args(arguments)
+
+    def work() -> int:
+        if args.words:
+            raise InputError(f"what is {args.words[0]!r}? The paths are given with --dcp-ckpt-path and --hf-ckpt-path")
+        quieten_libraries()
+        run_conversion(args, args.dcp_ckpt_path, args.hf_ckpt_path)
+        return 0
+
+    return report_errors(work)

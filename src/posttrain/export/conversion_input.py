@@ -1,0 +1,263 @@
+"""What is to be converted: finds the weights, the config, the tokenizer and the run's record behind one path.
+
+Understood are posttrain's checkpoints and NeMo RL's (`step_N/policy/weights`: safetensors whole or in shards, torch DCP),
+folders of torch DCP on their own, Hugging Face folders and peft adapters. Nothing is written here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain.checkpointing import describe_model
+from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
+from posttrain.errors import InputError
+from posttrain.export.lora import Adapter, adapter_in, open_adapter
+from posttrain.export.model_reference import TOKENIZER, adapter_base, find_checkpoint, looks_like_hub_name
+from posttrain.export.weight_names import ModelShape, is_lora, match_names, plain_name, prefix_of
+from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
+
+Say = Callable[[str], None]
+
+
+class ConversionError(InputError):
+    """Something that cannot be converted, and what to do about it."""
+
+
+@dataclass(frozen=True)
+class ConversionInput:
+    text: str  # as the user wrote it
+    folder: Path  # of the weights, or of the adapter
+    base: str  # folder or hub name of the model that was trained; the folder itself where nothing says
+    base_origin: str  # `base`, and who says so, for messages
+    base_is_given: bool  # by --config or --base, so that it is compared with the weights
+    source: WeightSource | None  # the files of `folder`; None for a peft adapter
+    run_config: Mapping[str, Any]  # config.yaml of the run; empty if there is none
+    config_file: Path | None
+    checkpoint: Path | None  # step_N
+
+    @property
+    def step(self) -> int | None:
+        match = re.search(r"step_(\d+)$", self.checkpoint.name) if self.checkpoint else None
+        return int(match[1]) if match else None
+
+    @property
+    def has_adapter(self) -> bool:
+        return self.source is None or any(is_lora(name) for name in self.source.facts)
+
+    @cached_property
+    def base_folder(self) -> Path:
+        """The base model's folder, fetched from the hub if that is where it is."""
+        return _local_folder(self.base)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The model's weights as its config describes them."""
+        own = self.folder / "config.json"
+        if not own.is_file() or self.has_adapter:
+            return ModelShape.of(self._base_config(), self.base_origin)
+        config = _model_config(str(self.folder), {}, str(own))
+        if self.base_is_given:
+            self._compare_with_base(config, own)
+        return ModelShape.of(config, str(own))
+
+    def _base_config(self) -> Any:
+        overrides = dict((self.run_config.get("policy") or {}).get("hf_config_overrides") or {})
+        return _model_config(self.base, overrides, self.base_origin)
+
+    def _compare_with_base(self, config: Any, own: Path) -> None:
+        """The weights' own config is the better witness; one that the user gives must not contradict it."""
+        try:
+            given = self._base_config()
+        except ConversionError:
+            return  # the base model has moved, and nothing else is needed of it
+        described = [describe_model(each.to_dict(), None) for each in (config, given)]
+        kinds = [each["architecture"].get("model_type") for each in described]
+        pairs = {"model_type": kinds} | {
+            key: [each["sizes"].get(key) for each in described] for key in described[0]["sizes"]
+        }
+        for key, (saved, said) in pairs.items():
+            if said is not None and saved != said:
+                raise ConversionError(
+                    f"the config does not match the checkpoint: {key} is {saved} by {own}, but {said} by {self.base_origin}"
+                )
+
+    @cached_property
+    def adapter(self) -> Adapter | None:
+        if self.source is None:
+            return open_adapter(self.folder)
+        if not self.has_adapter:
+            return None
+        # A sharded checkpoint of a LoRA run: its names have a prefix, and the run's config has the settings.
+        plain = {plain_name(name): name for name in self.source.facts if is_lora(name)}
+        modules = [f"{name.rpartition('.lora_')[0]}.weight" for name in plain]
+        prefix = prefix_of(modules, self.shape.shapes)
+        names = {name.removeprefix(prefix): old for name, old in plain.items()}
+        return adapter_in(RenamedSource(self.source, names), self._lora_settings(), self.folder)
+
+    def _lora_settings(self) -> dict[str, Any]:
+        section = (self.run_config.get("policy") or {}).get("dtensor_cfg") or {}
+        lora = section.get("lora_cfg") or {}
+        if not lora.get("dim") or not lora.get("alpha"):
+            raise ConversionError(
+                f"{self.folder} holds LoRA weights, but {self.config_file or 'no config.yaml'} says nothing of "
+                "policy.dtensor_cfg.lora_cfg.dim and .alpha; give the run's config with --config"
+            )
+        targets = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in self._lora_names()})
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": lora["dim"],
+            "lora_alpha": lora["alpha"],
+            "lora_dropout": lora.get("dropout", 0.0),
+            "use_dora": bool(lora.get("use_dora")),
+            "bias": "none",
+            "target_modules": targets,
+        }
+
+    def _lora_names(self) -> list[str]:
+        assert self.source is not None
+        return [plain_name(name) for name in self.source.facts if is_lora(name)]
+
+    @cached_property
+    def holds_whole_model(self) -> bool:
+        """Whether the weights under an adapter, or the whole model, are in the folder itself."""
+        if self.source is None:
+            return False
+        if not self.has_adapter:
+            return True
+        plain = [plain_name(name) for name in self.source.facts if not is_lora(name)]
+        prefix = prefix_of(plain, self.shape.shapes)
+        return {name.removeprefix(prefix) for name in plain} >= set(self.shape.shapes)
+
+    @cached_property
+    def weights(self) -> WeightSource:
+        """Under the model's own names. With an adapter they are the base model's."""
+        source = self.source if self.source is not None and self.holds_whole_model else open_weights(self.base_folder)
+        return RenamedSource(source, match_names(self.shape, source))
+
+    @property
+    def loadable_folder(self) -> Path | None:
+        """A folder with the same weights that transformers loads as it is; None if there is none."""
+        folder = self.folder if self.holds_whole_model else self.base_folder
+        return folder if (folder / "config.json").is_file() else None
+
+    @property
+    def tokenizer(self) -> str:
+        if self.checkpoint is not None and (self.checkpoint / TOKENIZER).is_dir():
+            return str(self.checkpoint / TOKENIZER)
+        if (self.folder / "tokenizer_config.json").is_file():
+            return str(self.folder)
+        named = ((self.run_config.get("policy") or {}).get("tokenizer") or {}).get("name")
+        return named if isinstance(named, str) and "${" not in named else self.base
+
+
+def open_input(text: str, *, config: Path | None = None, base: str | None = None, say: Say = print) -> ConversionInput:
+    """Find everything behind `text`. `config` is a run's config.yaml, `base` another place of the model it names."""
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        if not looks_like_hub_name(text):
+            raise ConversionError(
+                f"no folder {text!r}; accepted: a checkpoint (step_N, or its policy/weights), a run's folder, a folder with "
+                "torch DCP weights, a Hugging Face folder, a peft adapter, or a hub name"
+            )
+        path = _local_folder(text)
+    checkpoint = find_checkpoint(path, say)
+    is_sealed = checkpoint is not None and (checkpoint / CHECKSUMS).is_file()
+    if checkpoint is not None and is_sealed and (problems := find_damage(checkpoint, below="policy/weights")):
+        raise ConversionError(f"{checkpoint} is damaged: {'; '.join(problems[:3])}")
+    folder = _weights_folder(checkpoint / "policy" / "weights" if checkpoint else path)
+    config_file = config
+    if config is None and checkpoint is not None and (checkpoint / "config.yaml").is_file():
+        config_file = checkpoint / "config.yaml"
+    run_config = read_run_config(config_file) if config_file else {}
+    is_peft = (folder / "adapter_config.json").is_file()
+    found_base = base or _base_model(folder, run_config, config_file, is_peft)
+    by_config = config_file is not None and base is None and not is_peft
+    return ConversionInput(
+        text=text,
+        folder=folder,
+        base=found_base,
+        base_origin=f"{found_base} (policy.model_name of {config_file})" if by_config else found_base,
+        base_is_given=config is not None or base is not None,
+        source=None if is_peft else open_weights(folder),
+        run_config=run_config,
+        config_file=config_file,
+        checkpoint=checkpoint,
+    )
+
+
+def _weights_folder(folder: Path) -> Path:
+    """`weights` or `weights/model`: whichever has the files."""
+    known = ("*.safetensors", ".metadata", "config.json", "adapter_config.json")
+    has_files = any(next(folder.glob(pattern), None) for pattern in known)
+    inner = folder / "model"
+    return inner if inner.is_dir() and not has_files else folder
+
+
+def _base_model(folder: Path, run_config: Mapping[str, Any], config_file: Path | None, is_peft: bool) -> str:
+    named = (run_config.get("policy") or {}).get("model_name")
+    if is_peft:
+        try:
+            return adapter_base(folder)
+        except InputError:
+            # The folder has moved. The run's config may know it by a path that still holds.
+            if isinstance(named, str) and (Path(named).is_dir() or looks_like_hub_name(named)):
+                return named
+            raise
+    if isinstance(named, str) and named:
+        return named
+    if (folder / "config.json").is_file():
+        return str(folder)
+    if config_file is not None:
+        raise ConversionError(f"{config_file} has no policy.model_name, so the model's architecture is not known")
+    raise ConversionError(
+        f"{folder} says nothing of the model's architecture: there is no config.json. Give the run's config.yaml with "
+        "--config, or the model that was trained with --base"
+    )
+
+
+def read_run_config(path: Path) -> dict[str, Any]:
+    """A run's config.yaml, ours or NeMo RL's, as it is: only a few of its keys are needed, so no schema is applied."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path} is no config of a run: it holds no sections")
+    return content
+
+
+def _model_config(place: str, overrides: Mapping[str, Any], named: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(place, **overrides)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConversionError(
+            f"the config of {named} cannot be read: {first}. Give the folder of the model that was trained with --base."
+        ) from error
+    config.use_cache = True  # training turns it off, and whoever generates with it would wait
+    return config
+
+
+def _local_folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]))
+    except Exception as error:  # network, rights, spelling: the hub's errors have no common class
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConversionError(
+            f"{name!r} is no local folder and could not be fetched from the hub: {first}. Give its folder with --base"
+        ) from error

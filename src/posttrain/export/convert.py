@@ -1,0 +1,274 @@
+"""A checkpoint becomes a Hugging Face folder. `convert` tells the story; the parts are in the files beside it.
+
+The folder is written under another name beside its place, compared with its source, and renamed when all is well: what has
+the target's name is whole. Weights pass through one at a time, so memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from posttrain.checkpointing.integrity import seal
+from posttrain.export.conversion_input import ConversionError, ConversionInput, Say, open_input
+from posttrain.export.lora import Adapter, MergedSource, open_adapter
+from posttrain.export.model_card import lineage, model_card
+from posttrain.export.model_reference import read_json
+from posttrain.export.new_folder import check_target, new_folder
+from posttrain.export.tensor_files import TensorFacts, write_safetensors
+from posttrain.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
+from posttrain.export.weight_names import ModelShape
+from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LINEAGE = "conversion.json"
+Advance = Callable[[int, int], None]  # bytes just written, bytes in all
+
+
+@dataclass(frozen=True)
+class ConversionSettings:
+    merge_lora: bool = False  # False: an adapter stays an adapter
+    dtype: str | None = None  # None: as saved
+    max_shard_bytes: int = 5 * 10**9
+    verify: bool = True
+    force: bool = False  # replace a target that is not empty
+
+
+@dataclass(frozen=True)
+class Converted:
+    folder: Path
+    num_files: int
+    num_bytes: int
+    is_adapter: bool
+    verification: Verification | None
+
+
+def convert(
+    reference: str,
+    target: Path,
+    settings: ConversionSettings | None = None,
+    *,
+    config: Path | None = None,
+    base: str | None = None,
+    shown_as: str | None = None,
+    say: Say = print,
+    advance: Advance | None = None,
+) -> Converted:
+    """Write the model that `reference` names to the new folder `target`. `shown_as` is its name in the model card."""
+    settings = settings or ConversionSettings()
+    check_target(target, settings.force)
+    if settings.dtype not in (None, *DTYPES):
+        raise ConversionError(f"dtype {settings.dtype!r} is not known; accepted: {', '.join(DTYPES)}")
+    source = open_input(reference, config=config, base=base, say=say)
+    as_adapter = source.has_adapter and not settings.merge_lora
+    if settings.merge_lora and not source.has_adapter:
+        say(f"{reference} has no LoRA adapter, so there is nothing to merge")
+    with new_folder(target, settings.force) as folder:
+        if as_adapter:
+            assert source.adapter is not None
+            num_files = _write_adapter(folder, source, source.adapter, settings, advance)
+        else:
+            num_files = _write_model(folder, source, settings, advance)
+        _write_tokenizer(folder, source)
+        verification = _verify(folder, source, settings, as_adapter, say) if settings.verify else None
+        facts = lineage(source, shown_as or reference, merged=not as_adapter, verification=verification)
+        (folder / LINEAGE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(model_card(source, facts, name=shown_as or target.name), encoding="utf-8")
+        _make_readable(folder)
+        seal(folder)
+        num_bytes = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    return Converted(target, num_files, num_bytes, as_adapter, verification)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def _write_model(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
+    adapter = source.adapter
+    if adapter is not None and adapter.settings.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
+        raise ConversionError(
+            f"{adapter.place} is an adapter of the task {adapter.settings['task_type']!r}; only those of language models "
+            "can be merged. Without --merge-lora it is converted as an adapter"
+        )
+    weights = source.weights if adapter is None else MergedSource(source.weights, adapter)
+    plan = {name: _converted(facts, settings.dtype) for name, facts in weights.facts.items()}
+    shards = plan_shards(plan, settings.max_shard_bytes)
+    total = sum(facts.num_bytes for facts in plan.values())
+    for name, shard in shards.items():
+        for count in write_safetensors(folder / name, shard, _finite(weights, shard)):
+            if advance is not None:
+                advance(count, total)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {tensor: name for name, shard in shards.items() for tensor in shard},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    _write_configs(folder, source, plan)
+    return len(shards)
+
+
+def _converted(facts: TensorFacts, dtype: str | None) -> TensorFacts:
+    return replace(facts, dtype=DTYPES[dtype]) if dtype and facts.dtype.is_floating_point else facts
+
+
+def plan_shards(plan: Mapping[str, TensorFacts], max_bytes: int) -> dict[str, dict[str, TensorFacts]]:
+    """File name -> the tensors in it, in order. A tensor is never cut, so one that is larger has a file of its own."""
+    groups: list[dict[str, TensorFacts]] = [{}]
+    for name, facts in plan.items():
+        size = sum(other.num_bytes for other in groups[-1].values())
+        if groups[-1] and size + facts.num_bytes > max_bytes:
+            groups.append({})
+        groups[-1][name] = facts
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, start=1)}
+
+
+def _finite(weights: WeightSource, plan: Mapping[str, TensorFacts]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as they are to be written; ConversionError for one that holds NaN or infinity."""
+    for name, tensor in weights.read(list(plan)):
+        written = tensor.to(plan[name].dtype)
+        if written.is_floating_point() and not _all_finite(written):
+            _explain_non_finite(name, written, tensor, weights.where(name))
+        yield name, written
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    """Looked at in pieces: the answer for a whole tensor takes as much memory as the tensor."""
+    return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(2**20))
+
+
+def _explain_non_finite(name: str, written: Tensor, read: Tensor, where: str) -> NoReturn:
+    bad = ~torch.isfinite(written)
+    count = int(bad.sum())
+    place = [int(axis[0]) for axis in bad.nonzero(as_tuple=True)]
+    if bool(torch.isfinite(read).all()):
+        raise ConversionError(
+            f"{name}{place} of {where} is {float(read[tuple(place)]):g}, too large for {written.dtype}"
+        )
+    raise ConversionError(
+        f"{name} of {where} holds {count} numbers that are not finite, the first at {place}: {float(written[tuple(place)])}. "
+        "The checkpoint is of no use; take an earlier one"
+    )
+
+
+def _write_adapter(
+    folder: Path, source: ConversionInput, adapter: Adapter, settings: ConversionSettings, advance: Advance | None
+) -> int:
+    parts = [
+        RenamedSource(part, {f"base_model.model.{name}": name for name in part.facts})
+        for part in (adapter.factors, adapter.whole)
+    ]
+    plans = [{name: _converted(facts, settings.dtype) for name, facts in part.facts.items()} for part in parts]
+    plan = plans[0] | plans[1]
+    tensors = chain.from_iterable(_finite(part, own) for part, own in zip(parts, plans, strict=True))
+    total = sum(facts.num_bytes for facts in plan.values())
+    for count in write_safetensors(folder / "adapter_model.safetensors", plan, tensors):
+        if advance is not None:
+            advance(count, total)
+    config = {**adapter.settings, "base_model_name_or_path": source.base, "inference_mode": True}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return 1
+
+
+# -- what else is in the folder ------------------------------------------------------------------------------------------
+
+
+def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, TensorFacts]) -> None:
+    from transformers import GenerationConfig
+
+    config = source.shape.config
+    floating = [facts.dtype for facts in plan.values() if facts.dtype.is_floating_point]
+    config.dtype = max(set(floating), key=floating.count) if floating else torch.float32
+    config.architectures = [source.shape.model_class.__name__]
+    config.save_pretrained(folder)
+    if not hasattr(source.shape.model_class, "generate") or "CausalLM" not in source.shape.model_class.__name__:
+        return
+    generation = None
+    for place in (str(source.folder), source.base):
+        try:
+            generation = GenerationConfig.from_pretrained(place)
+            break
+        except (OSError, ValueError):
+            continue
+    (generation or GenerationConfig.from_model_config(config)).save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConversionError(
+            f"the tokenizer {source.tokenizer!r} cannot be read: {first}. Give the model that was trained with --base"
+        ) from error
+
+
+def _make_readable(folder: Path) -> None:
+    folder.chmod(0o755)  # some libraries make theirs private
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
+# -- verification --------------------------------------------------------------------------------------------------------
+
+
+def _verify(
+    folder: Path, source: ConversionInput, settings: ConversionSettings, as_adapter: bool, say: Say
+) -> Verification | None:
+    shape = source.shape
+    if shape.fuses and set(source.weights.facts) != set(shape.shapes):
+        return _verify_fused(folder, source, as_adapter, say)
+    reference = streamed_logits(shape, source.weights, source.adapter)
+    without = streamed_logits(shape, source.weights) if source.adapter is not None else None
+    how: Literal["loaded", "streamed"] = "loaded" if fits_into_memory(shape) else "streamed"
+    found = _found_logits(folder, source, shape, as_adapter, how)
+    written = SafetensorsSource(folder).facts
+    is_16_bit = any(facts.dtype in (torch.bfloat16, torch.float16) for facts in written.values())
+    rounded = is_16_bit and (settings.dtype is not None or (source.adapter is not None and not as_adapter))
+    verification = compare(reference, found, how=how, rounded=rounded, without_adapter=without)
+    if verification.drowns_adapter and not as_adapter:
+        say(
+            f"warning: rounding the merged weights to 16 bits changed logits by up to {verification.max_difference:.3g}, the "
+            f"adapter by {verification.adapter_effect:.3g}: much of what was learnt is lost. --dtype float32 keeps it"
+        )
+    return verification
+
+
+def _found_logits(
+    folder: Path, source: ConversionInput, shape: ModelShape, as_adapter: bool, how: Literal["loaded", "streamed"]
+) -> Tensor:
+    if how == "loaded":
+        model = source.loadable_folder if as_adapter else folder
+        if model is not None:
+            return loaded_logits(model, shape, folder if as_adapter else None)
+    if as_adapter:
+        return streamed_logits(shape, source.weights, open_adapter(folder))
+    return streamed_logits(shape, SafetensorsSource(folder))
+
+
+def _verify_fused(folder: Path, source: ConversionInput, as_adapter: bool, say: Say) -> Verification | None:
+    """Files of this family hold other tensors than the model has, so it cannot be streamed: both are loaded whole."""
+    original = source.loadable_folder
+    if original is None or as_adapter or source.adapter is not None or not fits_into_memory(source.shape):
+        say("warning: not verified: the weights of this family can be compared only when loaded whole from a folder")
+        return None
+    reference = loaded_logits(original, source.shape)
+    found = loaded_logits(folder, source.shape)
+    rounded = any(facts.dtype != torch.float32 for facts in SafetensorsSource(folder).facts.values())
+    return compare(reference, found, how="loaded", rounded=rounded, without_adapter=None)
+
+
+def read_lineage(folder: Path) -> dict[str, Any]:
+    """`conversion.json` of a converted folder; empty if it has none."""
+    return read_json(folder / LINEAGE) if (folder / LINEAGE).is_file() else {}

@@ -1,0 +1,183 @@
+"""The README.md of a converted model: where it comes from, what it was trained on and how, what was measured.
+
+Everything is read from the run's folder. It holds no dates, so that converting the same checkpoint twice gives the same
+files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain import __version__
+from posttrain.export.conversion_input import ConversionInput
+from posttrain.export.model_reference import looks_like_hub_name, read_json
+from posttrain.export.verification import Verification
+from posttrain.reporting.run_files import METRICS_FILE, read_rows
+
+_METHODS = {
+    "grpo": "GRPO (reinforcement learning from rewards)",
+    "dpo": "a preference loss (DPO and relatives)",
+    "rm": "the Bradley-Terry loss (a reward model)",
+    "sft": "supervised fine-tuning",
+}
+_SECRET = re.compile(
+    r"(^|_)((api|access|secret|private)_key|password|secret|(hf|api|access|auth)_token)$", re.IGNORECASE
+)
+
+
+def lineage(
+    source: ConversionInput, shown_as: str, *, merged: bool, verification: Verification | None
+) -> dict[str, Any]:
+    """Where the model comes from, for programs: `conversion.json`."""
+    kind = kind_of(source.run_config)
+    text = yaml.safe_dump(dict(source.run_config), sort_keys=True).encode() if source.run_config else None
+    return {
+        "posttrain_version": __version__,
+        "source": shown_as,
+        "step": source.step,
+        "algorithm": kind,
+        "base_model": source.base if source.base != str(source.folder) else None,
+        "lora": None if not source.has_adapter else ("merged" if merged else "adapter"),
+        "data": training_data(source.run_config),
+        "config_sha256": hashlib.sha256(text).hexdigest() if text else None,
+        "metrics": metrics_of(source),
+        "verification": None if verification is None else verification.as_json(),
+    }
+
+
+def kind_of(run_config: Mapping[str, Any]) -> str | None:
+    return next((kind for kind in _METHODS if kind in run_config), None)
+
+
+def training_data(run_config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The datasets that the config names, training first."""
+    section = run_config.get("data") or {}
+    found = []
+    for role in ("train", "validation"):
+        entries = section.get(role) or []
+        for entry in entries if isinstance(entries, list) else [entries]:
+            known = ("dataset_name", "data_path", "split", "subset")
+            found.append({"role": role, **{key: entry[key] for key in known if entry.get(key)}})
+    if not found and section.get("dataset_name"):  # older configs name one dataset
+        found.append({"role": "train", "dataset_name": section["dataset_name"]})
+    return found
+
+
+def metrics_of(source: ConversionInput) -> dict[str, float]:
+    """What was measured at the checkpoint's step, and the newest validation before it."""
+    if source.checkpoint is None or source.step is None:
+        return {}
+    found: dict[str, float] = {}
+    for row in read_rows(_metrics_file(source)):
+        if row["step"] > source.step:
+            continue
+        for name, value in row.items():
+            wanted = name.startswith("validation/") or (name.startswith("train/") and row["step"] == source.step)
+            if wanted and isinstance(value, int | float):
+                found[name] = value
+    info = source.checkpoint / "training_info.json"
+    if info.is_file():
+        for name, value in read_json(info).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found.setdefault(name, value)
+    return found
+
+
+def _metrics_file(source: ConversionInput) -> Path:
+    assert source.checkpoint is not None
+    log_dir = (source.run_config.get("logger") or {}).get("log_dir")
+    beside = source.checkpoint.parent / METRICS_FILE
+    return Path(log_dir) / METRICS_FILE if log_dir and not beside.is_file() else beside
+
+
+def model_card(source: ConversionInput, facts: Mapping[str, Any], *, name: str) -> str:
+    kind = facts["algorithm"]
+    front: dict[str, Any] = {
+        "library_name": "peft" if facts["lora"] == "adapter" else "transformers",
+        "pipeline_tag": "text-classification" if kind == "rm" else "text-generation",
+        "tags": ["posttrain", *([kind] if kind else [])],
+    }
+    if facts["base_model"] and looks_like_hub_name(facts["base_model"]):  # the hub refuses anything else there
+        front["base_model"] = facts["base_model"]
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {name}",
+        _introduction(facts),
+        _data_section(facts["data"]),
+        _metrics_section(facts["metrics"], facts["step"]),
+        _lineage_section(facts),
+        _config_section(source.run_config),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _introduction(facts: Mapping[str, Any]) -> str:
+    base = f" from `{facts['base_model']}`" if facts["base_model"] else ""
+    how = f" with {_METHODS[facts['algorithm']]}" if facts["algorithm"] else ""
+    what = {"adapter": "A LoRA adapter trained", "merged": "A model with its LoRA adapter merged in, trained"}.get(
+        facts["lora"], "A model trained" if facts["algorithm"] else "A model converted"
+    )
+    return f"{what}{base}{how} by posttrain {facts['posttrain_version']}."
+
+
+def _data_section(data: list[dict[str, Any]]) -> str:
+    if not data:
+        return ""
+    lines = [
+        f"- {entry['role']}: " + ", ".join(f"{key} `{value}`" for key, value in entry.items() if key != "role")
+        for entry in data
+    ]
+    return "## Data\n\n" + "\n".join(lines)
+
+
+def _metrics_section(metrics: Mapping[str, float], step: int | None) -> str:
+    if not metrics:
+        return ""
+    rows = [f"| `{name}` | {value:.6g} |" for name, value in sorted(metrics.items())]
+    where = f"At step {step}; validation is the newest one up to it." if step is not None else ""
+    return f"## Metrics\n\n{where}\n\n| metric | value |\n|---|---|\n" + "\n".join(rows)
+
+
+def _lineage_section(facts: Mapping[str, Any]) -> str:
+    rows = {
+        "source": f"`{facts['source']}`",
+        "step": facts["step"],
+        "base model": f"`{facts['base_model']}`" if facts["base_model"] else None,
+        "LoRA": facts["lora"],
+        "SHA-256 of the run's config": f"`{facts['config_sha256']}`" if facts["config_sha256"] else None,
+        "posttrain": facts["posttrain_version"],
+        "verified": _verified(facts["verification"]),
+    }
+    lines = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
+    return "## Lineage\n\n| | |\n|---|---|\n" + "\n".join(lines)
+
+
+def _verified(check: Mapping[str, Any] | None) -> str:
+    if check is None:
+        return "no"
+    return (
+        f"logits of {check['num_tokens']} tokens equal those of the source within {check['max_logit_difference']:.3g} "
+        f"(their standard deviation is {check['logit_standard_deviation']:.3g}), model {check['how']}"
+    )
+
+
+def _config_section(run_config: Mapping[str, Any]) -> str:
+    if not run_config:
+        return ""
+    text = yaml.safe_dump(_without_secrets(run_config), sort_keys=False, allow_unicode=True)
+    return f"## Config\n\n<details><summary>The run's whole config</summary>\n\n```yaml\n{text}```\n\n</details>"
+
+
+def _without_secrets(value: Any, name: str = "") -> Any:
+    """The card is made to be published: values of keys that look like credentials are left out."""
+    if isinstance(value, Mapping):
+        return {key: _without_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    return "(left out)" if isinstance(value, str) and value and _SECRET.search(name) else value

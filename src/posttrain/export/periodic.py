@@ -1,0 +1,42 @@
+"""`checkpointing.save_consolidated`: each checkpoint gets a copy of the model for use, in `step_N/hf`.
+
+The copy is made while the checkpoint is being written and is sealed with it. It may fail (weights that are not finite, a
+base model that has gone) without taking the checkpoint with it: training state is worth more than the copy.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.checkpointing.state import capture_rng, restore_rng
+from posttrain.errors import InputError
+from posttrain.export.convert import ConversionSettings, convert
+
+FOLDER = "hf"
+
+
+@dataclass(frozen=True)
+class PeriodicExport:
+    warn: Callable[[str], None]
+    merge_lora: bool = True
+
+    def __call__(self, checkpoint: Path) -> None:
+        """Convert the weights in `checkpoint`, a folder that has yet to get its final name."""
+        name = checkpoint.name.removeprefix("tmp_")
+        shown_as = f"{checkpoint.parent.name}/{name}"
+        settings = ConversionSettings(merge_lora=self.merge_lora)
+        rng = capture_rng()  # building a model may draw random numbers, and the run must go on as without the copy
+        try:
+            convert(str(checkpoint), checkpoint / FOLDER, settings, shown_as=shown_as, say=_ignore)
+        except InputError as error:
+            shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
+            self.warn(f"checkpointing.save_consolidated: {name} is saved without its copy in {FOLDER}/: {error}")
+        finally:
+            restore_rng(rng)
+
+
+def _ignore(_: str) -> None:
+    """Progress of the copy is not worth a line of the run's console."""

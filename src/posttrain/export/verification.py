@@ -1,0 +1,178 @@
+"""Does the converted model compute what its source computes? Logits of both, on tokens spread over the vocabulary.
+
+The source is run *streamed*: each module's weights are read when it is entered and dropped when it is left, so that one
+module is in memory at a time, whatever format the weights are in. An adapter is applied as it is while training, beside the
+layer, never merged: a mistake in merging shows. The converted folder is loaded as its users will load it, by transformers
+(and peft); where the machine's memory is too small for that, it is run streamed as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import InputError
+from posttrain.export.lora import Adapter
+from posttrain.export.weight_names import ModelShape, empty_model
+from posttrain.export.weight_sources import WeightSource
+
+_NUM_TOKENS = 24
+_ROOM = 1.3  # memory of a loaded model over that of its weights
+_EXACT = 1e-3  # of the logits' standard deviation: the order of sums may differ, nothing else
+_ROUNDED = 0.1  # where weights were rounded to 16 bits on the way
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class VerificationError(InputError):
+    """The converted model is not its source."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    how: Literal["loaded", "streamed"]
+    max_difference: float  # of any logit
+    spread: float  # standard deviation of the source's logits
+    tolerance: float  # accepted difference, in units of the spread
+    adapter_effect: float | None = None  # largest change of a logit that the adapter makes
+
+    @property
+    def drowns_adapter(self) -> bool:
+        """Rounding the merged weights changed the model by more than half of what the adapter had taught it."""
+        return self.adapter_effect is not None and self.max_difference > 0.5 * self.adapter_effect > 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "how": self.how,
+            "max_logit_difference": self.max_difference,
+            "logit_standard_deviation": self.spread,
+            "num_tokens": _NUM_TOKENS,
+            **({} if self.adapter_effect is None else {"adapter_effect": self.adapter_effect}),
+        }
+
+
+def compare(
+    reference: Tensor,
+    found: Tensor,
+    *,
+    how: Literal["loaded", "streamed"],
+    rounded: bool,
+    without_adapter: Tensor | None,
+) -> Verification:
+    """VerificationError unless the two agree."""
+    if not torch.isfinite(reference).all():
+        raise VerificationError("the source model's logits are not finite: its weights overflow, so it is of no use")
+    difference = float((reference - found).abs().max())
+    # A reward model gives one number, which has no deviation.
+    spread = max(float(reference.std() if reference.numel() > 1 else reference.abs().max()), 1e-6)
+    tolerance = _ROUNDED if rounded else _EXACT
+    if not math.isfinite(difference) or difference > tolerance * spread:
+        raise VerificationError(
+            f"the converted model's logits differ from the source's by up to {difference:.3g}, where {tolerance * spread:.3g} "
+            "is accepted; nothing was written"
+        )
+    effect = None if without_adapter is None else float((reference - without_adapter).abs().max())
+    return Verification(how, difference, spread, tolerance, effect)
+
+
+def probe_tokens(config: Any) -> Tensor:
+    """Token ids from all over the vocabulary, its first and last included."""
+    size = int(config.get_text_config().vocab_size)
+    return torch.linspace(0, size - 1, _NUM_TOKENS).round().long()[None]
+
+
+@torch.no_grad()
+def streamed_logits(shape: ModelShape, weights: WeightSource, adapter: Adapter | None = None) -> Tensor:
+    """The model's logits in float32, with one module's weights in memory at a time."""
+    model = empty_model(shape.config, shape.model_class)
+    adapted = set(adapter.modules) if adapter else set()
+    for path, module in model.named_modules():
+        if module._parameters:
+            names = {own: shape.tied.get(full := _join(path, own), full) for own in module._parameters}
+            module.register_forward_pre_hook(_fill(weights, adapter, names))
+        if adapter is not None and path in adapted:
+            module.register_forward_hook(_add_adapter(adapter, path))
+        if module._parameters:
+            module.register_forward_hook(_empty)
+    return _logits(model, shape.config)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _fill(weights: WeightSource, adapter: Adapter | None, names: Mapping[str, str]) -> Any:
+    whole = adapter.whole.facts if adapter is not None else {}
+
+    def before(module: nn.Module, _: Any) -> None:
+        for own, full in names.items():
+            if module._parameters[own] is None:
+                continue
+            source = adapter.whole if adapter is not None and full in whole else weights
+            ((_, tensor),) = source.read([full])
+            module._parameters[own] = nn.Parameter(tensor.float(), requires_grad=False)
+
+    return before
+
+
+def _empty(module: nn.Module, *_: Any) -> None:
+    for own, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[own] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+
+def _add_adapter(adapter: Adapter, module_path: str) -> Any:
+    def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        a, b = adapter.read_factors(module_path)
+        return output + (inputs[0].float() @ a.T) @ b.T * adapter.scale(module_path)
+
+    return after
+
+
+@torch.no_grad()
+def loaded_logits(folder: Path, shape: ModelShape, adapter_folder: Path | None = None) -> Tensor:
+    """The logits of a Hugging Face folder, loaded as its users load it; with an adapter, through peft."""
+    try:
+        model, report = shape.model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # whatever goes wrong here would go wrong for the folder's users
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise VerificationError(f"transformers cannot load the converted folder: {first}") from error
+    wrong = [*map(str, report["missing_keys"]), *map(str, report["mismatched_keys"]), *report["unexpected_keys"]]
+    if wrong:
+        raise VerificationError(
+            f"transformers finds {len(wrong)} weights of the converted folder missing, unexpected or of another shape, "
+            f"among them {sorted(wrong)[0]}"
+        )
+    if adapter_folder is not None:
+        from posttrain.export.model_reference import add_adapter
+
+        model = add_adapter(model, adapter_folder)
+    return _logits(model.eval(), shape.config)
+
+
+def _logits(model: nn.Module, config: Any) -> Tensor:
+    logits: Tensor = model(input_ids=probe_tokens(config), use_cache=False).logits
+    return logits.float()
+
+
+def fits_into_memory(shape: ModelShape) -> bool:
+    """Whether the model can be loaded whole in float32 now."""
+    needed = 4 * _ROOM * sum(math.prod(size) for size in shape.shapes.values())
+    return needed < _available_bytes()
+
+
+def _available_bytes() -> int:
+    """Of the machine, or of the container if that has less."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else min(available, int(limit) - used)

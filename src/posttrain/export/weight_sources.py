@@ -1,0 +1,169 @@
+"""Where weights come from: files in several formats behind one small interface. One tensor, or a few, are read at a time.
+
+Knows files and names, not models: which names a model needs is decided by `weight_names`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from posttrain.export.model_reference import read_json
+from posttrain.export.tensor_files import StoredPart, TensorFacts, WeightFileError, assemble, stored_parts, whole_facts
+
+_READ_TOGETHER_BYTES = 256 * 2**20  # a read of DCP looks through its whole index, so small tensors are read together
+_SHARD_NUMBER = re.compile(r"shard-(\d+)-")
+
+
+class WeightSource(Protocol):
+    place: Path  # for messages
+    facts: Mapping[str, TensorFacts]  # every tensor, by name
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors in the order of `names`, whole, each to be dropped before the next is asked for."""
+        ...
+
+    def where(self, name: str) -> str:
+        """The file or files of a tensor, for messages."""
+        ...
+
+
+class SafetensorsSource:
+    """Safetensors files of one folder: a Hugging Face model in one file or several, or parts as sharded training saves them."""
+
+    def __init__(self, place: Path, files: Sequence[Path] | None = None) -> None:
+        self.place = place
+        self._parts: dict[str, list[StoredPart]] = {}
+        for file in files or _files_of(place):
+            for name, part in stored_parts(file).items():
+                known = self._parts.setdefault(name, [])
+                if all(part.offsets != other.offsets for other in known):  # replicas need to be read once
+                    known.append(part)
+        self.facts: Mapping[str, TensorFacts] = {name: whole_facts(name, p) for name, p in self._parts.items()}
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, assemble(name, self._parts[name], self.facts[name])
+
+    def where(self, name: str) -> str:
+        return ", ".join(sorted({str(part.file) for part in self._parts[name]}))
+
+
+def _files_of(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        if lacking := [name for name in names if not (folder / name).is_file()]:
+            raise WeightFileError(
+                f"{folder}: {index.name} names {len(names)} files, and {', '.join(lacking)} is missing"
+            )
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightFileError(f"{folder} holds no safetensors files")
+    numbers = {int(match[1]) for file in files if (match := _SHARD_NUMBER.match(file.name))}
+    if numbers and (lacking_numbers := sorted(set(range(1, max(numbers) + 1)) - numbers)):
+        raise WeightFileError(
+            f"{folder}: shard {lacking_numbers[0]} of at least {max(numbers)} is missing (shard-{lacking_numbers[0]:05d}-…)"
+        )
+    return files
+
+
+class DcpSource:
+    """A folder of torch.distributed.checkpoint: `.metadata` and any number of `__rank_n.distcp` files."""
+
+    def __init__(self, place: Path) -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self.place = place
+        try:
+            self._metadata = FileSystemReader(place).read_metadata()
+        except Exception as error:  # a pickle can fail with anything
+            raise WeightFileError(f"{place / '.metadata'} cannot be read: {error}") from error
+        self.facts: Mapping[str, TensorFacts] = {
+            name: TensorFacts(tuple(entry.size), entry.properties.dtype)
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._check_files()
+
+    def _check_files(self) -> None:
+        ends: dict[str, int] = {}
+        for stored in self._metadata.storage_data.values():
+            end = stored.offset + stored.length
+            ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
+        for name, end in sorted(ends.items()):
+            file = self.place / name
+            if not file.is_file():
+                raise WeightFileError(f"{file} is missing: it is one of the {len(ends)} shards that .metadata names")
+            if file.stat().st_size < end:
+                raise WeightFileError(f"{file} was cut short: {file.stat().st_size} bytes instead of at least {end}")
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        group: list[str] = []
+        for name in names:
+            if group and sum(self.facts[n].num_bytes for n in (*group, name)) > _READ_TOGETHER_BYTES:
+                yield from self._load(group)
+                group = []
+            group.append(name)
+        yield from self._load(group)
+
+    def _load(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+        import torch.distributed.checkpoint as dcp
+
+        if not names:
+            return
+        tensors: dict[str, Any] = {
+            name: torch.empty(self.facts[name].shape, dtype=self.facts[name].dtype) for name in names
+        }
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(tensors, storage_reader=dcp.FileSystemReader(self.place), no_dist=True)
+        except Exception as error:  # damaged pickles and archives fail with anything
+            first = str(error).strip().splitlines()[:1] or [type(error).__name__]
+            raise WeightFileError(f"{self.place}: reading {names[0]} … {names[-1]} failed: {first[0]}") from error
+        for name in names:
+            yield name, tensors.pop(name)
+
+    def where(self, name: str) -> str:
+        files = {stored.relative_path for index, stored in self._metadata.storage_data.items() if index.fqn == name}
+        return ", ".join(str(self.place / file) for file in sorted(files))
+
+
+class RenamedSource:
+    """Some of another source's tensors under other names."""
+
+    def __init__(self, source: WeightSource, names: Mapping[str, str]) -> None:
+        self.place = source.place
+        self._source, self._names = source, dict(names)  # new name -> name in the source
+        self.facts: Mapping[str, TensorFacts] = {new: source.facts[old] for new, old in names.items()}
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        read = self._source.read([self._names[name] for name in names])
+        for name, (_, tensor) in zip(names, read, strict=True):
+            yield name, tensor
+
+    def where(self, name: str) -> str:
+        return self._source.where(self._names[name])
+
+
+def open_weights(folder: Path) -> WeightSource:
+    """The weights in `folder`, or in its subfolder `model`, in whichever format they are."""
+    for place in (folder, folder / "model"):
+        if (place / ".metadata").is_file():
+            return DcpSource(place)
+        if next(place.glob("*.distcp"), None) is not None:
+            raise WeightFileError(f"{place / '.metadata'} is missing; without it the .distcp files cannot be read")
+        if next(place.glob("*.safetensors"), None) is not None or (place / "model.safetensors.index.json").is_file():
+            return SafetensorsSource(place)
+    if next(folder.glob("iter_*"), None) is not None:
+        raise WeightFileError(f"{folder} holds a Megatron checkpoint; accepted: safetensors or torch DCP weights")
+    raise WeightFileError(f"{folder} holds no weights; accepted: *.safetensors, or .metadata with *.distcp (torch DCP)")

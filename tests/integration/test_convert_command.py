@@ -1,0 +1,170 @@
+"""From a run to a model that plain transformers loads, through the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tiny_runs import grpo, results_of, rm, run, save_data, save_model, weights_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain.checkpointing.integrity import seal
+from posttrain.cli.main import main
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "examples" / "converters" / "convert_dcp_to_hf.py"
+PROMPT = torch.tensor([[5, 9, 200, 17, 3, 3, 90]])
+LORA = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def full(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("full")
+    assert run(grpo(model, data, folder, steps=4)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lora(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    extra = ["checkpointing.save_consolidated=true", "policy.optimizer.kwargs.lr=5e-2"]
+    assert run([*grpo(model, data, folder, steps=2), *LORA, *extra]) == 0
+    return folder
+
+
+@torch.no_grad()
+def logits_of(folder: Path, adapter: Path | None = None) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter))
+    logits: Tensor = model.eval()(PROMPT).logits
+    return logits
+
+
+def weights(checkpoint: Path) -> Path:
+    return checkpoint / "policy/weights/model"
+
+
+def test_a_run_becomes_a_model_with_its_story(
+    full: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(full), "--to", str(tmp_path / "hf")]) == 0
+    said = capsys.readouterr().out
+    assert f"Wrote {tmp_path / 'hf'}: model, 1 weight file" in said
+    assert "Verified: loaded again" in said
+    assert torch.equal(logits_of(tmp_path / "hf"), logits_of(weights(full / "step_4")))
+    assert not torch.equal(logits_of(tmp_path / "hf"), logits_of(model)), "the run has changed the model"
+    template = AutoTokenizer.from_pretrained(full / "step_4/policy/tokenizer").chat_template
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == template
+
+    reward = next(row["train/reward"] for row in results_of(full) if row["step"] == 4)
+    card = (tmp_path / "hf/README.md").read_text()
+    assert all(
+        words in card for words in (f"| `train/reward` | {reward:.6g} |", str(model), "questions.jsonl", "lr: 0.01")
+    )
+    lineage = json.loads((tmp_path / "hf/conversion.json").read_text())
+    assert (lineage["step"], lineage["algorithm"], lineage["base_model"]) == (4, "grpo", str(model))
+    assert lineage["metrics"]["train/reward"] == reward
+
+
+def test_the_command_of_nemo_rl_as_printed(full: Path, tmp_path: Path) -> None:
+    step = full / "step_2"
+    command = [sys.executable, SCRIPT, "--config", step / "config.yaml"]
+    command += ["--dcp-ckpt-path", f"{step}/policy/weights/", "--hf-ckpt-path", tmp_path / "hf"]
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert torch.equal(logits_of(tmp_path / "hf"), logits_of(weights(step)))
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 64
+    assert "is not empty" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_lora_is_merged_or_stays_an_adapter(lora: Path, model: Path, tmp_path: Path) -> None:
+    step = lora / "step_2"
+    assert main(["convert", str(step), "--to", str(tmp_path / "adapter")]) == 0
+    assert main(["convert", str(step), "--to", str(tmp_path / "merged"), "--merge-lora"]) == 0
+    expected = logits_of(model, weights(step))
+    assert not torch.allclose(expected, logits_of(model), atol=1e-2), "the adapter does something"
+    assert torch.equal(logits_of(model, tmp_path / "adapter"), expected)
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_save_consolidated_adds_a_verified_model_to_each_checkpoint(lora: Path, model: Path) -> None:
+    step = lora / "step_2"
+    torch.testing.assert_close(logits_of(step / "hf"), logits_of(model, weights(step)), rtol=1e-4, atol=1e-4)
+    lineage = json.loads((step / "hf/conversion.json").read_text())
+    assert lineage["source"] == f"{lora.name}/step_2"
+    assert lineage["verification"]["how"] == "loaded"
+    assert "hf/model.safetensors" in json.loads((step / "checksums.json").read_text())["files"]
+
+
+def test_save_consolidated_changes_nothing_else(full: Path, model: Path, data: Path, tmp_path: Path) -> None:
+    assert run([*grpo(model, data, tmp_path / "again", steps=4), "checkpointing.save_consolidated=true"]) == 0
+    assert results_of(tmp_path / "again") == results_of(full)
+    assert weights_of(tmp_path / "again/step_4") == weights_of(full / "step_4")
+    assert not (full / "step_4/hf").exists()
+    assert torch.equal(logits_of(tmp_path / "again/step_4/hf"), logits_of(weights(full / "step_4")))
+
+
+def test_a_reward_model_is_converted_as_one(model: Path, data: Path, tmp_path: Path) -> None:
+    assert run(rm(model, data, tmp_path / "rm", steps=2)) == 0
+    assert main(["convert", str(tmp_path / "rm"), "--to", str(tmp_path / "hf")]) == 0
+    found, expected = (
+        AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()(PROMPT).logits
+        for folder in (tmp_path / "hf", weights(tmp_path / "rm/step_2"))
+    )
+    assert found.shape == (1, 1)
+    assert torch.equal(found, expected)
+
+
+def bad(source: Path, target: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["convert", str(source), "--to", str(target), *options]) == 64
+    assert not target.exists()
+    assert not [path for path in target.parent.iterdir() if path.name.startswith(".")]
+    error = capsys.readouterr().err
+    assert error.startswith("posttrain: error: ")
+    return error
+
+
+def test_bad_checkpoints_are_named_and_nothing_is_written(
+    full: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "hf"
+    step = tmp_path / "step_2"
+    shutil.copytree(full / "step_2", step)
+    (weights(step) / "model.safetensors").unlink()
+    assert "policy/weights/model/model.safetensors is missing" in bad(step, target, capsys)
+
+    tensors = load_file(weights(full / "step_2") / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, weights(step) / "model.safetensors", metadata={"format": "pt"})
+    assert "model.safetensors is not what was saved" in bad(step, target, capsys)
+    seal(step)  # saved like that
+    error = bad(step, target, capsys)
+    assert "model.norm.weight of" in error
+    assert "not finite, the first at [3]" in error
+
+    wide = save_model(tmp_path / "wide", hidden_size=64)
+    assert "hidden_size is 32 by" in bad(full / "step_2", target, capsys, "--base", str(wide))
+    assert "no folder" in bad(tmp_path / "nowhere", target, capsys)
+    assert main(["convert", str(full)]) == 64
+    assert "say where to" in capsys.readouterr().err

@@ -1,0 +1,33 @@
+"""A copy that cannot be made costs a warning, not the checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_runs import save_model
+
+from posttrain.export.periodic import PeriodicExport
+
+
+def test_weights_that_are_not_finite_are_saved_without_a_copy(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "tmp_step_8"
+    shutil.copytree(save_model(tmp_path / "model"), checkpoint / "policy/weights/model")
+    file = checkpoint / "policy/weights/model/model.safetensors"
+    weights = load_file(file)
+    warnings: list[str] = []
+    state = torch.get_rng_state()
+    PeriodicExport(warnings.append)(checkpoint)
+    assert not warnings
+    assert (checkpoint / "hf/model.safetensors").is_file()
+    shutil.rmtree(checkpoint / "hf")
+
+    weights["model.norm.weight"][0] = float("inf")
+    save_file(weights, file, metadata={"format": "pt"})
+    PeriodicExport(warnings.append)(checkpoint)
+    assert len(warnings) == 1
+    assert "step_8 is saved without its copy in hf/: model.norm.weight of" in warnings[0]
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["policy"]
+    assert torch.equal(torch.get_rng_state(), state)
