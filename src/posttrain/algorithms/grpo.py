@@ -27,6 +27,7 @@ from posttrain.algorithms.rollout_batches import (
     without_logprob_errors,
 )
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
+from posttrain.evaluation.metrics import ANY_POSITIVE_REWARD, reward_metrics
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import Policy, RolloutSource
 from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
@@ -94,12 +95,10 @@ class Grpo:
         tasks, completions = self.validation.sample(self.settings.num_validation_prompts, step)
         groups = self.validation.score(tasks, completions)
         metrics = rollout_metrics(groups)
-        if "reward" in metrics:
-            metrics["accuracy"] = metrics["reward"]
-        judged = [[reward for reward in group.rewards if reward is not None] for group in groups]
-        passed = [any(reward > 0 for reward in rewards) for rewards in judged if rewards]
-        if len(groups[0].rollouts) > 1 and passed:
-            metrics[f"pass_{len(groups[0].rollouts)}"] = sum(passed) / len(passed)
+        # The same numbers as `posttrain eval` gives, under NeMo RL's names; here any reward above 0 passes.
+        found = reward_metrics([group.rewards for group in groups], pass_threshold=ANY_POSITIVE_REWARD)
+        names = {f"avg@{len(groups[0].rollouts)}": "accuracy"}
+        metrics |= {names.get(name, name.replace("@", "_")): value for name, value in found.items()}
         return _report(groups, metrics, clock.finish("total_validation_time"), ())
 
     def _with_logprobs(self, batch: TokenBatch, collection: Collection) -> tuple[TokenBatch, dict[str, float]]:

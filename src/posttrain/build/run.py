@@ -6,6 +6,7 @@ model's folder.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,7 @@ from posttrain.data.sampler import Stream
 from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.environments import check_environments
 from posttrain.errors import InputError
+from posttrain.export.periodic import PeriodicExport
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop, run_folder
 from posttrain.orchestration.local import LocalWorker, WorkerGroup
@@ -81,7 +83,8 @@ class Run:
         stream = Stream(train, section.seed, config.data.shuffle)
         workers = self._workers(section.seed)
         self._cleanup.callback(workers.close)
-        recorder = self._recorder(workers, max_steps)
+        facts = workers.call("facts", [()] * workers.size)[0]
+        recorder = self._recorder(workers, facts, max_steps)
         for name, dataset in (("data.train", train), ("data.validation", validation)):
             for reason, count in (dataset.dropped if dataset is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
@@ -96,7 +99,7 @@ class Run:
         )
         algorithm = self._algorithm(stream, validation, workers, policy, recorder)
         return TrainingLoop(
-            settings=self._loop_settings(max_steps, per_step, len(train) / per_step),
+            settings=self._loop_settings(max_steps, per_step, len(train) / per_step, on_gpu=facts["device"] == "cuda"),
             algorithm=algorithm,
             policy=policy,
             stream=with_surplus(stream, algorithm),
@@ -104,6 +107,7 @@ class Run:
             store=self._store(recorder),
             deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
             config_yaml=self.loaded.to_yaml(),
+            export=self._export(recorder),
         )
 
     def _section(self) -> Any:
@@ -160,13 +164,13 @@ class Run:
             seed=self._section().seed,
         )
 
-    def _recorder(self, workers: WorkerGroup, max_steps: int) -> RunRecorder:
-        config = self.config
-        facts = workers.call("facts", [()] * workers.size)[0]
+    def _recorder(self, workers: WorkerGroup, facts: Mapping[str, Any], max_steps: int) -> RunRecorder:
+        config, kind = self.config, self.loaded.kind
+        assert kind != "eval", "an evaluation does not train"
         on_gpu = facts["device"] == "cuda"
         return RunRecorder(
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
-            algorithm=self.loaded.kind,
+            algorithm=kind,
             max_steps=max_steps,
             num_devices=workers.size,
             peak_flops_per_device=peak_flops(facts["device_name"]) if on_gpu else None,
@@ -189,7 +193,12 @@ class Run:
             say=recorder.say,
         )
 
-    def _loop_settings(self, max_steps: int, per_step: int, steps_per_epoch: float) -> LoopSettings:
+    def _export(self, recorder: RunRecorder) -> PeriodicExport | None:
+        if not self.config.checkpointing.save_consolidated:
+            return None
+        return PeriodicExport(recorder.warn, merge_lora=not isinstance(self.config, RmRunConfig))
+
+    def _loop_settings(self, max_steps: int, per_step: int, steps_per_epoch: float, *, on_gpu: bool) -> LoopSettings:
         section, checkpointing = self._section(), self.config.checkpointing
         return LoopSettings(
             max_steps=max_steps,
@@ -202,6 +211,7 @@ class Run:
             save=checkpointing.enabled,
             save_period=checkpointing.save_period,
             save_optimizer=checkpointing.save_optimizer,
+            async_save=on_gpu if checkpointing.async_save == "auto" else checkpointing.async_save,
             metric_name=checkpointing.metric_name,
             stop_metric=getattr(section, "stop_at_validation_metric", None),
             stop_threshold=getattr(section, "stop_at_validation_threshold", None),

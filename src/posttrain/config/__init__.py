@@ -7,6 +7,7 @@ from posttrain.config.algorithms import AdvEstimatorConfig, DpoConfig, GrpoConfi
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig, SftDataConfig
 from posttrain.config.errors import ConfigError
+from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.generation import GenerationConfig, NativeConfig
 from posttrain.config.loader import LoadedConfig, guess_kind, load_config
 from posttrain.config.loss import LossFnConfig
@@ -19,10 +20,20 @@ from posttrain.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
-from posttrain.config.runs import KINDS, DpoRunConfig, GrpoRunConfig, Kind, RmRunConfig, RunConfig, SftRunConfig
+from posttrain.config.runs import (
+    ALL_KINDS,
+    KINDS,
+    DpoRunConfig,
+    GrpoRunConfig,
+    Kind,
+    RmRunConfig,
+    RunConfig,
+    SftRunConfig,
+)
 from posttrain.config.services import ClusterConfig, LoggerConfig
 
 __all__ = [
+    "ALL_KINDS",
     "KINDS",
     "AdvEstimatorConfig",
     "CheckpointingConfig",
@@ -34,6 +45,7 @@ __all__ = [
     "DpoRunConfig",
     "DtensorConfig",
     "EnvironmentConfig",
+    "EvalRunConfig",
     "GenerationConfig",
     "GrpoConfig",
     "GrpoPolicyConfig",

@@ -39,9 +39,15 @@ class CheckpointingConfig(Section):
     model_save_format: Literal["safetensors", "torch_save"] | None = Field(
         default="safetensors", description="Format of the weights; posttrain writes safetensors."
     )
-    save_consolidated: bool = Field(default=False, description="Writes a second, unsharded copy of the weights.")
+    save_consolidated: bool = Field(
+        default=False, description="Adds to each checkpoint a converted and verified model, LoRA merged: step_N/hf."
+    )
     save_optimizer: bool = Field(
         default=True, description="Saves the optimizer too; without it a run cannot be continued exactly."
+    )
+    async_save: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Writes checkpoints in the background from a copy in CPU memory; auto does on a GPU, where that fits.",
     )
     ft_save_period: PositiveInt | None = Field(default=None, description="Steps between extra saves against crashes.")
     ft_keep_latest_k: PositiveInt | None = Field(default=None, description="How many of those are kept.")

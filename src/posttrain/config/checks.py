@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from posttrain.config.data import TRACE_GROUPS
+from posttrain.config.evaluation import EvalRunConfig, check_eval, eval_cautions
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.preference_losses import ambiguous_loss, check_preference_loss
 from posttrain.config.runs import DpoRunConfig, GrpoRunConfig, RmRunConfig, RunConfig, SftRunConfig
@@ -17,8 +18,10 @@ from posttrain.config.variants import check_variants, compares_within_group, nor
 IsSetByUser = Callable[[str], bool]
 
 
-def check_run(config: RunConfig, is_set: IsSetByUser) -> list[str]:
+def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[str]:
     """Everything in `config` that contradicts itself."""
+    if isinstance(config, EvalRunConfig):
+        return list(check_eval(config))
     found = [*_data(config), *_optimizer(config), *_scoring_layer(config)]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
@@ -32,8 +35,10 @@ def check_run(config: RunConfig, is_set: IsSetByUser) -> list[str]:
     return found
 
 
-def cautions(config: RunConfig, is_set: IsSetByUser) -> list[str]:
+def cautions(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[str]:
     """What is allowed and probably not meant."""
+    if isinstance(config, EvalRunConfig):
+        return eval_cautions(config, is_set)
     found: list[str] = []
     if isinstance(config, DpoRunConfig):
         found += ambiguous_loss(config, is_set)

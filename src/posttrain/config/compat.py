@@ -63,6 +63,7 @@ RENAMES: tuple[Rename, ...] = (
         applies=lambda name: isinstance(name, str) and name in _METRICS,
         convert=lambda name: _METRICS[name],
     ),
+    Rename("checkpointing.is_async", ("checkpointing.async_save",), applies=lambda value: value is not None),
     *_FLAT_DATA,
     Rename("policy.activation_checkpointing_enabled", ("policy.dtensor_cfg.activation_checkpointing",)),
     Rename(
@@ -88,6 +89,7 @@ RENAMES: tuple[Rename, ...] = (
         applies=lambda value: value is not None,
         kinds=("dpo", "rm", "sft"),
     ),
+    Rename("eval.pass_k_value", ("eval.k_value",), kinds=("eval",)),
     Rename(
         "rm.max_num_steps",
         ("rm.max_num_steps",),

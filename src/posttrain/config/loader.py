@@ -13,21 +13,22 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 from pydantic import ValidationError
 
+from posttrain.config.base import Section
 from posttrain.config.checks import cautions, check_run
 from posttrain.config.compat import apply_renames
 from posttrain.config.errors import ConfigError
+from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
 from posttrain.config.presets import chosen_preset, is_preset_origin
 from posttrain.config.render import plain_values, to_yaml_text, with_override_marks
 from posttrain.config.runs import (
-    KINDS,
+    ALL_KINDS,
     RUN_CONFIGS,
     DpoRunConfig,
     GrpoRunConfig,
     Kind,
     RmRunConfig,
-    RunConfig,
     SftRunConfig,
 )
 from posttrain.config.schema import (
@@ -43,7 +44,7 @@ from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, overlay
 from posttrain.config.unimplemented import foreign_environments, review
 from posttrain.config.yaml_files import read_built_in, read_with_defaults
 
-C = TypeVar("C", bound=RunConfig)
+C = TypeVar("C", bound=Section)
 BATCH_SIZE = ("policy", "train_global_batch_size")
 
 
@@ -114,6 +115,10 @@ def load_config(
     kind: Literal["sft"], path: FilePath | None = None, overrides: Sequence[str] = ()
 ) -> LoadedConfig[SftRunConfig]: ...
 @overload
+def load_config(
+    kind: Literal["eval"], path: FilePath | None = None, overrides: Sequence[str] = ()
+) -> LoadedConfig[EvalRunConfig]: ...
+@overload
 def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str] = ()) -> LoadedConfig[Any]: ...
 
 
@@ -157,20 +162,20 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
 def guess_kind(path: FilePath) -> Kind:
     """The kind of run that a file is for, from its top-level sections."""
     sections = read_with_defaults(path, lambda tree: None, lambda key: True, []).values
-    kinds = [kind for kind in KINDS if kind in sections]
+    kinds = [kind for kind in ALL_KINDS if kind in sections]
     if not kinds and "loss_fn" in sections:
         return "grpo"
     if len(kinds) != 1:
         found = "none of them" if not kinds else " and ".join(f"`{kind}:`" for kind in kinds)
-        raise ConfigError(f"{path}: cannot tell the kind of run: it has {found}; say which: {', '.join(KINDS)}")
+        raise ConfigError(f"{path}: cannot tell the kind of run: it has {found}; say which: {', '.join(ALL_KINDS)}")
     return kinds[0]
 
 
 def _known_kind(kind: str) -> Kind:
-    for known in KINDS:
+    for known in ALL_KINDS:
         if kind == known:
             return known
-    raise ConfigError(f"unknown kind of run {kind!r}: one of {', '.join(KINDS)} is needed")
+    raise ConfigError(f"unknown kind of run {kind!r}: one of {', '.join(ALL_KINDS)} is needed")
 
 
 def _keeps_null(kind: Kind, path: Path) -> bool:
@@ -228,7 +233,7 @@ def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> dict[str, Any]:
     return resolve(tree)
 
 
-def _validated(kind: Kind, values: dict[str, Any], tree: Tree) -> RunConfig:
+def _validated(kind: Kind, values: dict[str, Any], tree: Tree) -> Any:
     try:
         return RUN_CONFIGS[kind].model_validate(values)
     except ValidationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from posttrain.config.base import FreeMap, OpenSection, PositiveFloat, PositiveInt, Section
 from posttrain.config.generation import GenerationConfig
@@ -52,8 +52,9 @@ class DtensorConfig(Section):
     enabled: bool = Field(default=True, description="Trains with PyTorch; posttrain always does.")
     cpu_offload: bool = Field(default=False, description="Keeps weights in CPU memory.")
     sequence_parallel: bool = Field(default=False, description="Splits activations along the sequence.")
-    activation_checkpointing: bool = Field(
-        default=False, description="Recomputes activations in the backward pass: less memory, about a third more time."
+    activation_checkpointing: bool | Literal["auto"] = Field(
+        default=False,
+        description="Recomputes activations in the backward pass: less memory, about a third more time; auto: where it has to.",
     )
     tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs that share one layer.")
     context_parallel_size: PositiveInt = Field(default=1, description="GPUs that share one sequence.")
@@ -72,9 +73,37 @@ class DtensorConfig(Section):
     )
 
 
+_PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "8bit": "int8"}
+
+
 class OptimizerConfig(Section):
     name: str = Field(default="torch.optim.AdamW", description="Dotted path of the optimizer class.")
     kwargs: FreeMap = Field(default_factory=dict, description="Its arguments: lr, weight_decay, betas and so on.")
+    state_dtype: Literal["float32", "bfloat16", "int8"] = Field(
+        default="float32",
+        description="Number format of Adam's two moments, 4, 2 or 1 bytes each; the shorter ones are rounded stochastically.",
+    )
+    master_weights: Literal["float32", "none"] = Field(
+        default="float32",
+        description="Copies of bfloat16 weights that updates are added to; none rounds the weights themselves stochastically.",
+    )
+    offload_states: bool = Field(
+        default=False, description="Keeps moments and masters in CPU memory and streams them through the GPU."
+    )
+
+    @field_validator("state_dtype", "master_weights", mode="before")
+    @classmethod
+    def _short_names(cls, value: Any) -> Any:
+        return _PRECISIONS.get(value, value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _compact_state_is_adams(self) -> OptimizerConfig:
+        changed = self.state_dtype != "float32" or self.master_weights != "float32" or self.offload_states
+        if changed and self.name not in ("torch.optim.AdamW", "torch.optim.Adam"):
+            raise ValueError(
+                f"state_dtype, master_weights and offload_states are for torch.optim.AdamW and torch.optim.Adam, not {self.name}"
+            )
+        return self
 
 
 class DynamicBatchingConfig(Section):
@@ -143,7 +172,8 @@ class PolicyConfig(Section):
         default=None, description="CPU threads of each worker; null lets PyTorch decide."
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
-        default="bfloat16", description="Number format of weights and activations; optimizer state is always float32."
+        default="bfloat16",
+        description="Number format of weights and activations; for that of the optimizer see optimizer.state_dtype.",
     )
     train_global_batch_size: PositiveInt = Field(
         description="Samples (GRPO, SFT) or pairs (DPO) that make one optimizer step."

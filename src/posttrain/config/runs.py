@@ -10,12 +10,14 @@ from posttrain.config.algorithms import DpoConfig, GrpoConfig, RmConfig, SftConf
 from posttrain.config.base import FreeMap, Section
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, EnvironmentConfig, SftDataConfig
+from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.policy import GrpoPolicyConfig, PolicyConfig
 from posttrain.config.services import ClusterConfig, DataPlaneConfig, LoggerConfig, RewardPenaltiesConfig
 
-Kind = Literal["grpo", "dpo", "rm", "sft"]
-KINDS: tuple[Kind, ...] = ("grpo", "dpo", "rm", "sft")
+Kind = Literal["grpo", "dpo", "rm", "sft", "eval"]
+KINDS: tuple[Kind, ...] = ("grpo", "dpo", "rm", "sft")  # those that train
+ALL_KINDS: tuple[Kind, ...] = (*KINDS, "eval")
 
 
 class RunConfig(Section):
@@ -57,9 +59,10 @@ class SftRunConfig(RunConfig):
     data: SftDataConfig = Field(description="What it is trained on.")
 
 
-RUN_CONFIGS: dict[Kind, type[RunConfig]] = {
+RUN_CONFIGS: dict[Kind, type[Section]] = {
     "grpo": GrpoRunConfig,
     "dpo": DpoRunConfig,
     "rm": RmRunConfig,
     "sft": SftRunConfig,
+    "eval": EvalRunConfig,
 }

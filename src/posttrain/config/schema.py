@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic_core import PydanticUndefined
 
 from posttrain.config.base import OpenSection, Section
-from posttrain.config.runs import KINDS, RUN_CONFIGS, Kind
+from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
 from posttrain.config.tree import Path, dotted
 
 ANY_NAME = "<name>"
@@ -45,6 +45,12 @@ _FREE = Node(shape="free", nullable=True)
 @cache
 def schema_of(kind: Kind) -> Node:
     return _section(RUN_CONFIGS[kind], nullable=False, listed=False)
+
+
+@cache
+def schema_of_model(model: type[Section]) -> Node:
+    """The keys of a file that is not the config of a run, such as gate.yaml."""
+    return _section(model, nullable=False, listed=False)
 
 
 def _section(model: type[Section], *, nullable: bool, listed: bool) -> Node:
@@ -161,7 +167,7 @@ def _common_prefix(left: Path, right: Path) -> Iterator[str]:
 
 def describe_unknown(kind: Kind, path: Path) -> str:
     """What to say about a key that the schema does not have."""
-    if len(path) == 1 and path[0] in KINDS:
+    if len(path) == 1 and path[0] in ALL_KINDS:
         return f"unknown key `{path[0]}` in a {kind} config; this section belongs to `posttrain {path[0]}`"
     nearest = nearest_key(schema_of(kind), path)
     hint = f"; did you mean `{nearest}`?" if nearest else ""

@@ -91,9 +91,6 @@ RULES: tuple[Rule, ...] = (
     Rule("env.*.stop_strings", _off, "texts that end answers of one environment; use policy.generation.stop_strings"),
     # checkpointing
     Rule(
-        "checkpointing.save_consolidated", _off, "a second copy; weights are saved in the Hugging Face format already"
-    ),
-    Rule(
         "checkpointing.ft_*", lambda value: value is None, "extra saves against crashes; use checkpointing.save_period"
     ),
     Rule("checkpointing.pretrained_checkpoint", _off, "starting from a Megatron checkpoint"),
@@ -141,10 +138,13 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.generation.refit_*", _anything, _OWN_ENGINE),
     Rule("policy.generation.colocated.resources*", _anything, _OWN_ENGINE),
     Rule("policy.generation.use_async_rollouts", _anything, _OWN_ENGINE),
+    # generation of an evaluation
+    Rule("generation.colocated.*", _anything, _NOT_NEEDED),
     # data, env
     Rule("data.use_multiple_dataloader", _off, "drawing from each dataset separately"),
     Rule("data.num_prompts_per_dataloader", lambda value: value is None, "drawing from each dataset separately"),
     Rule("data.custom_dataloader", lambda value: value is None, "data loaders of your own"),
+    Rule("data.processor", _anything, "the dataset decides how its rows become prompts"),
     Rule("data.*.processor", lambda value: value is None or value in PROCESSORS, "this processor"),
     Rule("data.add_bos", bool, "leaving out the start token that the chat template writes"),
     Rule("data.add_eos", bool, "answers without their end"),
@@ -199,7 +199,9 @@ def review(
         elif rule.ignores and not is_default(path, value):
             ignored.setdefault(rule.note, []).append(dotted(path))
     warnings = [f"{_listed(keys)}: {note}" for note, keys in ignored.items()]
-    generation = resolved.get("policy", {}).get("generation") or {}
+    if "policy" not in resolved:
+        return errors, warnings
+    generation = resolved["policy"].get("generation") or {}
     if generation.get("backend") == "vllm":
         warnings.insert(
             0, "policy.generation.backend: vllm is not installed as an engine here; the native engine samples instead"

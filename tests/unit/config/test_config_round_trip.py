@@ -16,6 +16,8 @@ from posttrain.config.tree import Tree
 from posttrain.config.yaml_files import parse_document
 
 REPOSITORY = Path(__file__).parents[3]
+NO_RUNS = ("gate.yaml", "pipeline.yaml")  # files of other commands
+SHIPPED = sorted(path for path in (REPOSITORY / "configs").glob("*.yaml") if path.name not in NO_RUNS)
 
 
 def reload(kind: str, text: str, folder: Path):
@@ -32,7 +34,7 @@ def test_the_defaults_survive(kind: str, tmp_path: Path) -> None:
     assert again.warnings == []
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configs_survive(path: Path, tmp_path: Path) -> None:
     kind = path.name.split("_")[0].removesuffix(".yaml")
     loaded = load_config(kind, path, [])

@@ -16,6 +16,8 @@ from posttrain.config.tree import Tree, leaves
 from posttrain.config.yaml_files import read_built_in
 
 REPOSITORY = Path(__file__).parents[3]
+NO_RUNS = ("gate.yaml", "pipeline.yaml")  # files of other commands
+SHIPPED = sorted(path for path in (REPOSITORY / "configs").glob("*.yaml") if path.name not in NO_RUNS)
 
 GRPO_DEFAULTS = {
     "grpo.num_prompts_per_step": 32,
@@ -234,7 +236,7 @@ def test_loading_a_config_imports_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_config_loads(path: Path) -> None:
     kind = path.name.split("_")[0].removesuffix(".yaml")
     loaded = load_config(kind, path, [])

@@ -1,0 +1,8 @@
+"""`python examples/run_eval.py [--config FILE] [key=value …]`: the same as `posttrain eval`."""
+
+import sys
+
+from posttrain.cli.eval_command import run_as_script
+
+if __name__ == "__main__":
+    sys.exit(run_as_script())

@@ -1,0 +1,170 @@
+"""`posttrain eval`: measure a model on a benchmark; `posttrain eval compare A B`: which of two is better, and where."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.errors import InputError
+
+SUMMARY = "measure a model on a benchmark, or compare two such measurements"
+EPILOG = """\
+examples:
+  posttrain eval generation.model_name=results/grpo/step_60 data.dataset_name=math500
+  posttrain eval results/grpo data.dataset_name=gsm8k data.data_path=gsm8k/test.jsonl eval.max_problems=200
+  posttrain eval --config examples/configs/evals/math_eval.yaml generation.temperature=0.6 eval.num_tests_per_prompt=16
+  posttrain eval http://localhost:8000/v1 data.dataset_name=gsm8k
+  posttrain eval compare results/eval/A results/eval/B
+
+The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
+OpenAI-compatible server; a word without `=` means it. Settings have the names that NeMo RL uses; `posttrain config show eval`
+lists all of them. Every finished problem is saved at once: after an interruption the same command goes on.
+"""
+COMPARE_EPILOG = """\
+A and B are folders that `posttrain eval` has written, of the same problems. The test is paired: exact McNemar where every
+problem is passed or failed, a sign-flip permutation test of the mean difference otherwise. The interval of the difference
+is a paired bootstrap over the problems.
+"""
+
+
+class EvalParser(OverridesParser):
+    """Hands `compare …` to a parser of its own; everything else is an evaluation."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = list(sys.argv[1:] if args is None else args)
+        if given[:1] == ["compare"]:
+            return _compare_parser(f"{self.prog} compare").parse_known_args(given[1:], namespace)
+        return super().parse_known_args(given, namespace)
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "eval",
+        help=SUMMARY,
+        description=f"{SUMMARY[0].upper()}{SUMMARY[1:]}.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="posttrain eval [--config FILE] [options] [MODEL] [key=value …]\n"
+        "       posttrain eval compare A B [options]",
+    )
+    parser.__class__ = EvalParser
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks that are known by name")
+    parser.add_argument("--gpu-hour-price", type=float, metavar="PRICE", help="shows what the evaluation cost")
+    parser.add_argument(
+        "--retry-unscored", action="store_true", help="try problems again whose samples could not all be scored"
+    )
+    parser.add_argument("--json", action="store_true", help="print summary.json instead of the block")
+    parser.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
+    parser.add_argument("words", nargs="*", metavar="MODEL key=value", help="the model, and settings of the config")
+    parser.set_defaults(run=run)
+
+
+def _compare_parser(prog: str) -> argparse.ArgumentParser:
+    parser = OverridesParser(
+        prog=prog,
+        description="Compare two evaluations of the same problems: which model is better, by how much, and where.",
+        epilog=COMPARE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", metavar="A B", help="two folders that `posttrain eval` has written")
+    parser.add_argument("--metric", help="pass@k, cons@k or avg@k; the main metric of A if left out")
+    parser.add_argument("--confidence", type=float, default=0.95, help="of the interval, as a share (default 0.95)")
+    parser.add_argument("--seed", type=int, default=42, help="of resampling (default 42)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page that needs nothing but itself")
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    parser.add_argument("--show", type=int, default=20, metavar="N", help="changed problems to list (default 20)")
+    parser.set_defaults(run=run_compare)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list:
+        from posttrain.evaluation.benchmarks import lines_for_people
+
+        print("\n".join(["benchmarks (data.dataset_name):", *lines_for_people()]))
+        return 0
+    from posttrain.config import load_config
+
+    loaded = load_config("eval", args.config, _overrides(args))
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+    from posttrain.cli.train_command import quieten_libraries
+
+    quieten_libraries()
+    from posttrain.build.evaluation import EvaluationBuild
+    from posttrain.evaluation.results import SUMMARY_FILE
+    from posttrain.evaluation.summary import block
+    from posttrain.reporting.console import Console
+    from posttrain.reporting.wording import Line
+
+    # Results go to standard output, everything else beside it: `--json` can be piped.
+    console = Console(sys.stderr, quiet=args.quiet)
+    evaluation = EvaluationBuild(loaded, say=lambda text: console.show([Line(text, "muted")]))
+    try:
+        summary, problems, folder = evaluation.execute(console.progress, retry_unscored=args.retry_unscored)
+    except KeyboardInterrupt:
+        print("posttrain: stopped; finished problems are saved, and the same command goes on", file=sys.stderr)
+        return 130
+    if args.json:
+        print((folder / SUMMARY_FILE).read_text(encoding="utf-8"), end="")
+        return 0
+    print("\n".join(block(loaded.config, summary, problems)))
+    print(f"  saved      {folder}")
+    return 0
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    """The `key=value` words; a word that cannot be one names the model."""
+    models = [word for word in args.words if _is_model(word)]
+    if len(models) > 1:
+        raise InputError(
+            f"two models are named, {models[0]!r} and {models[1]!r}; to compare evaluations: eval compare A B"
+        )
+    overrides = [word for word in args.words if not _is_model(word)]
+    overrides = [f"generation.model_name={models[0]}", *overrides] if models else overrides
+    if args.gpu_hour_price is not None:
+        overrides.append(f"eval.gpu_hour_price={args.gpu_hour_price}")
+    return overrides
+
+
+def _is_model(word: str) -> bool:
+    if word.startswith(("http://", "https://")):
+        return True
+    return "=" not in word and (not word.startswith("~") or word.startswith("~/"))  # ~a.b takes a setting out
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    from posttrain.evaluation.comparison import compare, comparison_json, comparison_lines
+    from posttrain.evaluation.results import read_evaluation
+
+    if len(args.words) != 2:
+        raise InputError(f"eval compare needs two folders, A and B; {len(args.words)} are given")
+    if not 0 < args.confidence < 1:
+        raise InputError(f"--confidence {args.confidence}: a share between 0 and 1 is needed, such as 0.95")
+    first, second = (read_evaluation(folder) for folder in args.words)
+    comparison = compare(first, second, args.metric, confidence=args.confidence, seed=args.seed)
+    if args.html is not None:
+        from posttrain.checkpointing.durable import make_folder, write_text
+        from posttrain.evaluation.comparison_html import render
+
+        make_folder(args.html.absolute().parent)
+        write_text(args.html, render(comparison))
+    print(comparison_json(comparison) if args.json else "\n".join(comparison_lines(comparison, show=args.show)))
+    if args.html is not None and not args.json:
+        print(f"\n  page  {args.html}")
+    return 0
+
+
+def run_as_script() -> int:
+    """For `examples/run_eval.py`: the same arguments without naming the command."""
+    from posttrain.cli.main import main
+
+    return main(["eval", *sys.argv[1:]])

@@ -1,0 +1,217 @@
+"""The config of `posttrain eval`: NeMo RL's evaluation keys, and what posttrain adds to them.
+
+Unlike a training run there is one dataset, whose keys stand directly under `data`, and the model is a key of `generation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from posttrain.config.base import FreeMap, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from posttrain.config.data import EnvironmentConfig
+from posttrain.config.generation import ColocatedConfig, NativeConfig, Temperature, TopK, TopP, VllmConfig
+from posttrain.config.policy import TokenizerConfig
+from posttrain.config.services import ClusterConfig
+
+IsSetByUser = Callable[[str], bool]
+
+
+class EvalConfig(Section):
+    metric: Literal["pass@k", "cons@k", "avg@k"] = Field(
+        default="pass@k",
+        description="The score: any of k samples passes, their majority passes, or the mean reward.",
+    )
+    k_value: PositiveInt = Field(default=1, description="The k of the metric, in samples per problem.")
+    num_tests_per_prompt: PositiveInt = Field(default=1, description="Samples drawn for each problem; at least k.")
+    seed: NonNegativeInt = Field(default=42, description="Seed of sampling, of resampling and of the order of choices.")
+    save_path: str | None = Field(
+        default=None,
+        description="Folder of the results; null is one under results/eval that model, dataset and settings name.",
+    )
+    pass_threshold: float = Field(default=1.0, description="A sample passes if its reward is at least this.")
+    confidence: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.95, description="Confidence of the intervals, as a share."
+    )
+    bootstrap_resamples: PositiveInt = Field(
+        default=10_000, description="How often the problems are drawn again for the intervals."
+    )
+    max_problems: PositiveInt | None = Field(
+        default=None, description="Only the first so many problems of the dataset; null is all of them."
+    )
+    gpu_hour_price: NonNegativeFloat | None = Field(
+        default=None, description="Price of one GPU (or machine) for one hour, in any currency; null shows no cost."
+    )
+
+
+class OpenAiConfig(Section):
+    url: str | None = Field(
+        default=None, description="Base URL of the API, ending in /v1; null is generation.model_name if that is a URL."
+    )
+    model: str | None = Field(default=None, description="Name of the model there; null is the first that it lists.")
+    api: Literal["chat", "completions"] = Field(
+        default="chat", description="Sends messages to /chat/completions, or text to /completions."
+    )
+    api_key_env_var: str = Field(
+        default="OPENAI_API_KEY", description="Environment variable that holds the key; none is sent where it is unset."
+    )
+    num_concurrent: PositiveInt = Field(default=16, description="Requests under way at the same time.")
+    max_retries: NonNegativeInt = Field(default=5, description="Further attempts after a request that failed.")
+    timeout_s: PositiveFloat = Field(default=600.0, description="Seconds after which one request is given up.")
+    extra_body: FreeMap = Field(default_factory=dict, description="Further fields of each request, sent as they are.")
+
+
+class EvalGenerationConfig(Section):
+    backend: Literal["native", "vllm", "openai_url"] = Field(
+        default="native", description="Engine that samples: native, vllm, or openai_url for a server."
+    )
+    model_name: str = Field(
+        description="Model: a folder, an adapter, a checkpoint step_N, a run's folder, a hub name or a server's URL."
+    )
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Number format of the weights; auto is bfloat16 on a GPU and float32 on a CPU."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the model lives; auto prefers cuda."
+    )
+    num_threads: PositiveInt | None = Field(default=None, description="CPU threads; null lets PyTorch decide.")
+    max_new_tokens: PositiveInt = Field(description="Longest answer in tokens; max_model_len bounds it as well.")
+    temperature: Temperature = Field(default=0.0, description="Divides the logits; 0 is greedy.")
+    top_p: TopP = Field(default=1.0, description="Samples from the smallest set with this much probability; 1 is off.")
+    top_k: TopK | None = Field(default=-1, description="Samples from this many likeliest tokens; null, 0 or -1 is off.")
+    val_temperature: Temperature | None = Field(default=None, description="Read by nothing; kept for NeMo RL's files.")
+    val_top_p: TopP | None = Field(default=None, description="Read by nothing; kept for NeMo RL's files.")
+    val_top_k: TopK | None = Field(default=None, description="Read by nothing; kept for NeMo RL's files.")
+    num_prompts_per_step: int = Field(
+        default=-1, description="Problems that are sampled, scored and saved together; -1 picks a number."
+    )
+    stop_token_ids: list[int] | None = Field(
+        default=None, description="Token ids that end an answer; null is the model's own."
+    )
+    stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer; they stay in it.")
+    ignore_eos: bool = Field(default=False, description="Samples exactly max_new_tokens, for benchmarks.")
+    native_cfg: NativeConfig = Field(default_factory=NativeConfig, description="Settings of the native engine.")
+    vllm_cfg: VllmConfig = Field(
+        default_factory=VllmConfig, description="Settings of vLLM; max_model_len holds for every engine."
+    )
+    vllm_kwargs: FreeMap = Field(default_factory=dict, description="Passed to vLLM as they are.")
+    openai_cfg: OpenAiConfig = Field(default_factory=OpenAiConfig, description="Settings of a server.")
+    colocated: ColocatedConfig = Field(default_factory=ColocatedConfig, description="No effect: nothing is trained.")
+
+
+class EvalDataConfig(Section):
+    dataset_name: str = Field(
+        description="A benchmark such as math500 (`posttrain eval --list` has all), a hub name, a file or a URL."
+    )
+    data_path: str | None = Field(
+        default=None, description="File, folder or URL with the benchmark's rows; null fetches them from the hub."
+    )
+    subset: str | None = Field(default=None, description="Configuration of a hub dataset.")
+    split: str | None = Field(default=None, description="Split of a hub dataset; null is the benchmark's test split.")
+    file_format: Literal["csv", "json", "jsonl", "parquet"] | None = Field(
+        default=None, description="Format of a file; null is what its name ends in."
+    )
+    problem_key: str | None = Field(default=None, description="Column with the problem; null is the benchmark's own.")
+    solution_key: str | None = Field(
+        default=None, description="Column with the expected answer; null is the benchmark's own."
+    )
+    choices_key: str | None = Field(
+        default=None, description="Column with the choices of a multiple-choice problem; null is the benchmark's own."
+    )
+    id_key: str | None = Field(default=None, description="Column that names a problem; null is `id`, or its number.")
+    max_input_seq_length: PositiveInt | None = Field(
+        default=None, description="Longest prompt in tokens; a longer one is an error, never dropped."
+    )
+    prompt_file: str | None = Field(
+        default=None, description="Text file with one {} where the problem goes; null is the benchmark's own wording."
+    )
+    system_prompt_file: str | None = Field(
+        default=None, description="Text file with the system message; null sends none."
+    )
+    env_name: str | None = Field(
+        default=None, description="Key under `env` that judges; null is the one besides `math`, or else `math`."
+    )
+    processor: str | None = Field(
+        default=None, description="How rows become prompts, by NeMo RL's name; the benchmark decides here."
+    )
+    repeat: PositiveInt = Field(default=1, description="No effect: num_tests_per_prompt says how often.")
+    download_dir: str | None = Field(default=None, description="Folder for downloaded data.")
+
+
+class EvalRunConfig(Section):
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="What is measured.")
+    generation: EvalGenerationConfig = Field(description="Which model answers, and how it is sampled.")
+    tokenizer: TokenizerConfig = Field(description="The tokenizer and its chat template.")
+    data: EvalDataConfig = Field(description="The problems.")
+    env: dict[str, EnvironmentConfig] = Field(default_factory=dict, description="Judges of answers, by name.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
+
+    @property
+    def metric_name(self) -> str:
+        return self.eval.metric.replace("k", str(self.eval.k_value))
+
+    @property
+    def judge(self) -> str:
+        """The key under `env` that judges."""
+        others = [name for name in self.env if name != "math"]
+        return self.data.env_name or (others[0] if others else "math")
+
+    @property
+    def server_url(self) -> str | None:
+        """The address of the server that answers, if one does."""
+        generation = self.generation
+        is_url = generation.model_name.startswith(("http://", "https://"))
+        if generation.openai_cfg.url is not None:
+            return generation.openai_cfg.url if is_url or generation.backend == "openai_url" else None
+        return generation.model_name if is_url else None
+
+
+def check_eval(config: EvalRunConfig) -> Iterator[str]:
+    """Everything in the config that contradicts itself."""
+    wanted, generation = config.eval, config.generation
+    if wanted.k_value > wanted.num_tests_per_prompt:
+        yield (
+            f"eval.k_value = {wanted.k_value} is more than eval.num_tests_per_prompt = {wanted.num_tests_per_prompt}: "
+            f"{config.metric_name} needs at least {wanted.k_value} samples of each problem"
+        )
+    if wanted.num_tests_per_prompt > 1 and (generation.temperature == 0 or generation.top_k == 1):
+        yield (
+            f"eval.num_tests_per_prompt = {wanted.num_tests_per_prompt} with generation.temperature = "
+            f"{generation.temperature:g} and top_k = {generation.top_k}: all samples of a problem would be the same; "
+            "set generation.temperature above 0, or one sample"
+        )
+    if generation.num_prompts_per_step == 0 or generation.num_prompts_per_step < -1:
+        yield f"generation.num_prompts_per_step = {generation.num_prompts_per_step}: a positive number, or -1"
+    if generation.backend == "openai_url" and config.server_url is None:
+        yield "generation.backend = openai_url needs generation.openai_cfg.url, or a URL as generation.model_name"
+    if config.judge not in config.env:
+        known = ", ".join(sorted(config.env)) or "nothing"
+        yield f"data.env_name: the answers are judged by env.{config.judge}, which is not there; under env: there is {known}"
+    if config.data.env_name is None and len(config.env) > 2:
+        yield f"data.env_name is null and env has {', '.join(config.env)}: say which of them judges"
+    turns = config.env[config.judge].turns if config.judge in config.env else None
+    if turns is not None:
+        yield f"env.{config.judge}.turns = {turns!r}: an evaluation has single turns; leave it out"
+
+
+def eval_cautions(config: EvalRunConfig, is_set: IsSetByUser) -> list[str]:
+    """What is allowed and has no effect."""
+    found: list[str] = []
+    on_server = config.server_url is not None
+    engine = "the server" if on_server else "the native engine"
+    own = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+    if on_server or config.generation.backend == "native":
+        ignored = [f"generation.vllm_cfg.{key}" for key in own if getattr(config.generation.vllm_cfg, key) > 1]
+        if ignored:
+            found.append(f"{', '.join(ignored)}: for generation.backend=vllm; {engine} does not use it")
+    if config.cluster.num_workers > 1 and config.generation.backend != "vllm" and not on_server:
+        found.append(f"cluster: {config.cluster.num_workers} GPUs are asked for; {engine} samples on one")
+    for key in ("generation.val_temperature", "generation.val_top_p", "generation.val_top_k", "data.repeat"):
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        usual = 1 if name == "repeat" else getattr(config.generation, name.removeprefix("val_"))
+        if is_set(key) and value is not None and value != usual:
+            found.append(f"{key}: read by nothing in an evaluation")
+    return found

@@ -1,0 +1,110 @@
+"""The schema of gate.yaml: what a candidate has to show before it may replace the model in production."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from posttrain.config.base import Fraction, NonNegativeFloat, PositiveInt, Section
+
+Direction = Literal["higher", "lower"]
+Confidence = Annotated[float, Field(gt=0.5, lt=1)]
+
+
+class GateSettings(Section):
+    confidence: Confidence = Field(
+        default=0.95, description="Confidence of each one-sided bound, as a share: 0.95 errs in 1 of 20 cases at most."
+    )
+    power: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.8,
+        description="Chance of a decision, as a share, that the number of problems asked for should give.",
+    )
+    looks: PositiveInt = Field(
+        default=1,
+        description="How often one candidate may be looked at as problems are added; the error is shared among the looks.",
+    )
+    min_problems: PositiveInt = Field(
+        default=30, description="Problems below which no interval is trusted and nothing is decided."
+    )
+    max_problems: PositiveInt | None = Field(
+        default=None,
+        description="A check that would need more problems than this has failed; null asks for as many as it takes.",
+    )
+    max_unscored_rate: Fraction = Field(
+        default=0.05,
+        description="Share of the answers of an evaluation that may lack a score; above, nothing is decided.",
+    )
+    speed_noise: NonNegativeFloat = Field(
+        default=0.15,
+        description="How far the speed, and so cost_per_answer, of equal evaluations may differ by itself, as a share.",
+    )
+
+
+class CheckConfig(Section):
+    """One requirement on one metric of one evaluation. Every bound that is set has to hold."""
+
+    metric: str = Field(
+        description="pass@k, cons@k, avg@k, reward, part:NAME, mean_length_tokens, truncation_rate, unscored_rate, "
+        "refusal_rate, format_rate, kl_from_base or cost_per_answer."
+    )
+    evaluation: str = Field(
+        default="main", description="Name under which --candidate and --production give the folder."
+    )
+    at_least: float | None = Field(default=None, description="The candidate's mean must be at least this.")
+    at_most: float | None = Field(default=None, description="The candidate's mean must be at most this.")
+    better_by: NonNegativeFloat | None = Field(
+        default=None, description="It must be better than production's by at least this; 0 is better at all."
+    )
+    worse_by_at_most: NonNegativeFloat | None = Field(
+        default=None, description="It must not be worse than production's by more than this (non-inferiority)."
+    )
+    relative: bool = Field(
+        default=False, description="better_by and worse_by_at_most are shares of production's mean: 0.1 is 10 %."
+    )
+    better: Direction | None = Field(
+        default=None, description="Which way is better; null is what the metric's name implies."
+    )
+    confidence: Confidence | None = Field(default=None, description="Overrides gate.confidence for this check.")
+    patterns: list[str] | None = Field(
+        default=None,
+        description="Regular expressions, any of which makes an answer count; format_rate needs them, refusal_rate has its own.",
+    )
+
+    @field_validator("patterns")
+    @classmethod
+    def _patterns_compile(cls, patterns: list[str] | None) -> list[str] | None:
+        for pattern in patterns or []:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        return patterns
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> CheckConfig:
+        bounds = (self.at_least, self.at_most, self.better_by, self.worse_by_at_most)
+        if all(bound is None for bound in bounds):
+            raise ValueError("asks for nothing: set at_least, at_most, better_by or worse_by_at_most")
+        if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
+            raise ValueError(f"at_least {self.at_least:g} is above at_most {self.at_most:g}")
+        if self.relative and self.better_by is None and self.worse_by_at_most is None:
+            raise ValueError("relative is for better_by and worse_by_at_most; at_least and at_most are absolute")
+        return self
+
+    @property
+    def compares(self) -> bool:
+        return self.better_by is not None or self.worse_by_at_most is not None
+
+
+class GateConfig(Section):
+    gate: GateSettings = Field(default_factory=GateSettings, description="What holds for all checks.")
+    checks: dict[str, CheckConfig] = Field(description="The requirements, by names of your own.")
+
+    @field_validator("checks")
+    @classmethod
+    def _has_checks(cls, checks: dict[str, CheckConfig]) -> dict[str, CheckConfig]:
+        if not checks:
+            raise ValueError("is empty: a gate without checks would let everything through")
+        return checks

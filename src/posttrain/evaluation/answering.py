@@ -1,0 +1,243 @@
+"""Who answers the problems: an engine in this process, or a server with OpenAI's API. Both give `Answer`s.
+
+An engine never fails for one answer; a server may. A request that failed after all attempts is an `Answer` without a
+completion: it becomes an unscored sample, never a wrong one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from posttrain.config.evaluation import OpenAiConfig
+from posttrain.errors import InputError
+from posttrain.evaluation.problems import EvalProblem
+from posttrain.generation.native.noise import sequence_key
+from posttrain.roles import Generator, Progress
+from posttrain.types import Completion, NoiseKey, Sampling, Task
+
+_RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+_HOPELESS = {401, 403, 404, 405}  # the next request would get the same: a wrong key, name or address
+_LONGEST_WAIT_S = 60.0
+
+
+class ServerError(InputError):
+    """A server that cannot be used for an evaluation."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    completion: Completion | None  # None: none came
+    num_tokens: int
+    error: str | None = None
+
+
+class AnswerSource(Protocol):
+    def answer(
+        self, problems: Sequence[EvalProblem], num_samples: int, progress: Progress | None = None
+    ) -> list[list[Answer]]:
+        """For each problem `num_samples` answers, in sample order."""
+        ...
+
+    def task(self, problem: EvalProblem) -> Task:
+        """The problem as the judge sees it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineAnswers:
+    """Any `roles.Generator`; `tasks` are the problems in tokens, by index."""
+
+    generator: Generator
+    tasks: Sequence[Task]
+    sampling: Sampling
+    seed: int
+
+    def answer(
+        self, problems: Sequence[EvalProblem], num_samples: int, progress: Progress | None = None
+    ) -> list[list[Answer]]:
+        tasks = [self.tasks[problem.index] for problem in problems]
+        try:
+            sampled = self.generator.generate(tasks, num_samples, self.sampling, NoiseKey(self.seed, 0), progress)
+        except FloatingPointError as error:  # a model that says nothing is bad input here, not a crash
+            raise InputError(f"generation.model_name: the model cannot be evaluated: {error}") from error
+        return [[Answer(completion, completion.num_sampled) for completion in samples] for samples in sampled]
+
+    def task(self, problem: EvalProblem) -> Task:
+        return self.tasks[problem.index]
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class ServerAnswers:
+    """A server with OpenAI's chat or text completions, asked through a bounded number of connections."""
+
+    url: str
+    config: OpenAiConfig
+    sampling: Sampling
+    seed: int
+    environment: str
+    first_wait_s: float = 0.5  # before the second attempt; doubles each time
+    model: str = ""
+    _client: Any = field(default=None, repr=False)
+    _hopeless: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise ServerError(f"evaluating a server needs httpx ({error}): pip install 'posttrain[eval]'") from error
+        self.url = self.url.rstrip("/")
+        key = os.environ.get(self.config.api_key_env_var)
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(self.config.timeout_s, connect=min(30.0, self.config.timeout_s)),
+            limits=httpx.Limits(max_connections=self.config.num_concurrent),
+        )
+        self.model = self.config.model or self._first_model()
+
+    def _first_model(self) -> str:
+        """Also the proof that a server is there, before an hour is spent on retries."""
+        import httpx
+
+        try:
+            reply = self._client.get(f"{self.url}/models", timeout=30.0)
+            reply.raise_for_status()
+            listed = reply.json()["data"]
+            return str(listed[0]["id"])
+        except httpx.HTTPStatusError as error:
+            raise ServerError(
+                f"{self.url}/models: {_said(error.response)}; {self._advice(error.response.status_code)}"
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ServerError(f"{self.url}: no answer ({_named(error)}); is the server there?") from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ServerError(
+                f"{self.url}/models lists no model; the address of an OpenAI-compatible API usually ends in /v1, "
+                "and generation.openai_cfg.model names the model"
+            ) from error
+
+    def _advice(self, status: int) -> str:
+        if status in (401, 403):
+            return f"put the key into the environment variable {self.config.api_key_env_var}"
+        return "the address of an OpenAI-compatible API usually ends in /v1"
+
+    def answer(
+        self, problems: Sequence[EvalProblem], num_samples: int, progress: Progress | None = None
+    ) -> list[list[Answer]]:
+        def one(place: tuple[EvalProblem, int]) -> Answer:
+            found = self._ask(*place)
+            if progress is not None:
+                progress(1)
+            return found
+
+        places = [(problem, sample) for problem in problems for sample in range(num_samples)]
+        with ThreadPoolExecutor(min(self.config.num_concurrent, len(places))) as pool:
+            answers = list(pool.map(one, places))
+        if all(answer.completion is None for answer in answers):
+            raise ServerError(
+                f"{self.url}: none of {len(answers)} requests was answered ({answers[0].error}); what was finished before "
+                "is saved, and the same command goes on with the rest"
+            )
+        return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
+
+    def task(self, problem: EvalProblem) -> Task:
+        return Task(
+            draw=problem.index,
+            id=problem.id,
+            prompt=problem.messages[-1]["content"],
+            prompt_ids=(),
+            reference=problem.expected,
+            environment=self.environment,
+            messages=problem.messages,
+            metadata=problem.metadata,
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    # -- one request ---------------------------------------------------------------------------------------------------
+
+    def _ask(self, problem: EvalProblem, sample: int) -> Answer:
+        path, body = self._request(problem, sample)
+        error = ""
+        for attempt in range(self.config.max_retries + 1):
+            if self._hopeless.is_set():
+                break
+            reply, wait_s, error = self._attempt(path, body)
+            if reply is not None:
+                return _read(reply)
+            if wait_s is None:
+                break
+            if attempt < self.config.max_retries:
+                time.sleep(max(wait_s, min(_LONGEST_WAIT_S, self.first_wait_s * 2**attempt)))
+        return Answer(None, 0, error=f"request failed: {error or 'the server refuses all of them'}")
+
+    def _attempt(self, path: str, body: dict[str, Any]) -> tuple[Any, float | None, str]:
+        """The reply, or how long to wait at least before the next attempt (None: there is no point), and what went wrong."""
+        import httpx
+
+        try:
+            response = self._client.post(f"{self.url}{path}", json=body)
+            if response.status_code == 200:
+                return response.json(), 0.0, ""
+        except (httpx.HTTPError, ValueError) as error:
+            return None, 0.0, _named(error)
+        if response.status_code in _HOPELESS:
+            self._hopeless.set()
+        if response.status_code not in _RETRIED:
+            return None, None, _said(response)
+        asked = response.headers.get("retry-after", "")
+        wait_s = float(asked) if re.fullmatch(r"\d+(\.\d+)?", asked) else 0.0
+        return None, min(wait_s, _LONGEST_WAIT_S), _said(response)
+
+    def _request(self, problem: EvalProblem, sample: int) -> tuple[str, dict[str, Any]]:
+        sampling = self.sampling
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sequence_key(self.seed, 0, problem.index, sample) & 0x7FFF_FFFF,
+        }
+        if sampling.top_k:
+            body["top_k"] = sampling.top_k  # not OpenAI's own, but vLLM's and ours
+        if sampling.stop_strings:
+            body["stop"] = list(sampling.stop_strings)
+        if self.config.api == "chat":
+            path, body["messages"] = "/chat/completions", [dict(message) for message in problem.messages]
+        else:
+            path, body["prompt"] = "/completions", "\n\n".join(m["content"] for m in problem.messages)
+        return path, {**body, **self.config.extra_body}
+
+
+def _read(reply: Any) -> Answer:
+    try:
+        choice = reply["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        reason = choice.get("finish_reason")
+        num_tokens = int((reply.get("usage") or {}).get("completion_tokens") or 0)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        return Answer(None, 0, error=f"request failed: the reply has no answer in it: {str(reply)[:200]}")
+    if reason not in ("stop", "length"):
+        return Answer(None, 0, error=f"request failed: the server ended it with finish_reason {reason!r}")
+    return Answer(Completion((), (), text or "", reason), num_tokens)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _said(response: Any) -> str:
+    text = " ".join(str(response.text).split())[:200]
+    return f"HTTP {response.status_code} {text}".strip()

@@ -1,0 +1,213 @@
+"""The benchmarks that `posttrain eval` knows by name: where they live, and which field means what. Tables, and small readers.
+
+Names are NeMo RL's; case, dashes and underscores do not matter. What the mathematics sets have in common with training is
+taken from `data/named.py`; the split here is the one to be tested on.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from posttrain.data.errors import DataError, nearest
+from posttrain.data.named import RESPONSE_DATASETS, ResponseSpec, find_spec
+from posttrain.data.shuffling import keyed_order
+from posttrain.data.sources import Row
+from posttrain.environments.math_answers import last_boxed
+
+Judge = Literal["math", "english_multichoice", "multilingual_multichoice"]
+LETTERS = string.ascii_uppercase
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The options of a multiple-choice problem in the order in which they are shown, and the letter of the right one."""
+
+    options: tuple[str, ...]
+    letter: str
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Of several field names the first that a row has is used."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    hub: str | None = None
+    subsets: tuple[str | None, ...] = (None,)
+    split: str = "test"
+    question: tuple[str, ...] = ("problem", "question")
+    answer: tuple[str, ...] | Callable[[Row], Any] = ("answer",)
+    choices: Callable[[Row, int], Choices] | None = None  # of the row and the seed; None: the answer is free
+    judge: Judge = "math"
+    about: str = ""
+
+
+def boxed_in_solution(row: Row) -> str:
+    """MATH states its answer in the worked solution; a copy with a column of its own is read from there."""
+    answer = row.get("answer")
+    if answer is not None:
+        return str(answer)
+    boxed = last_boxed(str(row.field("solution", "answer", setting="data.solution_key")))
+    if boxed is None:
+        raise DataError(f"{row.where}: 'solution' has no \\boxed{{…}} with the answer")
+    return boxed
+
+
+def all_final_answers(row: Row) -> str:
+    """OlympiadBench lists the answers of a problem; all of them are asked for."""
+    found = row.field("final_answer", "answers", "answer", setting="data.solution_key")
+    answers = found if isinstance(found, list) else [found]
+    return ", ".join(str(answer).replace("$", "").strip() for answer in answers)
+
+
+def listed_choices(row: Row, seed: int, key: str | None = None, answer: str = "answer") -> Choices:
+    """MMLU and its like: a list of choices, or one column for each letter; the answer as a letter or a number from 0."""
+    names = (key,) if key else ("choices", "options")
+    listed = next((row.get(name) for name in names if row.get(name) is not None), None)
+    if listed is None and key is None and row.get("A") is not None:
+        listed = [str(row.get(letter)) for letter in LETTERS if row.get(letter) is not None]
+    if not isinstance(listed, list | tuple) or len(listed) < 2:
+        shown = "there is none" if listed is None else f"found {listed!r:.80}"
+        raise DataError(f"{row.where}: a list of at least two choices is needed under {' or '.join(names)}; {shown}")
+    value = row.field(answer, answer.capitalize(), setting="data.solution_key")
+    letter = LETTERS[value] if isinstance(value, int) and 0 <= value < len(listed) else str(value).strip().upper()
+    if letter.isdigit() and int(letter) < len(listed):
+        letter = LETTERS[int(letter)]
+    if letter not in LETTERS[: len(listed)] or len(letter) != 1:
+        raise DataError(
+            f"{row.where}: {answer!r} is {value!r}; expected a letter from A to {LETTERS[len(listed) - 1]}, "
+            "or the number of the choice from 0"
+        )
+    return Choices(tuple(str(option) for option in listed), letter)
+
+
+def shuffled_choices(row: Row, seed: int) -> Choices:
+    """GPQA gives the right answer first. The order is keyed by the seed and the number of the row."""
+    names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    options = [str(row.field(name)).strip() for name in names]
+    order = [int(place) for place in keyed_order(len(options), seed, row.number)]
+    return Choices(tuple(options[place] for place in order), LETTERS[order.index(0)])
+
+
+def _mathematics(name: str, *aliases: str, split: str | None = None, **changes: Any) -> Benchmark:
+    spec = find_spec(name, RESPONSE_DATASETS)
+    assert spec is not None
+    return replace(_of_spec(spec), aliases=(*spec.aliases, *aliases), split=split or spec.split, **changes)
+
+
+def _of_spec(spec: ResponseSpec) -> Benchmark:
+    return Benchmark(spec.name, spec.aliases, spec.hub, spec.subsets, spec.split, spec.question, spec.answer)
+
+
+def _gpqa(variant: str, *aliases: str) -> Benchmark:
+    return Benchmark(
+        f"gpqa_{variant}",
+        aliases,
+        hub="Idavidrein/gpqa",
+        subsets=(f"gpqa_{variant}",),
+        split="train",
+        question=("Question",),
+        choices=shuffled_choices,
+        judge="multilingual_multichoice",
+        about=f"graduate-level science, four choices ({variant})",
+    )
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (
+    _mathematics("AIME2024", about="AIME 2024, 30 problems"),
+    _mathematics("AIME2025", about="AIME 2025, 30 problems"),
+    _mathematics("AMC2023", "AMC23", about="AMC 2023, 40 problems"),
+    Benchmark(
+        "math",
+        ("hendrycks_math",),
+        hub="DigitalLearningGmbH/MATH-lighteval",
+        answer=boxed_in_solution,
+        about="MATH, 5,000 problems",
+    ),
+    _mathematics("MATH-500", answer=boxed_in_solution, about="MATH, a sample of 500 problems"),
+    _mathematics("gsm8k", split="test", about="grade-school mathematics, 1,319 problems"),
+    Benchmark(
+        "olympiadbench",
+        hub="Hothan/OlympiadBench",
+        subsets=("OE_TO_maths_en_COMP",),
+        split="train",
+        answer=all_final_answers,
+        about="olympiad mathematics in English, text only",
+    ),
+    Benchmark(
+        "mmlu",
+        hub="cais/mmlu",
+        subsets=("all",),
+        question=("question", "Question"),
+        choices=listed_choices,
+        judge="english_multichoice",
+        about="57 subjects, four choices",
+    ),
+    Benchmark(
+        "mmlu_pro",
+        hub="TIGER-Lab/MMLU-Pro",
+        choices=listed_choices,
+        judge="english_multichoice",
+        about="14 subjects, up to ten choices",
+    ),
+    _gpqa("diamond", "gpqa"),
+    _gpqa("main"),
+    _gpqa("extended"),
+)
+MULTILINGUAL_MMLU = (
+    *("AR_XY", "BN_BD", "DE_DE", "ES_LA", "FR_FR", "HI_IN", "ID_ID"),
+    *("IT_IT", "JA_JP", "KO_KR", "PT_BR", "SW_KE", "YO_NG", "ZH_CN"),
+)
+GENERIC = Benchmark(
+    "rows of your own",
+    split="test",
+    question=("problem", "question", "input", "prompt", "Problem", "Question"),
+    answer=("answer", "expected_answer", "final_answer", "solution", "output", "Answer"),
+)
+
+
+def find_benchmark(name: str) -> Benchmark | None:
+    """The benchmark of that name, alias or hub name; also `mmlu_ZH-CN` and the other languages of MMMLU."""
+    wanted = _folded(name)
+    for benchmark in BENCHMARKS:
+        names = (benchmark.name, *benchmark.aliases, *([benchmark.hub] if benchmark.hub else ()))
+        if wanted in map(_folded, names):
+            return benchmark
+    for language in MULTILINGUAL_MMLU:
+        if wanted == _folded(f"mmlu_{language}"):
+            return Benchmark(
+                f"mmlu_{language.replace('_', '-')}",
+                hub="openai/MMMLU",
+                subsets=(language,),
+                question=("Question",),
+                choices=listed_choices,
+                judge="multilingual_multichoice",
+            )
+    spec = find_spec(name, RESPONSE_DATASETS)
+    return _of_spec(spec) if spec is not None and spec.hub is not None else None
+
+
+def unknown_benchmark(name: str) -> DataError:
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    hint = nearest(name, [*names, *(alias for benchmark in BENCHMARKS for alias in benchmark.aliases)])
+    return DataError(
+        f"data.dataset_name: unknown benchmark {name!r}{hint}. Known: {', '.join(names)}, mmlu_<LANGUAGE>; or give a hub "
+        "name such as 'org/name', or a path or URL of a .jsonl, .json, .csv or .parquet file"
+    )
+
+
+def lines_for_people() -> list[str]:
+    width = max(len(benchmark.name) for benchmark in BENCHMARKS)
+    lines = [f"  {b.name:<{width}}  {b.about}  ({b.hub}, {b.split})" for b in BENCHMARKS]
+    return [*lines, f"  {'mmlu_ZH-CN':<{width}}  and the other languages of MMMLU: {_languages(MULTILINGUAL_MMLU)}"]
+
+
+def _languages(codes: Sequence[str]) -> str:
+    return ", ".join(code.replace("_", "-") for code in codes)
+
+
+def _folded(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum() or character == "/")

@@ -1,0 +1,156 @@
+"""Writing an evaluation so that `kill -9` at any moment costs at most the problems that were under way.
+
+Finished problems are appended and fsynced in batches. Going on cuts a torn last line off, checks that the same thing is
+being measured, and knows what is finished. The format is in `results.py`; what is measured is not known here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from posttrain.checkpointing.durable import make_folder, write_text
+from posttrain.evaluation.results import (
+    CONFIG_FILE,
+    IDENTITY_FILE,
+    PROBLEMS_FILE,
+    SUMMARY_FILE,
+    EvaluationError,
+    Problem,
+    Summary,
+    problem_row,
+    read_problems,
+    summary_text,
+)
+
+TIMINGS_FILE = "timings.jsonl"  # one row per batch of problems: what it took, over all attempts
+LOCK_FILE = ".lock"
+
+
+@dataclass
+class EvaluationFolder:
+    """Open for writing, by this process alone. `finished` are the problems that are on the disk."""
+
+    path: Path
+    identity: Mapping[str, Any]
+    finished: dict[str, Problem] = field(default_factory=dict)
+    _lock: IO[str] | None = None
+
+    @classmethod
+    def open(cls, path: Path, identity: Mapping[str, Any], config_yaml: str) -> EvaluationFolder:
+        if path.exists() and not path.is_dir():
+            raise EvaluationError(f"eval.save_path: {path} is a file; a folder is needed")
+        try:
+            make_folder(path)
+            lock = (path / LOCK_FILE).open("w")
+        except OSError as error:
+            raise EvaluationError(
+                f"eval.save_path: {path} cannot be written ({error.strerror or error}); choose another folder"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise EvaluationError(
+                f"{path}: another process is evaluating into this folder; wait for it, or set eval.save_path"
+            ) from None
+        folder = cls(path, _plain(identity), _lock=lock)
+        try:
+            folder._compare_identity()
+            folder._cut_torn_line()
+        except BaseException:
+            lock.close()
+            raise
+        write_text(path / CONFIG_FILE, config_yaml)
+        return folder
+
+    def _compare_identity(self) -> None:
+        file = self.path / IDENTITY_FILE
+        if not file.exists():
+            if (self.path / PROBLEMS_FILE).exists():
+                raise EvaluationError(
+                    f"{self.path}: has {PROBLEMS_FILE} without {IDENTITY_FILE}; choose another folder"
+                )
+            write_text(file, json.dumps(self.identity, indent=2) + "\n")
+            return
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise EvaluationError(f"{file}: not JSON ({error})") from None
+        differing = [key for key in {**before, **self.identity} if before.get(key) != self.identity.get(key)]
+        if differing:
+            key = differing[0]
+            raise EvaluationError(
+                f"{self.path} holds another evaluation: {', '.join(differing)} differ ({key} was "
+                f"{before.get(key)!r:.200} and is {self.identity.get(key)!r:.200}); choose another eval.save_path"
+            )
+
+    def _cut_torn_line(self) -> None:
+        """A line without its end was being written when the process died."""
+        for name in (PROBLEMS_FILE, TIMINGS_FILE):
+            file = self.path / name
+            if not file.exists():
+                continue
+            content = file.read_bytes()
+            whole = content.rfind(b"\n") + 1
+            if whole < len(content):
+                with file.open("r+b") as stream:
+                    stream.truncate(whole)
+                    os.fsync(stream.fileno())
+        if (self.path / PROBLEMS_FILE).exists():
+            self.finished = {problem.id: problem for problem in read_problems(self.path)}
+
+    def forget_unscored(self) -> int:
+        """Drop the problems some of whose samples have no reward, so that they are tried again; how many."""
+        kept = [p for p in self.finished.values() if all(reward is not None for reward in p.rewards)]
+        dropped = len(self.finished) - len(kept)
+        if dropped:
+            (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+            write_text(self.path / PROBLEMS_FILE, "".join(_line(problem_row(problem)) for problem in kept))
+            self.finished = {problem.id: problem for problem in kept}
+        return dropped
+
+    def append(self, problems: Sequence[Problem], timing: Mapping[str, float]) -> None:
+        """The problems are on the disk when this returns."""
+        new = [problem for problem in problems if problem.id not in self.finished]
+        _append(self.path / PROBLEMS_FILE, [problem_row(problem) for problem in new])
+        _append(self.path / TIMINGS_FILE, [dict(timing)])
+        self.finished.update({problem.id: problem for problem in new})
+
+    def timings(self) -> dict[str, float]:
+        """Sums over all batches of all attempts."""
+        file = self.path / TIMINGS_FILE
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return {name: sum(row.get(name, 0.0) for row in rows) for name in {key for row in rows for key in row}}
+
+    def write_summary(self, summary: Summary) -> None:
+        write_text(self.path / SUMMARY_FILE, summary_text(summary))
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
+    with file.open("ab") as stream:
+        stream.write("".join(map(_line, rows)).encode("utf-8", "backslashreplace"))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False, default=str) + "\n"
+
+
+def _plain(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """As it is read back: JSON knows no tuples."""
+    plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))
+    return plain

@@ -1,0 +1,211 @@
+"""The problems of an evaluation: rows of a benchmark as conversations with an expected answer. Knows no tokenizer.
+
+Nothing is dropped: a row without a problem or without an answer is an error that names the file and the row, because a
+score over what happened to be readable is no score of the benchmark.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.evaluation import EvalDataConfig
+from posttrain.data.conversations import as_prompt
+from posttrain.data.entries import Entry
+from posttrain.data.errors import DataError
+from posttrain.data.prompts import PromptFiles
+from posttrain.data.sources import Row, filesystem_of, read_file
+from posttrain.evaluation.benchmarks import (
+    GENERIC,
+    LETTERS,
+    Benchmark,
+    Choices,
+    find_benchmark,
+    listed_choices,
+    unknown_benchmark,
+)
+from posttrain.types import Message
+
+CHOICE_PROMPT = (
+    "Answer the multiple-choice question below. Think it through first if that helps, then end with a line of the form "
+    '"Answer: X", where X is the letter of the right choice.\n\n{}'
+)
+_ID_COLUMNS = ("id", "unique_id", "problem_id")
+
+
+@dataclass(frozen=True)
+class EvalProblem:
+    id: str
+    index: int
+    prompt: str  # as the dataset words it, choices included; before prompt file and chat template
+    messages: tuple[Message, ...]  # what is sent to the model
+    expected: Any
+    metadata: Mapping[str, Any]
+    where: str  # file and row, for messages
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    name: str  # as results call it
+    benchmark: Benchmark
+    problems: tuple[EvalProblem, ...]
+    is_choice: bool
+
+
+def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) -> ProblemSet:
+    """The benchmark that the config names, or its first `limit` problems. Raises DataError."""
+    benchmark = _benchmark(data)
+    choices = _choices_of(benchmark, data)
+    rows = list(_rows(data, benchmark, limit))
+    if not rows:
+        raise DataError(f"{data.data_path or data.dataset_name}: there are no rows")
+    label = data.dataset_name if benchmark is not GENERIC else _short_name(data)
+    ids = _ids(rows, data.id_key, label)
+    asks_choices = [choices(row, seed) for row in rows]
+    is_choice = any(choice is not None for choice in asks_choices)
+    prompts = _prompt_files(data, is_choice)
+    spoken_for = {*benchmark.question, data.problem_key, data.solution_key}
+    problems = []
+    for index, (row, name, choice) in enumerate(zip(rows, ids, asks_choices, strict=True)):
+        asked = _question(row, benchmark, data)
+        if choice is not None:
+            asked = _with_choices(asked, choice, row)
+        problems.append(
+            EvalProblem(
+                id=name,
+                index=index,
+                prompt=asked if isinstance(asked, str) else "\n\n".join(turn["content"] for turn in asked),
+                messages=tuple(prompts.messages(asked)),
+                expected=_expected(row, benchmark, data) if choice is None else choice.letter,
+                metadata={key: value for key, value in row.values.items() if key not in spoken_for},
+                where=row.where,
+            )
+        )
+    return ProblemSet(label, benchmark, tuple(problems), is_choice)
+
+
+def _benchmark(data: EvalDataConfig) -> Benchmark:
+    found = find_benchmark(data.dataset_name)
+    if found is not None:
+        return found
+    entry = Entry(dataset_name=data.dataset_name, data_path=data.data_path)
+    if data.data_path is None and entry.local_path is None and "/" not in data.dataset_name:
+        raise unknown_benchmark(data.dataset_name)
+    return GENERIC
+
+
+def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iterator[Row]:
+    known = None if benchmark is GENERIC else benchmark
+    entry = Entry(
+        dataset_name=data.dataset_name,
+        data_path=data.data_path,
+        subset=data.subset,
+        split=data.split,
+        download_dir=data.download_dir,
+    )
+    path = data.data_path or (entry.local_path if known is None else None)
+    if path is not None and (data.file_format is not None or path.startswith(("http://", "https://"))):
+        rows = _rows_of_file(path, data.file_format)
+    else:
+        # A hub dataset of somebody's own is tested on its test split, unless `data.split` says otherwise.
+        entry = replace(entry, split=data.split or ("test" if known is None and path is None else None))
+        rows = entry.rows(known)
+    for number, row in enumerate(rows):
+        if limit is not None and number >= limit:
+            return
+        yield row
+
+
+def _rows_of_file(path: str, file_format: str | None) -> Iterator[Row]:
+    """One file, near or far, in a format that its name need not tell."""
+    filesystem, location = filesystem_of(path)
+    plain = path.partition("?")[0]
+    shown = plain if file_format is None else f"{os.path.splitext(plain.removesuffix('.gz'))[0]}.{file_format}"
+    try:
+        yield from read_file(filesystem, location, shown)
+    except FileNotFoundError:
+        raise DataError(f"data.dataset_name: nothing to read at {path}") from None
+    except OSError as error:  # whatever the network says
+        raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _question(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> str | list[Message]:
+    names = (data.problem_key,) if data.problem_key else benchmark.question
+    asked = as_prompt(row.field(*names, setting="data.problem_key"), row, names[0])
+    if not asked or (isinstance(asked, str) and not asked.strip()):
+        raise DataError(f"{row.where}: the problem is empty")
+    return asked
+
+
+def _expected(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> Any:
+    if data.solution_key is None and callable(benchmark.answer):
+        value: Any = benchmark.answer(row)
+    else:
+        names = (data.solution_key,) if data.solution_key else benchmark.answer
+        assert not callable(names)
+        value = row.field(*names, setting="data.solution_key")
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise DataError(f"{row.where}: the expected answer is empty; a benchmark needs one for every problem")
+    return value
+
+
+def _choices_of(benchmark: Benchmark, data: EvalDataConfig) -> Callable[[Row, int], Choices | None]:
+    if benchmark.choices is not None and data.choices_key is None:
+        return benchmark.choices
+    if data.choices_key is None and benchmark is not GENERIC:
+        return lambda row, seed: None
+    key, answer = data.choices_key, data.solution_key or "answer"
+
+    def of_own_rows(row: Row, seed: int) -> Choices | None:
+        has_list = any(isinstance(row.get(name), list) for name in ("choices", "options"))
+        return listed_choices(row, seed, key, answer) if key is not None or has_list else None
+
+    return of_own_rows
+
+
+def _with_choices(asked: str | list[Message], choice: Choices, row: Row) -> str:
+    if not isinstance(asked, str):
+        raise DataError(f"{row.where}: a multiple-choice problem must be text, found a conversation")
+    lines = [f"{letter}) {option}" for letter, option in zip(LETTERS, choice.options, strict=False)]
+    return "\n".join([asked.strip(), "", *lines])
+
+
+def _prompt_files(data: EvalDataConfig, is_choice: bool) -> PromptFiles:
+    if data.prompt_file is not None and is_choice and Path(data.prompt_file).is_file():
+        text = Path(data.prompt_file).read_text(encoding="utf-8").removesuffix("\n")
+        if "{" not in text:  # NeMo RL's prompts for multiple choice say nothing of where the question goes: behind them
+            return replace(PromptFiles.read(None, data.system_prompt_file), template=text + "\n\n{}")
+    files = PromptFiles.read(data.prompt_file, data.system_prompt_file)
+    return replace(files, template=CHOICE_PROMPT) if is_choice and data.prompt_file is None else files
+
+
+def _ids(rows: Sequence[Row], key: str | None, label: str) -> list[str]:
+    """What problems are called: by their column if every row has its own name there, otherwise by their number."""
+    for name in (key,) if key else _ID_COLUMNS:
+        values = [row.get(name) for row in rows]
+        if all(isinstance(value, str | int) and str(value) for value in values):
+            texts = [str(value) for value in values]
+            if len(set(texts)) == len(texts):
+                return texts
+        if key is not None:
+            seen: set[str] = set()
+            for row, value in zip(rows, values, strict=True):
+                if not isinstance(value, str | int) or str(value) in seen:
+                    fault = "is there already" if str(value) in seen else "is no name"
+                    raise DataError(f"{row.where}: data.id_key {key!r} is {value!r}, which {fault}")
+                seen.add(str(value))
+    return [f"{label}:{index}" for index in range(len(rows))]
+
+
+def _short_name(data: EvalDataConfig) -> str:
+    """The file's own name for rows from a file; the dataset's otherwise."""
+    path = data.data_path or data.dataset_name
+    if "/" not in data.dataset_name and not Path(data.dataset_name).exists():
+        return data.dataset_name
+    if data.data_path is None and not Path(path).exists() and "://" not in path:
+        return data.dataset_name  # on the hub
+    return path.partition("?")[0].rstrip("/").rpartition("/")[2].split(".")[0] or path
