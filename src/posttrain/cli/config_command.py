@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cli.overrides_parser import OverridesParser
-from posttrain.config import KINDS, ConfigError, LoadedConfig, guess_kind, load_config
+from posttrain.config import ALL_KINDS, KINDS, ConfigError, LoadedConfig, guess_kind, load_config
 from posttrain.config.presets import presets
 
 SHOW_EPILOG = """\
@@ -50,24 +50,24 @@ def _add_command(commands: Any, name: str, summary: str, epilog: str) -> argpars
         description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=f"posttrain config {name} [{'|'.join(KINDS)}] [--config FILE] [options] [key=value …]",
+        usage=f"posttrain config {name} [{'|'.join(ALL_KINDS)}] [--config FILE] [options] [key=value …]",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
     parser.add_argument(
         "words",
         nargs="*",
         metavar="KIND key=value",
-        help=f"{', '.join(KINDS)} (guessed from the file if left out), then settings that override the file's",
+        help=f"{', '.join(ALL_KINDS)} (guessed from the file if left out), then settings that override the file's",
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     words = list(args.words)
-    kind = words.pop(0) if words and words[0] in KINDS else None
+    kind = words.pop(0) if words and words[0] in ALL_KINDS else None
     if kind is None:
         if args.config is None:
-            raise ConfigError(f"say which kind of run is meant ({', '.join(KINDS)}), or give --config FILE")
+            raise ConfigError(f"say which kind of run is meant ({', '.join(ALL_KINDS)}), or give --config FILE")
         kind = guess_kind(args.config)
     loaded = load_config(kind, args.config, words)
     return int(args.action(loaded, args))

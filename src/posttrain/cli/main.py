@@ -8,9 +8,25 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+from collections.abc import Callable
 
 from posttrain import __version__
-from posttrain.cli import config_command, data_command, demo_command, models_command, rewards_command, train_command
+from posttrain.cli import (
+    chat_command,
+    config_command,
+    convert_command,
+    data_command,
+    demo_command,
+    eval_command,
+    gate_command,
+    models_command,
+    pipeline_command,
+    plan_command,
+    registry_command,
+    rewards_command,
+    serve_command,
+    train_command,
+)
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, OverridesParser
 from posttrain.errors import InputError
 
@@ -24,9 +40,18 @@ Tune language models from preferences and rewards.
   posttrain grpo --config configs/grpo.yaml        reinforcement learning from checkable answers
   posttrain dpo  --config configs/dpo.yaml         preference pairs
   posttrain rm   --config configs/rm.yaml          a reward model from preference pairs, for GRPO to learn from
+  posttrain eval results/grpo data.dataset_name=gsm8k
+                                                   measure a checkpoint; eval compare A B sets two side by side
   posttrain config show grpo --config FILE         every setting, and where it came from
+  posttrain plan --config FILE --gpu h200          memory and time of a run before it starts
   posttrain data inspect traces.jsonl.gz           what is in labelled traces; advise, pairs and pack go on from there
   posttrain rewards test --type math FILE          does a reward say what it should?
+  posttrain convert results/grpo --to FOLDER       the newest checkpoint of a run as a Hugging Face model
+  posttrain gate --config configs/gate.yaml …      may a candidate ship? promote, reject, or more samples needed
+  posttrain registry promote NAME VERSION --why …  versions, stages and history; rollback takes production back
+  posttrain pipeline run configs/pipelines/demo.yaml
+                                                   all of it, from traces to a canary, and again when the data changes
+  posttrain serve registry:NAME@production         an OpenAI-compatible server; chat MODEL talks in the terminal
 """
 
 EPILOG = """\
@@ -44,15 +69,39 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
-    for command in (train_command, demo_command, config_command, data_command, models_command, rewards_command):
+    for command in (
+        train_command,
+        demo_command,
+        config_command,
+        data_command,
+        convert_command,
+        eval_command,
+        gate_command,
+        models_command,
+        pipeline_command,
+        plan_command,
+        rewards_command,
+        registry_command,
+        serve_command,
+        chat_command,
+    ):
         command.add_parser(commands)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = build_parser().parse_args(arguments)
+    parser = build_parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return EXIT_BAD_INPUT
+    args = parser.parse_args(arguments)
+    return report_errors(lambda: int(args.run(args)))
+
+
+def report_errors(work: Callable[[], int]) -> int:
+    """The exit code of `work`: its own, or that of the error it ends with, which is said on the console."""
     try:
-        return int(args.run(args))
+        return work()
     except InputError as error:
         print(f"posttrain: error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

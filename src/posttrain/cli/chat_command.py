@@ -1,0 +1,124 @@
+"""`posttrain chat`: talk with a model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import InputError
+
+DESCRIPTION = """\
+Talk with a model. Answers are written as they are sampled; the conversation is remembered until /reset.
+
+  posttrain chat models/smollm2-135m-instruct
+  posttrain chat results/grpo/step_60 --temperature 0          a checkpoint, greedy
+  posttrain chat registry:maths@production --system "Be brief."
+  echo "What is 7 + 5?" | posttrain chat models/mine           one answer per line of input
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model in the terminal",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder, adapter, checkpoint, run, hub name or registry:NAME@STAGE"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="nucleus (default: %(default)s; 1 is off)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, help="tokens of one answer at most (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, help="the same answers every time")
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of a conversation (default: the model's, ≤ 8192)"
+    )
+    parser.add_argument("--precision", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--registry", metavar="WHERE", help="where the registry is (default: POSTTRAIN_REGISTRY, ./registry)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    from posttrain.cli.train_command import quieten_libraries
+
+    quieten_libraries()
+    from posttrain.data.chat import ChatFormat
+    from posttrain.generation.native.session import GenerationSession
+    from posttrain.serve.models import EngineOptions, find_model, load_engine
+    from posttrain.serve.terminal import Conversation, converse
+    from posttrain.types import Sampling
+
+    found = find_model(args.model, args.registry)
+    options = EngineOptions(args.precision, args.device, args.max_model_len, max_batch_size=1)
+    session = GenerationSession(load_engine(found, options))
+    sampling = Sampling(args.max_tokens, temperature=args.temperature, top_p=args.top_p)
+    conversation = Conversation(session, ChatFormat(session.tokenizer), sampling, args.seed, args.system)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        _say(f"{found.text}. /help shows what there is.\n")
+        _remember_lines()
+
+    def read() -> str:
+        if interactive:
+            return input("> ")
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line
+
+    converse(conversation, read, _write, _say)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.words:
+        raise InputError(f"chat takes one MODEL, and options; what is {args.words[0]!r}?")
+    fine = {
+        "--temperature": (args.temperature, 0 <= args.temperature <= 10, "a number from 0 to 10"),
+        "--top-p": (args.top_p, 0 < args.top_p <= 1, "above 0 and at most 1"),
+        "--max-tokens": (args.max_tokens, args.max_tokens >= 1, "at least 1"),
+        "--max-model-len": (args.max_model_len, args.max_model_len is None or args.max_model_len >= 8, "at least 8"),
+    }
+    for name, (value, is_fine, accepted) in fine.items():
+        if not is_fine:
+            raise InputError(f"{name} is {value}: {accepted} is accepted")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _remember_lines() -> None:
+    """Arrow keys bring back what was typed, also in earlier chats. A terminal without readline does without."""
+    try:
+        import atexit
+        import readline
+    except ImportError:
+        return
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "posttrain"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "chat_history"
+        if file.exists():
+            readline.read_history_file(file)
+        readline.set_history_length(1000)
+        atexit.register(readline.write_history_file, file)
+    except OSError:
+        return

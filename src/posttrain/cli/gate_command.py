@@ -1,0 +1,181 @@
+"""`posttrain gate`: may this candidate replace the model in production? `posttrain gate measure-kl`: how far has it moved?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.evaluation.results import Evaluation
+
+EXIT_CODES = {"promote": 0, "reject": 3, "needs_more_samples": 4}
+SUMMARY = "decide whether a candidate may ship: promote, reject, or more samples needed"
+EPILOG = """\
+examples:
+  posttrain gate --config configs/gate.yaml --candidate results/eval/new --production results/eval/old
+  posttrain gate --config gate.yaml --candidate main=A --candidate safety=B --production main=C --production safety=D
+  posttrain gate --config gate.yaml --candidate results/eval/first --no-production gate.confidence=0.9
+  posttrain gate measure-kl results/eval/new --base models/smollm2-135m-instruct
+
+The folders are what `posttrain eval` has written. A folder without a name is `main`; a folder of such folders gives each of
+them under its own name. Words of the form key=value override gate.yaml.
+exit codes: 0 promote · 3 reject · 4 more samples needed · 64 bad config, evaluation or metric · 1 crash
+"""
+KL_EPILOG = """\
+Both models read the answers of the evaluation; KL(model || base), in nats per token, goes to kl.json in its folder, where
+a check with the metric kl_from_base finds it. The evaluation's dataset has to be where it was.
+"""
+
+
+class GateParser(OverridesParser):
+    """Hands `measure-kl …` to a parser of its own; everything else is a decision."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = list(sys.argv[1:] if args is None else args)
+        if given[:1] == ["measure-kl"]:
+            return _kl_parser(f"{self.prog} measure-kl").parse_known_args(given[1:], namespace)
+        return super().parse_known_args(given, namespace)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "gate",
+        help=SUMMARY,
+        description=f"{SUMMARY[0].upper()}{SUMMARY[1:]}.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="posttrain gate --config FILE --candidate [NAME=]FOLDER … (--production [NAME=]FOLDER … | --no-production) "
+        "[options] [key=value …]\n       posttrain gate measure-kl FOLDER --base MODEL [options]",
+    )
+    parser.__class__ = GateParser
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="gate.yaml: what is demanded")
+    parser.add_argument(
+        "--candidate", action="append", default=[], metavar="[NAME=]FOLDER", help="evaluation of the new model"
+    )
+    parser.add_argument(
+        "--production", action="append", default=[], metavar="[NAME=]FOLDER", help="the same of the model in use"
+    )
+    parser.add_argument(
+        "--no-production", action="store_true", help="there is no model in use yet: checks against it are skipped"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the verdict as JSON; - prints it instead of the table")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing but itself")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override those of gate.yaml")
+    parser.set_defaults(run=run)
+
+
+def _kl_parser(prog: str) -> argparse.ArgumentParser:
+    parser = OverridesParser(
+        prog=prog,
+        description="Measure how far the model of an evaluation has moved from its base, on the answers that it gave.",
+        epilog=KL_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `posttrain eval` has written")
+    parser.add_argument("--base", required=True, metavar="MODEL", help="the model that it was trained from")
+    parser.add_argument("--model", metavar="MODEL", help="the model that answered (default: as the evaluation says)")
+    parser.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.set_defaults(run=run_measure_kl)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.candidate:
+        raise InputError("--candidate is missing: the folder that `posttrain eval` wrote for the new model")
+    if bool(args.production) == args.no_production:
+        raise InputError(
+            "say what the candidate is compared with: --production FOLDER, or --no-production if nothing is in use yet"
+            if not args.production
+            else "--production and --no-production exclude each other"
+        )
+    from posttrain.config.gate import GateConfig
+    from posttrain.config.standalone import load_standalone
+
+    config = load_standalone(GateConfig, args.config, args.words)
+
+    from posttrain.cli.gate_views import show_result
+    from posttrain.evaluation.gate import judge
+    from posttrain.evaluation.gate.report import as_html, as_json
+
+    candidate = _evaluations("--candidate", args.candidate)
+    production = None if args.no_production else _evaluations("--production", args.production)
+    result = judge(config, candidate, production)
+    report = as_json(result, config, candidate, production)
+    if args.json == "-":
+        print(json.dumps(report, indent=2))
+    else:
+        show_result(result)
+    if args.json not in (None, "-"):
+        _write(Path(args.json), json.dumps(report, indent=2) + "\n")
+    if args.html is not None:
+        _write(args.html, as_html(report, result))
+    return EXIT_CODES[result.verdict]
+
+
+def _evaluations(option: str, words: Sequence[str]) -> dict[str, Evaluation]:
+    from posttrain.evaluation.results import read_evaluation
+
+    found: dict[str, Evaluation] = {}
+    for name, folder in [pair for word in words for pair in _named_folders(word)]:
+        if name in found:
+            raise InputError(
+                f"{option}: two evaluations are called {name!r}; give them names, as in {option} safety={folder}"
+            )
+        found[name] = read_evaluation(folder)
+    return found
+
+
+def _named_folders(word: str) -> list[tuple[str, Path]]:
+    """`NAME=FOLDER`, or a folder: one evaluation is `main`, a folder of evaluations gives each its own name."""
+    from posttrain.evaluation.results import SUMMARY_FILE
+
+    name, equals, folder = word.partition("=")
+    if equals and not Path(word).exists():
+        return [(name, Path(folder))]
+    path = Path(word)
+    inside = [] if (path / SUMMARY_FILE).exists() else sorted(path.glob(f"*/{SUMMARY_FILE}"))
+    return [(file.parent.name, file.parent) for file in inside] or [("main", path)]
+
+
+def _write(path: Path, text: str) -> None:
+    from posttrain.checkpointing import durable
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_text(path, text)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+    print(f"written to {path}", file=sys.stderr)
+
+
+def run_measure_kl(args: argparse.Namespace) -> int:
+    if args.words:
+        raise InputError(f"unexpected: {' '.join(args.words)}; one evaluation is measured at a time")
+    from posttrain.cli.train_command import quieten_libraries
+
+    quieten_libraries()
+    from posttrain.evaluation.gate.measure_divergence import measure_divergence
+    from posttrain.reporting.console import Console
+
+    console = Console(sys.stderr, quiet=False)
+    found, path = measure_divergence(
+        args.folder,
+        args.base,
+        model=args.model,
+        precision=args.precision,
+        device=args.device,
+        show_progress=console.progress,
+    )
+    measured = sum(value is not None for value in found.values.values())
+    print(f"KL({found.model} || {found.base}) = {found.mean:.6g} nats per token, over {measured} problems; {path}")
+    return 0

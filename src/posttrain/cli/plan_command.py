@@ -1,0 +1,126 @@
+"""`posttrain plan`: memory and time of a run before it starts, and beside what a run has measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import KINDS, ConfigError, RunConfig, guess_kind, load_config
+from posttrain.errors import InputError
+
+EPILOG = """\
+examples:
+  posttrain plan --config configs/grpo.yaml policy.model_name=Qwen/Qwen3-8B
+  posttrain plan grpo policy.model_name=llama-8b policy.optimizer.state_dtype=bfloat16 --prompt-tokens 128 --answer-tokens 600
+  posttrain plan --run results/grpo                              predicted beside measured
+  posttrain plan --config configs/dpo.yaml --gpu h100 --json
+
+Needs no GPU and loads no weights: the config.json of the model is all that is read. policy.model_name may also be one of
+the shapes llama-0.5b, llama-1.5b, llama-8b, qwen-0.5b, qwen-1.5b and qwen-8b. Exits with 64 if something does not fit, and says
+which setting would help.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    summary = "memory and time of a run, predicted from its config"
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"posttrain plan [{'|'.join(KINDS)}] [--config FILE] [--gpu NAME] [--run FOLDER] [options] [key=value …]",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
+    parser.add_argument("--gpu", default="h200", metavar="NAME", help="h200 (default), h100, a100-80gb, b200 or l40s")
+    parser.add_argument(
+        "--run", type=Path, metavar="FOLDER", dest="run_folder", help="a run's folder: compare with what it measured"
+    )
+    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts")
+    parser.add_argument("--answer-tokens", type=float, metavar="N", help="mean length of answers")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="KIND key=value",
+        help=f"{', '.join(KINDS)} (guessed from the file if left out), then settings that override the file's",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from posttrain.planning.measured import read_measured
+    from posttrain.planning.plan import estimate_run, find_gpu
+    from posttrain.planning.proposal import explain, propose
+
+    gpu = find_gpu(args.gpu)
+    config = _config(args)
+    measured = read_measured(args.run_folder) if args.run_folder is not None else None
+    if measured is not None and not measured.is_on_gpu:
+        print(f"warning: {args.run_folder} was made on a CPU; what follows is for a GPU", file=sys.stderr)
+    found = estimate_run(
+        config,
+        gpu,
+        lengths=measured.lengths if measured is not None else None,
+        prompt_tokens=args.prompt_tokens,
+        answer_tokens=args.answer_tokens,
+    )
+    proposal = propose(found)
+    if args.json:
+        print(json.dumps(_as_json(found, config, measured, proposal), indent=2, ensure_ascii=False))
+    else:
+        from posttrain.cli.plan_views import show_plan
+
+        show_plan(found, config, measured, proposal)
+    if problem := explain(found):
+        raise InputError(f"this does not fit:\n{problem}")
+    return 0
+
+
+def _config(args: argparse.Namespace) -> RunConfig:
+    words = list(args.words)
+    kind = words.pop(0) if words and words[0] in KINDS else None
+    path = args.config
+    if path is None and args.run_folder is not None:
+        from posttrain.reporting.run_files import CONFIG_FILE
+
+        path = args.run_folder / CONFIG_FILE
+        if not path.is_file():
+            raise InputError(f"--run {args.run_folder}: no {CONFIG_FILE} there; give the run's config with --config")
+    if kind is None:
+        if path is None:
+            raise ConfigError(
+                f"say which kind of run is meant ({', '.join(KINDS)}), or give --config FILE or --run FOLDER"
+            )
+        kind = guess_kind(path)
+    if kind not in KINDS:
+        raise InputError(f"{path} is the config of an evaluation; the planner is for training: {', '.join(KINDS)}")
+    loaded = load_config(kind, path, words)
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    config: RunConfig = loaded.config
+    return config
+
+
+def _as_json(found: Any, config: RunConfig, measured: Any, proposal: Any) -> dict[str, Any]:
+    from posttrain.planning.measured import compare
+    from posttrain.planning.plan import as_json
+    from posttrain.planning.proposal import remedies
+
+    result = as_json(found, config)
+    if proposal is not None:
+        result["proposal"] = {"settings": proposal.settings, "total_step_time": proposal.found.time.total_s}
+    if not result["fits"]:
+        result["remedies"] = [{"settings": remedy.words, "fits": remedy.is_enough} for remedy in remedies(found)]
+    if measured is not None:
+        result["measured"] = {
+            "num_steps": measured.num_steps,
+            "comparison": [
+                {"what": row.what, "predicted": row.predicted, "measured": row.measured, "error": row.error}
+                for row in compare(found, measured)
+            ],
+        }
+    return result

@@ -1,0 +1,152 @@
+"""A plan, drawn in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.config import RunConfig
+from posttrain.planning.calibration import GIB
+from posttrain.planning.measured import Measured, compare
+from posttrain.planning.plan import Estimate, assumptions
+from posttrain.planning.proposal import Proposal
+
+GOAL = 0.15  # an error of the prediction that is still called good
+
+
+def show_plan(found: Estimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None) -> None:
+    console = Console(
+        markup=False, emoji=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
+    )
+    console.print(_headline(found), style="bold")
+    for title, table in (("GiB on each GPU", _memory(found)), ("seconds of a step", _time(found))):
+        console.print()
+        console.print(title, style="bright_black")
+        console.print(table)
+    console.print()
+    for line in _cache_lines(found):
+        console.print(line)
+    if measured is not None:
+        console.print(f"\npredicted and measured (median of {measured.num_steps} steps)", style="bright_black")
+        console.print(_comparison(found, measured))
+    if proposal is not None:
+        console.print("\nproposed", style="bright_black")
+        for line in _proposal_lines(found, proposal):
+            console.print(line)
+    console.print("\nassumed", style="bright_black")
+    for line in assumptions(found, config):
+        console.print(f"  {line}")
+
+
+def _headline(found: Estimate) -> str:
+    workload, settings = found.workload, found.settings
+    trained = "all weights" if settings.lora_rank is None else f"LoRA of rank {settings.lora_rank}"
+    gpus = found.gpu.name if settings.ranks == 1 else f"{settings.ranks} x {found.gpu.name}"
+    each = "" if settings.ranks == 1 else " on each"
+    recomputed = ", activations recomputed" if settings.checkpointing else ""
+    return (
+        f"{workload.kind} of {found.shape.name} ({found.shape.num_weights / 1e9:.2f} billion weights), {trained}{recomputed}, on "
+        f"{gpus}: {workload.num_samples:.0f} samples a step{each}"
+    )
+
+
+def _table(columns: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _memory(found: Estimate) -> Table:
+    phases = found.memory.phases
+    table = _table(["", *[phase.name for phase in phases]])
+    names = list(dict.fromkeys(name for phase in phases for name in phase.items))
+    for name in names:
+        table.add_row(name, *[_gib(phase.items.get(name)) for phase in phases])
+    table.add_row("in all", *[Text(_gib(phase.peak_bytes), style="bold") for phase in phases])
+    table.add_row(
+        f"needed, of {found.gpu.memory_bytes / GIB:.1f}", *[_needed(found, index) for index in range(len(phases))]
+    )
+    return table
+
+
+def _gib(num_bytes: float | None) -> str:
+    return "" if not num_bytes else f"{num_bytes / GIB:.1f}" if num_bytes >= 0.05 * GIB else "<0.1"
+
+
+def _needed(found: Estimate, index: int) -> Text:
+    phase = found.memory.phases[index]
+    fits = found.fits(phase)
+    return Text(f"{found.needed_bytes(phase) / GIB:.1f}{'' if fits else ' !'}", style="green" if fits else "bold red")
+
+
+def _time(found: Estimate) -> Table:
+    time, tokens = found.time, found.workload.num_tokens
+    table = _table(["", "s", "share", "tokens/s"])
+    parts = {
+        "generation": {"prompts": time.prompts_s, "decoding": time.decoding_s, "recording graphs": time.recording_s},
+        "policy_training": {"forward and backward": time.passes_s, "optimizer": time.optimizer_s},
+    }
+    for stage, seconds in time.stages.items():
+        if not seconds:
+            continue
+        table.add_row(stage, _seconds(seconds), f"{seconds / time.total_s:.0%}", f"{tokens / seconds:,.0f}")
+        for name, part in parts.get(stage, {}).items():
+            if part:
+                table.add_row(Text(f"  {name}", style="bright_black"), Text(_seconds(part), style="bright_black"))
+    table.add_row(
+        "in all", Text(_seconds(time.total_s), style="bold"), "", Text(f"{found.tokens_per_s:,.0f}", style="bold")
+    )
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3f}"
+
+
+def _cache_lines(found: Estimate) -> list[str]:
+    cache, time, engine = found.memory.cache, found.time, found.settings.engine
+    lines = []
+    if cache is not None and engine is not None:
+        kept = "kept while training" if cache.is_kept else "given up for training"
+        lines.append(
+            f"KV cache: {cache.num_bytes / GIB:.1f} GiB for {cache.tokens:,.0f} tokens of {cache.bytes_per_token:,} bytes, {kept}"
+        )
+        if cache.is_short:
+            lines.append(
+                f"  {engine.rows} rows at their longest would take {cache.wanted_bytes / GIB:.1f} GiB: some answers may have to "
+                "wait or be computed again"
+            )
+        lines.append(f"decoding: {time.num_decode_steps:,} steps of {1e3 * time.mean_step_s:.1f} ms")
+    row, count = found.workload.passes(found.workload.train, found.shape.window)
+    lines.append(f"training: {count:,.0f} micro-batches of {row.tokens:,.0f} tokens; a prompt is computed once in each")
+    if found.memory.host_bytes:
+        lines.append(f"host memory for the optimizer's state: {found.memory.host_bytes / GIB:.1f} GiB")
+    return lines
+
+
+def _comparison(found: Estimate, measured: Measured) -> Table:
+    table = _table(["", "predicted", "measured", "error"])
+    for row in compare(found, measured):
+        style = "green" if abs(row.error) <= GOAL else "yellow"
+        values = [f"{value:,.1f}" if value >= 10 else f"{value:.3f}" for value in (row.predicted, row.measured)]
+        unit = f" {row.unit}" if row.unit else ""
+        table.add_row(row.what, *[f"{value}{unit}" for value in values], Text(f"{row.error:+.1%}", style=style))
+    return table
+
+
+def _proposal_lines(found: Estimate, proposal: Proposal) -> list[str]:
+    if not proposal.settings:
+        return ["  nothing: the settings as they are were the fastest of those tried, to 1 %"]
+    best = proposal.found
+    peak = max(best.needed_bytes(phase) for phase in best.memory.phases) / GIB
+    faster = found.time.total_s / best.time.total_s - 1
+    change = f"{faster:+.0%} speed"
+    if found.too_large:
+        change = "the present settings do not fit"
+    settings = [f"  {name}={value}" for name, value in proposal.settings.items()]
+    return [*settings, f"  {best.time.total_s:.1f} s a step ({change}), {peak:.1f} GiB at most"]

@@ -1,0 +1,335 @@
+"""`posttrain registry`: model versions with lineage, their stages, and the history of every change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.registry import Registry
+
+DEFAULT_WAIT_S = 30.0
+EXIT_DAMAGED = 2
+SIZE_WITH_A_BAR = 200 * 2**20  # bytes; less is done before anybody looks
+
+EPILOG = """\
+examples:
+  posttrain registry add maths results/hf --config results/grpo/config.yaml --eval main=results/eval --gate gate.json
+  posttrain registry promote maths 1 --why "gate passed"            candidate -> canary
+  posttrain registry promote maths 1 --to production --why "canary quiet for a day"
+  posttrain registry rollback maths --why "complaints since Tuesday"
+  posttrain serve registry:maths@production
+
+stages: candidate -> canary -> production -> archived. There is one canary and one production version at most; what was
+there before is archived. The registry is a folder (./registry; --registry or POSTTRAIN_REGISTRY names another) with an SQLite
+file of MLflow and the files of the versions, or the address of an MLflow tracking server.
+exit codes: 0 done · 2 `show --verify` found damage · 64 bad input, a conflict, or a registry that stayed busy
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    summary = "keep model versions with lineage and stages; promote and roll back"
+    parser = subparsers.add_parser(
+        "registry",
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
+    _add_add(commands)
+    _add_reading(commands)
+    _add_promote(commands)
+    _add_rollback(commands)
+
+
+def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=_first_line(run), description=run.__doc__)
+    parser.set_defaults(run=lambda args: _run(run, args))
+    parser.add_argument(
+        "--registry", metavar="WHERE", help="folder or MLflow URI (default: POSTTRAIN_REGISTRY, ./registry)"
+    )
+    parser.add_argument(
+        "--wait-s", type=float, default=DEFAULT_WAIT_S, metavar="S", help="wait this long for another writer (30)"
+    )
+    return parser
+
+
+def _first_line(run: Any) -> str:
+    return str(run.__doc__).split("\n")[0].rstrip(".").lower()
+
+
+def _run(run: Any, args: argparse.Namespace) -> int:
+    if args.words:
+        raise InputError(f"unexpected: {' '.join(args.words)}; see `posttrain registry --help`")
+    from posttrain.registry import Registry
+
+    return int(run(Registry(args.registry, wait_s=args.wait_s), args))
+
+
+def _add_add(commands: Any) -> None:
+    add = _command(commands, "add", _add)
+    add.add_argument("name", metavar="NAME", help="name of the model; the first version makes it")
+    add.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder, adapter or checkpoint step_N")
+    add.add_argument("--base-model", metavar="MODEL", help="what it was trained from (default: as its config says)")
+    add.add_argument("--config", type=Path, metavar="FILE", help="config of the run (default: config.yaml of FOLDER)")
+    add.add_argument(
+        "--data", action="append", default=[], metavar="PATH", help="training data to hash; may be repeated"
+    )
+    add.add_argument(
+        "--eval", action="append", default=[], metavar="NAME=FOLDER", help="evaluation whose metrics are recorded"
+    )
+    add.add_argument("--metric", action="append", default=[], metavar="NAME=NUMBER", help="a metric of your own")
+    add.add_argument("--gate", type=Path, metavar="FILE", help="what `posttrain gate --json FILE` wrote")
+    add.add_argument("--note", default="", help="anything else worth knowing")
+    add.add_argument("--by", metavar="WHO", help="who does this (default: you)")
+    add.add_argument("--in-place", action="store_true", help="leave the files where they are instead of copying them")
+    add.add_argument("--json", action="store_true", help="print the version as JSON")
+
+
+def _add_reading(commands: Any) -> None:
+    listing = _command(commands, "list", _list)
+    listing.add_argument("name", nargs="?", metavar="NAME", help="only this model")
+    show = _command(commands, "show", _show)
+    show.add_argument(
+        "name", metavar="NAME[@WHICH]", help="WHICH: a number, production or canary (default: the newest)"
+    )
+    show.add_argument("--verify", action="store_true", help="compare every file with its checksum")
+    history = _command(commands, "history", _history)
+    history.add_argument("name", metavar="NAME")
+    diff = _command(commands, "diff", _diff)
+    diff.add_argument("name", metavar="NAME")
+    diff.add_argument("left", metavar="A", help="a number, production or canary")
+    diff.add_argument("right", metavar="B", help="a number, production or canary")
+    for parser in (listing, show, history, diff):
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    resolve = _command(commands, "resolve", _resolve)
+    resolve.add_argument("reference", metavar="REFERENCE", help="registry:NAME@production, @canary or @3")
+
+
+def _add_promote(commands: Any) -> None:
+    promote = _command(commands, "promote", _promote)
+    promote.add_argument("name", metavar="NAME")
+    promote.add_argument("version", type=int, metavar="VERSION")
+    promote.add_argument("--to", choices=("canary", "production", "archived"), help="default: the next stage")
+    promote.add_argument("--expect", metavar="VERSION", help="only if this version is in that place now (or: none)")
+    promote.add_argument("--force", action="store_true", help="against the gate's verdict; the history tells")
+    _add_reason(promote)
+
+
+def _add_rollback(commands: Any) -> None:
+    rollback = _command(commands, "rollback", _rollback)
+    rollback.add_argument("name", metavar="NAME")
+    rollback.add_argument("--stage", choices=("production", "canary"), default="production", help="what to take back")
+    rollback.add_argument("--to", type=int, metavar="VERSION", help="go back to this one (default: the one before)")
+    _add_reason(rollback)
+
+
+def _add_reason(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--why", required=True, metavar="TEXT", help="the reason, for the history")
+    parser.add_argument("--by", metavar="WHO", help="who does this (default: you)")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare the files with their checksums first")
+
+
+# -- the commands ------------------------------------------------------------------------------------------------------
+
+
+def _add(registry: Registry, args: argparse.Namespace) -> int:
+    """Register a model folder as the next version, a candidate.
+
+    The files are copied into the registry and their checksums recorded, with the lineage.
+    """
+    from posttrain.registry import gather_lineage
+    from posttrain.registry.version import as_row
+
+    metrics = {name: _number(name, value) for name, value in _pairs("--metric", args.metric).items()}
+    lineage = gather_lineage(
+        args.folder,
+        base_model=args.base_model,
+        config=args.config,
+        data=args.data,
+        evaluations={name: Path(folder) for name, folder in _pairs("--eval", args.eval).items()},
+        metrics=metrics,
+        gate=args.gate,
+    )
+    from posttrain.reporting.console import Console
+
+    folder: Path = args.folder
+    if other := lineage.judged_another:
+        print(
+            f"warning: the gate judged {other}, whose files are not those in {folder}: promoting needs --force",
+            file=sys.stderr,
+        )
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
+    console = Console(sys.stderr, quiet=args.json or size < SIZE_WITH_A_BAR)
+    label, passes = ("hashing, MiB", 1) if args.in_place else ("hashing and copying, MiB", 2)
+    with console.progress(label, passes * size >> 20) as advance:
+        version = registry.add(
+            args.name,
+            folder,
+            lineage,
+            by=args.by,
+            note=args.note,
+            in_place=args.in_place,
+            progress=lambda num_bytes: advance(num_bytes >> 20),
+        )
+    if args.json:
+        print(json.dumps(as_row(version), indent=2))
+    else:
+        gate = lineage.verdict or "no gate verdict"
+        print(f"{version.reference}: {len(version.files)} files, {_size(version.num_bytes)}, candidate, {gate}")
+        print(f"  {version.path}")
+    return 0
+
+
+def _list(registry: Registry, args: argparse.Namespace) -> int:
+    """Show the models and their versions."""
+    from posttrain.cli.registry_views import show_versions
+    from posttrain.registry.version import as_row
+
+    names = [args.name] if args.name else registry.names()
+    versions = [version for name in names for version in registry.versions(name)]
+    if args.json:
+        print(json.dumps([as_row(version) for version in versions], indent=2))
+    elif versions:
+        show_versions(versions)
+    else:
+        print(
+            f"{registry.location.text}: no models yet; `posttrain registry add NAME FOLDER` adds one", file=sys.stderr
+        )
+    return 0
+
+
+def _show(registry: Registry, args: argparse.Namespace) -> int:
+    """Show one version: stage, lineage, metrics, files."""
+    from posttrain.cli.registry_views import show_version
+    from posttrain.registry.version import as_row
+
+    name, _, which = args.name.removeprefix("registry:").partition("@")
+    version = registry.get(name, which) if which else registry.versions(name)[-1]
+    damage = registry.verify(version) if args.verify else None
+    if args.json:
+        print(json.dumps({**as_row(version), **({} if damage is None else {"damage": damage})}, indent=2))
+    else:
+        show_version(version, registry.history(name), damage)
+    return EXIT_DAMAGED if damage else 0
+
+
+def _history(registry: Registry, args: argparse.Namespace) -> int:
+    """Show every stage change: what, who, when and why."""
+    from posttrain.cli.registry_views import history_row, show_history
+
+    entries = registry.history(args.name)
+    if args.json:
+        print(json.dumps([history_row(entry) for entry in entries], indent=2))
+    else:
+        show_history(args.name, entries)
+    return 0
+
+
+def _diff(registry: Registry, args: argparse.Namespace) -> int:
+    """Show what two versions differ in: lineage, config, metrics, files."""
+    from posttrain.cli.registry_views import show_differences
+    from posttrain.registry.comparison import differences
+
+    left, right = registry.get(args.name, args.left), registry.get(args.name, args.right)
+    found = differences(left, right)
+    if args.json:
+        print(json.dumps([vars(difference) for difference in found], indent=2))
+    else:
+        show_differences(left, right, found)
+    return 0
+
+
+def _resolve(registry: Registry, args: argparse.Namespace) -> int:
+    """Print the folder of a version, after comparing its files with their checksums."""
+    from posttrain.registry import resolve_version
+
+    print(resolve_version(args.reference, registry=registry.location.text, wait_s=args.wait_s).path)
+    return 0
+
+
+def _promote(registry: Registry, args: argparse.Namespace) -> int:
+    """Move a version to the next stage, or to another one.
+
+    What was in that place is archived. A version whose gate did not say "promote" needs --force.
+    """
+    from posttrain.cli.registry_views import describe_entry
+
+    entry = registry.promote(
+        args.name,
+        args.version,
+        args.to,
+        why=args.why,
+        by=args.by,
+        expect=_expected(args.expect),
+        force=args.force,
+        verify=not args.no_verify,
+    )
+    print(describe_entry(entry) if entry else f"version {args.version} is there already; nothing to do")
+    return 0
+
+
+def _rollback(registry: Registry, args: argparse.Namespace) -> int:
+    """Take production back to the version before, or take a canary away.
+
+    The version that is taken out is archived.
+    """
+    from posttrain.cli.registry_views import describe_entry
+
+    entry = registry.rollback(
+        args.name, why=args.why, by=args.by, stage=args.stage, to=args.to, verify=not args.no_verify
+    )
+    print(describe_entry(entry))
+    return 0
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _pairs(option: str, words: list[str]) -> dict[str, str]:
+    pairs = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name or not value:
+            raise InputError(f"{option} {word}: expected NAME=VALUE")
+        if name in pairs:
+            raise InputError(f"{option} {word}: {name} is given twice")
+        pairs[name] = value
+    return pairs
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(f"--metric {name}={text}: {text!r} is not a finite number")
+    return value
+
+
+def _expected(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if text == "none":
+        return 0
+    if not text.isdecimal():
+        raise InputError(f"--expect {text}: expected the number of a version, or none")
+    return int(text)
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

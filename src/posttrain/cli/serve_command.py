@@ -1,0 +1,254 @@
+"""`posttrain serve`: an OpenAI-compatible server over a model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.serve.loading import ServeOptions
+
+KEY_VARIABLE = "POSTTRAIN_API_KEY"
+
+DESCRIPTION = """\
+Serve a model over HTTP, as OpenAI's clients know it: /v1/chat/completions, /v1/completions, /v1/models; also /health,
+/metrics (Prometheus) and /v1/feedback.
+
+  posttrain serve models/smollm2-135m-instruct
+  posttrain serve registry:maths@production --canary registry:maths@canary --canary-share 0.1
+  posttrain serve models/base --adapter polite=results/dpo/step_40 --adapter maths=results/grpo/step_60
+  posttrain serve Qwen/Qwen3-0.6B --backend vllm
+"""
+EPILOG = f"""\
+The key is read from --api-key-file or the variable {KEY_VARIABLE}; several keys are separated by commas or lines. SIGTERM or
+Ctrl-C: running requests are answered, new ones refused; a second signal ends at once.
+exit codes: 0 every request was answered · 1 some were cut off · 64 bad input
+"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="an OpenAI-compatible server over a model",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder, adapter, checkpoint, run, hub name or registry:NAME@STAGE"
+    )
+    parser.add_argument(
+        "--backend", choices=("native", "vllm"), default="native", help="who samples (default: %(default)s)"
+    )
+    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: from MODEL)")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter as a model; may be repeated",
+    )
+    parser.add_argument(
+        "--registry", metavar="WHERE", help="where the registry is (default: POSTTRAIN_REGISTRY, ./registry)"
+    )
+    _add_network(parser)
+    _add_engine(parser)
+    _add_limits(parser)
+    _add_canary(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("network")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help=f"keys that are accepted (default: {KEY_VARIABLE})"
+    )
+    group.add_argument("--api-key", metavar="KEY", help="the same, but others on this machine can see it")
+    group.add_argument(
+        "--drain-timeout-s", type=float, default=120.0, metavar="S", help="for running requests after SIGTERM (120)"
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--precision", choices=("auto", "bfloat16", "float32"), default="auto")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    group.add_argument(
+        "--max-model-len", type=int, metavar="N", help="prompt and answer, tokens (default: the model's, ≤ 8192)"
+    )
+    group.add_argument("--max-batch-size", type=int, default=64, metavar="N", help="samples that decode together (64)")
+    group.add_argument(
+        "--max-prefill-tokens", type=int, default=4096, metavar="N", help="prompt tokens in a pass (4096)"
+    )
+    group.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="memory of the KV cache (default: 2 on a CPU)")
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of a GPU, weights included (0.9)"
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits")
+    group.add_argument("--max-queue", type=int, default=256, metavar="N", help="samples that may wait; then 429 (256)")
+    group.add_argument(
+        "--max-body-bytes", type=int, default=2 * 2**20, metavar="N", help="larger bodies get 413 (2 MiB)"
+    )
+    group.add_argument(
+        "--max-completion-tokens", type=int, metavar="N", help="of one sample (default: what the context leaves)"
+    )
+    group.add_argument("--max-samples", type=int, default=16, metavar="N", help="of one request: prompts times n (16)")
+    group.add_argument(
+        "--request-timeout-s", type=float, default=600.0, metavar="S", help="queue included; then 504 (600)"
+    )
+    group.add_argument(
+        "--body-timeout-s", type=float, default=30.0, metavar="S", help="for a body to arrive; then 408 (30)"
+    )
+
+
+def _add_canary(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("canary: a second version behind the same name")
+    group.add_argument("--canary", metavar="MODEL", help="the second version: a model, or the name of an --adapter")
+    group.add_argument(
+        "--canary-share", type=float, default=0.1, metavar="SHARE", help="of users, or of requests (0.1)"
+    )
+    group.add_argument(
+        "--canary-max-error-rate", type=float, default=0.05, metavar="RATE", help="more sends everybody back (0.05)"
+    )
+    group.add_argument("--canary-min-requests", type=int, default=20, metavar="N", help="before that is judged (20)")
+    group.add_argument(
+        "--canary-max-kpi-drop",
+        type=float,
+        metavar="X",
+        help="mean score of /v1/feedback below production's (default: off)",
+    )
+    group.add_argument(
+        "--canary-min-feedback", type=int, default=30, metavar="N", help="scores of each, before that (30)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    _require_extra()
+    from posttrain.cli.train_command import quieten_libraries
+
+    quieten_libraries()
+    options = options_of(args)
+    if args.backend == "vllm":
+        from posttrain.serve.vllm_backend import become_vllm
+
+        return become_vllm(options, args.host, args.port)
+    from posttrain.serve import server
+    from posttrain.serve.loading import build_service
+
+    with server.listen(args.host, args.port):
+        pass  # a taken port is told before minutes are spent on loading
+    service = build_service(options, server.say)
+    if not options.api_keys and args.host not in ("127.0.0.1", "localhost", "::1"):
+        server.say(f"warning: anybody who reaches {args.host} may use this server; {KEY_VARIABLE} sets a key")
+    return server.run(service, args.host, args.port, args.drain_timeout_s)
+
+
+def options_of(args: argparse.Namespace) -> ServeOptions:
+    from posttrain.serve.canary import CanaryRules
+    from posttrain.serve.loading import ServeOptions
+    from posttrain.serve.models import EngineOptions
+    from posttrain.serve.service import Limits
+
+    rules = CanaryRules(
+        share=args.canary_share,
+        max_error_rate=args.canary_max_error_rate,
+        min_requests=args.canary_min_requests,
+        max_kpi_drop=args.canary_max_kpi_drop,
+        min_feedback=args.canary_min_feedback,
+    )
+    return ServeOptions(
+        model=args.model,
+        served_name=args.served_model_name,
+        adapters=_adapters(args.adapter),
+        canary=args.canary,
+        canary_rules=rules if args.canary else None,
+        engine=EngineOptions(
+            precision=args.precision,
+            device=args.device,
+            max_model_len=args.max_model_len,
+            max_batch_size=args.max_batch_size,
+            max_prefill_tokens=args.max_prefill_tokens,
+            kv_cache_gib=args.kv_cache_gib,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+        ),
+        limits=Limits(
+            max_queue=args.max_queue,
+            max_body_bytes=args.max_body_bytes,
+            max_completion_tokens=args.max_completion_tokens,
+            max_samples=args.max_samples,
+            request_timeout_s=args.request_timeout_s,
+            body_timeout_s=args.body_timeout_s,
+        ),
+        api_keys=_keys(args.api_key, args.api_key_file),
+        registry=args.registry,
+    )
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    adapters: dict[str, str] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not name or not equals or not folder:
+            raise InputError(f"--adapter {text!r}: NAME=FOLDER is expected")
+        if name in adapters:
+            raise InputError(f"--adapter: two adapters are called {name!r}")
+        adapters[name] = folder
+    return adapters
+
+
+def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
+    if given is not None and file is not None:
+        raise InputError("--api-key and --api-key-file are two ways to say the same: give one")
+    if file is None:
+        text = os.environ.get(KEY_VARIABLE, "") if given is None else given
+        if given is not None and not given.strip(" ,"):
+            raise InputError("--api-key is empty: anybody could use the server")
+    else:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
+        if not text.strip():
+            raise InputError(f"--api-key-file {file} is empty: anybody could use the server")
+    return tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.words:
+        raise InputError(f"serve takes one MODEL, and options; what is {args.words[0]!r}?")
+    at_least_one = ("max_batch_size", "max_prefill_tokens", "max_body_bytes", "max_samples")
+    checks = {
+        **{name: (getattr(args, name), getattr(args, name) >= 1, "at least 1") for name in at_least_one},
+        "max_queue": (args.max_queue, args.max_queue >= 0, "0 or more"),
+        "port": (args.port, 0 <= args.port < 2**16, "0 to 65535"),
+        "max_model_len": (args.max_model_len, args.max_model_len is None or args.max_model_len >= 2, "at least 2"),
+        "max_completion_tokens": (
+            args.max_completion_tokens,
+            args.max_completion_tokens is None or args.max_completion_tokens >= 1,
+            "at least 1",
+        ),
+        "request_timeout_s": (args.request_timeout_s, args.request_timeout_s > 0, "more than 0"),
+        "body_timeout_s": (args.body_timeout_s, args.body_timeout_s > 0, "more than 0"),
+        "drain_timeout_s": (args.drain_timeout_s, args.drain_timeout_s >= 0, "0 or more"),
+    }
+    for name, (value, fine, accepted) in checks.items():
+        if not fine:
+            raise InputError(f"--{name.replace('_', '-')} is {value}: {accepted} is accepted")
+
+
+def _require_extra() -> None:
+    import importlib.util
+
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"`posttrain serve` needs {package}: pip install 'posttrain[serve]'")

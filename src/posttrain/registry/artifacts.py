@@ -1,0 +1,156 @@
+"""The files of a model version: their sizes and SHA-256, a copy of its own, and the comparison of what is there with both.
+
+What was measured is kept in the registry's database and not beside the files, so whoever changes a file cannot change
+what it is compared with in the same stroke.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from posttrain.checkpointing import durable
+from posttrain.registry.errors import RegistryError
+
+_MAX_THREADS = 8
+_CHECKPOINT_FILES = ("config.yaml", "training_info.json", "policy/model.json")
+_CHECKPOINT_FOLDERS = (("policy", "weights"), ("policy", "tokenizer"))
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    size: int
+    sha256: str
+
+
+Progress = Callable[[int], None]  # hears of bytes that are done
+Files = Mapping[str, FileRecord]  # path relative to the version's folder, with forward slashes
+
+
+def no_progress(num_bytes: int) -> None:
+    pass
+
+
+def measure(folder: Path, progress: Progress = no_progress) -> dict[str, FileRecord]:
+    """Every file below `folder`, hashed in threads. Links are followed, as hub caches consist of them.
+
+    Of a checkpoint step_N only the model counts: what a run needs to go on (optimizer, data position) is not listed.
+    """
+    if not folder.is_dir():
+        kind = "a file" if folder.exists() else "no such folder"
+        raise RegistryError(f"{folder}: {kind}; expected a folder with a model, an adapter or a checkpoint step_N")
+    paths = _walk(folder)
+    if (folder / "policy" / "weights").is_dir():
+        paths = [path for path in paths if _is_of_the_model(path.relative_to(folder))]
+    if not paths:
+        raise RegistryError(f"{folder}: the folder is empty; expected a model, an adapter or a checkpoint step_N")
+    records = []
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        try:
+            for record in pool.map(_record, paths):
+                records.append(record)
+                progress(record.size)
+        except OSError as error:
+            raise RegistryError(f"{error.filename}: cannot be read ({error.strerror})") from error
+    return {path.relative_to(folder).as_posix(): record for path, record in zip(paths, records, strict=True)}
+
+
+def content_digest(files: Files) -> str:
+    """One SHA-256 for all names and contents."""
+    lines = (f"{record.sha256}  {name}\n" for name, record in sorted(files.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def find_damage(folder: Path, files: Files, *, strangers: bool, contents: bool = True) -> list[str]:
+    """What differs from `files`, one line each. `strangers`: files that are not in the list count, too."""
+    if not folder.is_dir():
+        return [f"the folder {folder} is missing"]
+    problems = [problem for name, record in files.items() if (problem := _size_problem(folder / name, name, record))]
+    if strangers:
+        found = (path.relative_to(folder).as_posix() for path in _walk(folder))
+        problems += [f"{name} does not belong to the version" for name in found if name not in files]
+    if problems or not contents:
+        return problems
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        checks = pool.map(lambda item: _content_problem(folder / item[0], item[0], item[1]), files.items())
+        return [problem for problem in checks if problem]
+
+
+def keep_copy(folder: Path, files: Files, root: Path, progress: Progress = no_progress) -> Path:
+    """A copy of `folder` under `root`, named by its content: equal content is kept once. Whole, or not there at all."""
+    target = root / content_digest(files)[:24]
+    if target.exists() and not find_damage(target, files, strangers=True):
+        return target
+    durable.make_folder(root)
+    partial = root / f".partial-{uuid4().hex}"
+    try:
+        for name, record in files.items():
+            copy = partial / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, copy)
+            durable.sync_file(copy)
+            progress(record.size)
+        if damage := find_damage(partial, files, strangers=True):
+            raise RegistryError(f"{folder} changed while it was copied: {damage[0]}; is something still writing to it?")
+        _put_in_place(partial, target, files)
+    except OSError as error:
+        raise RegistryError(f"{folder} cannot be copied to {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    durable.sync_folder(root)
+    return target
+
+
+def _put_in_place(partial: Path, target: Path, files: Files) -> None:
+    try:
+        os.rename(partial, target)
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    if not find_damage(target, files, strangers=True):
+        return  # somebody else has just copied the same content
+    damaged = target.with_name(f".replaced-{uuid4().hex}")
+    os.rename(target, damaged)
+    os.rename(partial, target)
+    shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _is_of_the_model(path: Path) -> bool:
+    return path.as_posix() in _CHECKPOINT_FILES or path.parts[:2] in _CHECKPOINT_FOLDERS
+
+
+def _walk(folder: Path) -> list[Path]:
+    found = (Path(root) / name for root, _, names in os.walk(folder, followlinks=True) for name in names)
+    return sorted(found)
+
+
+def _record(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(os.fstat(file.fileno()).st_size, digest)
+
+
+def _size_problem(path: Path, name: str, record: FileRecord) -> str | None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None if size == record.size else f"{name} has {size} bytes instead of {record.size}"
+
+
+def _content_problem(path: Path, name: str, record: FileRecord) -> str | None:
+    try:
+        found = _record(path)
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None if found == record else f"{name} is not what was registered: its SHA-256 differs"

@@ -1,0 +1,236 @@
+"""Where a model version comes from: base model, data, config, code, measured metrics and the gate's verdict.
+
+Everything that can be read off the files beside the weights is read off them; the rest is told by the caller. What is not
+known stays empty: nothing here guesses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import posttrain
+from posttrain.registry.artifacts import content_digest, measure
+from posttrain.registry.errors import RegistryError
+
+CONFIG_FILE = "config.yaml"
+TRAINING_FILE = "training_info.json"
+CONVERSION_FILE = "conversion.json"  # lineage of a model that `posttrain convert` wrote
+
+
+@dataclass(frozen=True)
+class Lineage:
+    base_model: str | None = None
+    data: Mapping[str, str | None] = field(default_factory=dict)  # path or name -> SHA-256; None where it is not local
+    config: Mapping[str, Any] = field(default_factory=dict)  # dotted key -> value
+    config_sha256: str | None = None
+    code_version: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)  # "<evaluation>/<metric>"
+    gate: Mapping[str, Any] | None = None  # {"verdict", "reasons", "report", "judged", "another_model"}
+    source: str = ""  # the folder that was registered
+
+    @property
+    def data_hash(self) -> str | None:
+        """One hash for all of the data; None if there is none, or if a part of it could not be read."""
+        if not self.data or None in self.data.values():
+            return None
+        return hashlib.sha256(json.dumps(dict(self.data), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def verdict(self) -> str | None:
+        return None if self.gate is None else str(self.gate.get("verdict"))
+
+    @property
+    def judged_another(self) -> str | None:
+        """The model that the gate judged, if it is known to be another one than this."""
+        return None if self.gate is None else self.gate.get("another_model")
+
+    def to_row(self) -> dict[str, Any]:
+        return {**asdict(self), "data_hash": self.data_hash}
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Lineage:
+        return cls(**{key: value for key, value in row.items() if key != "data_hash"})
+
+
+def gather_lineage(
+    folder: Path,
+    *,
+    base_model: str | None = None,
+    config: Path | None = None,
+    data: Sequence[str] = (),
+    evaluations: Mapping[str, Path] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    gate: Path | None = None,
+) -> Lineage:
+    """What the files tell, with what the caller says over it. `evaluations`: name -> folder of a finished evaluation."""
+    config_path = config or _find_config(folder)
+    values, config_hash = _read_config(config_path) if config_path else ({}, None)
+    converted = _read_json(folder / CONVERSION_FILE) if (folder / CONVERSION_FILE).is_file() else {}
+    sources = list(data) or _data_of(values) or _data_of_conversion(converted)
+    judged = _read_gate(gate) if gate else None
+    if judged is not None:
+        judged["another_model"] = judged_another_model(folder, judged)
+    return Lineage(
+        base_model=base_model or _base_model(folder, values) or converted.get("base_model"),
+        data={source: _hash_of(source, told=bool(data)) for source in sources},
+        config=values,
+        config_sha256=config_hash,
+        code_version=code_version(),
+        metrics={**_training_metrics(folder, converted), **_evaluated(evaluations or {}), **(metrics or {})},
+        gate=judged,
+        source=str(folder),
+    )
+
+
+def code_version() -> str:
+    """Version of the package; from a checkout, with the commit, and `-changed` if files differ from it."""
+    home = Path(posttrain.__file__).parent
+    try:
+        ended = subprocess.run(
+            ["git", "-C", str(home), "describe", "--always", "--dirty=-changed", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return posttrain.__version__
+    commit = ended.stdout.strip()
+    return f"{posttrain.__version__}+g{commit}" if ended.returncode == 0 and commit else posttrain.__version__
+
+
+def _find_config(folder: Path) -> Path | None:
+    """Beside the weights, or in the run that the checkpoint belongs to."""
+    is_checkpoint = (folder / "policy" / "weights").is_dir()
+    places = [folder, folder.parent] if is_checkpoint else [folder]
+    return next((place / CONFIG_FILE for place in places if (place / CONFIG_FILE).is_file()), None)
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], str]:
+    from posttrain.config.tree import dotted, leaves
+    from posttrain.config.yaml_files import parse_document
+
+    try:
+        content = path.read_bytes()
+        values = parse_document(content.decode("utf-8"), str(path)).values
+    except (OSError, UnicodeDecodeError) as error:
+        raise RegistryError(f"{path}: the config cannot be read ({error})") from error
+    flat = {dotted(key): value for key, value in leaves(values)}
+    return json.loads(json.dumps(flat, default=str)), hashlib.sha256(content).hexdigest()
+
+
+def _base_model(folder: Path, config: Mapping[str, Any]) -> str | None:
+    for adapter in (folder, folder / "policy/weights/model"):
+        path = adapter / "adapter_config.json"
+        if path.is_file():
+            named = _read_json(path).get("base_model_name_or_path")
+            return str(named) if named else None
+    named = config.get("policy.model_name")
+    return str(named) if named else None
+
+
+def _data_of(config: Mapping[str, Any]) -> list[str]:
+    """The files or the names that the config trains on."""
+    train = config.get("data.train")
+    if isinstance(train, list):
+        blocks = [block for block in train if isinstance(block, dict)]
+    else:
+        blocks = [{key: config.get(f"data.train.{key}") for key in ("data_path", "dataset_name")}]
+    named = [block.get("data_path") or block.get("dataset_name") for block in blocks]
+    return [str(one) for name in named if name for one in (name if isinstance(name, list) else [name])]
+
+
+def _data_of_conversion(converted: Mapping[str, Any]) -> list[str]:
+    """The same of a model that `posttrain convert` wrote."""
+    train = [block for block in converted.get("data") or [] if block.get("role") == "train"]
+    return [str(name) for block in train if (name := block.get("data_path") or block.get("dataset_name"))]
+
+
+def _hash_of(source: str, *, told: bool) -> str | None:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return content_digest(measure(path))
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    if told and "://" not in source:
+        raise RegistryError(f"--data {source}: no such file or folder")
+    return None
+
+
+def _training_metrics(folder: Path, converted: Mapping[str, Any]) -> dict[str, float]:
+    path = folder / TRAINING_FILE
+    if not path.is_file():
+        measured = converted.get("metrics") or {}
+        return {f"training/{key}": float(value) for key, value in measured.items() if key.startswith("validation/")}
+    kept = {key: value for key, value in _read_json(path).items() if key == "total_steps" or ":" in key}
+    return {f"training/{key}": float(value) for key, value in kept.items() if _is_number(value)}
+
+
+def _evaluated(evaluations: Mapping[str, Path]) -> dict[str, float]:
+    from posttrain.evaluation.results import read_summary
+
+    found: dict[str, float] = {}
+    for name, folder in evaluations.items():
+        summary = read_summary(folder)
+        found.update({f"{name}/{metric}": float(value) for metric, value in summary.metrics.items()})
+        if summary.cost_per_answer is not None:
+            found[f"{name}/cost_per_answer"] = summary.cost_per_answer
+    return found
+
+
+def _read_gate(path: Path) -> dict[str, Any]:
+    report = _read_json(path)
+    verdict = report.get("verdict")
+    if verdict not in ("promote", "reject", "needs_more_samples"):
+        raise RegistryError(
+            f"{path}: verdict is {verdict!r}; expected the JSON that `posttrain gate --json FILE` writes, with the verdict "
+            "promote, reject or needs_more_samples"
+        )
+    return {
+        "verdict": verdict,
+        "reasons": list(report.get("reasons", [])),
+        "report": str(path),
+        "judged": {
+            name: {key: evaluation.get(key) for key in ("model", "model_fingerprint")}
+            for name, evaluation in (report.get("candidate") or {}).items()
+        },
+    }
+
+
+def judged_another_model(folder: Path, gate: Mapping[str, Any]) -> str | None:
+    """The model that the gate judged, if its weights are not those in `folder`; None if they are, or nobody can tell."""
+    from posttrain.evaluation.identity import folder_fingerprint
+    from posttrain.export.model_reference import ModelReferenceError, resolve_model
+
+    try:
+        reference = resolve_model(folder)
+    except ModelReferenceError:
+        return None
+    if reference.files is None:
+        return None
+    parts = dict.fromkeys([reference.files, Path(reference.model), Path(reference.tokenizer)])
+    own = folder_fingerprint(*(part for part in parts if part.is_dir()))
+    for judged in gate.get("judged", {}).values():
+        if judged["model_fingerprint"] not in (None, own):
+            return str(judged["model"])
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RegistryError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise RegistryError(f"{path}: a JSON {type(content).__name__}; expected an object")
+    return content
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,323 @@
+"""The registry: model versions with their lineage, their stages, and who moved them when and why.
+
+Files go into a folder beside the database, named by their content, or stay where they are (`in_place`). A stage change is
+one appended line of the log (`stages.py`), so it happens whole or not at all, also when the process is killed.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.errors import nearest
+from posttrain.registry.artifacts import Files, Progress, find_damage, keep_copy, measure, no_progress
+from posttrain.registry.errors import RegistryConflict, RegistryError
+from posttrain.registry.lineage import Lineage
+from posttrain.registry.stages import (
+    NO_VERSION,
+    NOTHING_EXPECTED,
+    STAGES,
+    Change,
+    Entry,
+    Stage,
+    Stages,
+    replay,
+)
+from posttrain.registry.store import ARTIFACTS, HISTORY_SUFFIX, Location, MlflowStore
+from posttrain.registry.version import ModelVersion, record_of, version_from_record
+
+DEFAULT_LOCATION = "registry"
+LOCATION_VARIABLE = "POSTTRAIN_REGISTRY"
+DEFAULT_WAIT_S = 30.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+class Registry:
+    """`location`: a folder (made by the first `add`), or a URI that MLflow understands. Nothing is opened before use."""
+
+    def __init__(self, location: str | Path | None = None, *, wait_s: float = DEFAULT_WAIT_S) -> None:
+        chosen = location or os.environ.get(LOCATION_VARIABLE) or DEFAULT_LOCATION
+        self.location = Location(str(chosen))
+        self._store = MlflowStore(self.location, wait_s=wait_s)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        return self._store.names()
+
+    def versions(self, name: str) -> list[ModelVersion]:
+        """All versions of a model, the oldest first."""
+        records = self._records(name)
+        stages, _ = self._replayed(name)
+        return [self._version(name, number, record, stages) for number, record in records.items()]
+
+    def get(self, name: str, which: str | int = "production") -> ModelVersion:
+        """The version with this number, or in this stage (production or canary)."""
+        records = self._records(name)
+        stages, _ = self._replayed(name)
+        number = self._number(name, str(which), records, stages)
+        return self._version(name, number, records[number], stages)
+
+    def history(self, name: str) -> list[Entry]:
+        """Every stage change that was ever written, in order, with what it did; also those that lost a race."""
+        self._records(name)
+        return self._replayed(name)[1]
+
+    def verify(self, version: ModelVersion, *, contents: bool = True) -> list[str]:
+        """What is wrong with the files of a version; empty if nothing is. `contents` False looks at sizes only.
+
+        Files on a tracking server are downloaded first, unless they are here already.
+        """
+        if version.uploaded_to is not None and not version.path.is_dir():
+            return self._fetch(version)
+        return find_damage(version.path, version.files, strangers=not version.in_place, contents=contents)
+
+    def resolve(self, name: str, which: str | int = "production", *, verify: bool = True) -> ModelVersion:
+        """The version, with its files here and whole. A damaged or missing file is an error."""
+        version = self.get(name, which)
+        if damage := self.verify(version, contents=verify):
+            raise RegistryError(_damaged(version, damage))
+        return version
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        name: str,
+        folder: str | Path,
+        lineage: Lineage,
+        *,
+        by: str | None = None,
+        note: str = "",
+        in_place: bool = False,
+        progress: Progress = no_progress,
+    ) -> ModelVersion:
+        """Register the files in `folder` as the next version, a candidate. `progress` hears of bytes, hashed and copied."""
+        self._check_name(name)
+        folder = Path(folder).expanduser().absolute()
+        files = measure(folder, progress)
+        path, run_id, uploaded_to = self._place(name, folder, files, in_place, progress)
+        new = ModelVersion(
+            name=name,
+            version=NO_VERSION,
+            stage="candidate",
+            path=path,
+            files=files,
+            lineage=lineage,
+            by=by or who(),
+            at=now(),
+            note=note,
+            in_place=in_place,
+            uploaded_to=uploaded_to,
+        )
+        # A tracking server refuses local paths as sources, for good reasons; the record has the path.
+        source = uploaded_to or (f"posttrain-folder://folder/{name}" if self.location.is_server else str(path))
+        with self._store.writing():
+            record = record_of(new, self.location.folder)
+            number = self._store.add_version(name, source, record, run_id)
+        return self._version(name, number, record, Stages())
+
+    def promote(
+        self,
+        name: str,
+        version: int,
+        to: Stage | None = None,
+        *,
+        why: str,
+        by: str | None = None,
+        expect: int | None = None,
+        force: bool = False,
+        verify: bool = True,
+    ) -> Entry | None:
+        """Move a version to a stage; without `to`, to the next one. None if it is there already.
+
+        What was in that place is archived. `expect` is the version that must be in the place (0: none): if another one
+        is, RegistryConflict. A version whose gate did not say "promote" needs `force`, which the history tells.
+        """
+        chosen = self.get(name, version)
+        target = to or _next_stage(chosen)
+        if chosen.stage == target:
+            return None
+        is_allowed = chosen.lineage.verdict == "promote" and chosen.lineage.judged_another is None
+        if target in ("canary", "production"):
+            self._check_may_ship(chosen, target, force=force, is_allowed=is_allowed, verify=verify)
+        elif target == "candidate":
+            raise RegistryError(f"{chosen.reference}: a version is a candidate once, when it is added")
+        elif chosen.stage == "production" and not force:
+            raise RegistryError(
+                f"{chosen.reference} is in production: archiving it leaves none. Promote another version, roll back, "
+                "or say --force"
+            )
+        expected = NOTHING_EXPECTED if expect is None else expect
+        forced = force and not is_allowed and target != "archived"
+        change = Change("promote", chosen.version, target, by or who(), now(), _reason(why), expected, forced)
+        return self._append(name, change)
+
+    def rollback(
+        self,
+        name: str,
+        *,
+        why: str,
+        by: str | None = None,
+        stage: Stage = "production",
+        to: int | None = None,
+        verify: bool = True,
+    ) -> Entry:
+        """Production goes back to the version before (or to `to`); a canary is taken away. The loser is archived."""
+        if stage not in ("production", "canary"):
+            raise RegistryError(f"only production and canary can be rolled back, not {stage}")
+        stages, _ = self._replayed(name)
+        records = self._records(name)
+        if stage == "canary":
+            if not stages.canary:
+                raise RegistryError(f"{name} has no canary")
+            change = Change("rollback", stages.canary, "archived", by or who(), now(), _reason(why), stages.canary)
+            return self._append(name, change)
+        target = to if to is not None else stages.previous_production()
+        if target == NO_VERSION:
+            raise RegistryError(f"{name}: there is no earlier production version to go back to")
+        chosen = self._version(name, self._number(name, str(target), records, stages), records[target], stages)
+        if chosen.stage == "production":
+            raise RegistryError(f"{chosen.reference} is in production already")
+        if verify and (damage := self.verify(chosen)):
+            raise RegistryError(_damaged(chosen, damage))
+        change = Change("rollback", target, "production", by or who(), now(), _reason(why), stages.production)
+        return self._append(name, change)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _append(self, name: str, change: Change) -> Entry:
+        with self._store.writing():
+            # Before writing, so that what cannot work leaves no line; afterwards again, because without a lock (on a
+            # server) another writer may have come in between. Then the order of the log decides, for everybody alike.
+            if refused := self._replayed(name)[0].apply(change).refused:
+                raise RegistryConflict(f"{name}: {refused}; nothing was changed")
+            ordinal = self._store.add_change(name, change.to_row())
+            stages, entries = self._replayed(name)
+            entry = next(entry for entry in entries if entry.change.ordinal == ordinal)
+            self._store.set_aliases(name, {"production": stages.production, "canary": stages.canary})
+        if entry.refused:
+            raise RegistryConflict(f"{name}: another change came first: {entry.refused}; nothing was changed")
+        return entry
+
+    def _replayed(self, name: str) -> tuple[Stages, list[Entry]]:
+        rows = self._store.changes(name)
+        return replay(Change(**row, ordinal=ordinal) for ordinal, row in rows.items())
+
+    def _records(self, name: str) -> dict[int, dict[str, Any]]:
+        self._check_name(name)
+        records = self._store.versions(name)
+        if not records:
+            known = self.names()
+            listed = f"; there are {', '.join(known)}" if known else "; the registry is empty"
+            raise RegistryError(f"{self.location.text}: no model {name!r}{nearest(name, known)}{listed}")
+        return records
+
+    def _number(self, name: str, which: str, records: Mapping[int, Any], stages: Stages) -> int:
+        places = {"production": stages.production, "canary": stages.canary}
+        if which in places:
+            if places[which]:
+                return places[which]
+            filled = ", ".join(f"{place} is version {number}" for place, number in places.items() if number)
+            raise RegistryError(
+                f"{name} has no {which} version ({filled or 'nothing has been promoted'}); versions: "
+                f"{_span(list(records))}. Promote one: posttrain registry promote {name} VERSION --to {which} --why …"
+            )
+        if which.isdecimal() and int(which) in records:
+            return int(which)
+        raise RegistryError(
+            f"{name}@{which}: no such version; versions are {_span(list(records))}, or say production or canary"
+        )
+
+    def _version(self, name: str, number: int, record: Mapping[str, Any], stages: Stages) -> ModelVersion:
+        return version_from_record(name, number, record, stages, self.location.folder)
+
+    def _place(
+        self, name: str, folder: Path, files: Files, in_place: bool, progress: Progress
+    ) -> tuple[Path, str | None, str | None]:
+        """(folder, run id, address on the server) of the files of a new version."""
+        if in_place:
+            return folder, None, None
+        if self.location.folder:
+            return keep_copy(folder, files, self.location.folder / ARTIFACTS / name, progress), None, None
+        if self.location.is_server:
+            uploaded_to, run_id = self._store.upload(name, folder, files)
+            return folder, run_id, uploaded_to
+        raise RegistryError(
+            f"{self.location.text} is a database without a place for files; say --in-place to leave them in {folder}"
+        )
+
+    def _fetch(self, version: ModelVersion) -> list[str]:
+        """Download the files of a version: whole and compared, or not there at all. What is wrong with them."""
+        import shutil
+        import tempfile
+
+        assert version.uploaded_to is not None
+        version.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=version.path.parent, prefix=".partial-") as partial:
+            self._store.download(version.uploaded_to, Path(partial))
+            found = Path(partial) / "model"
+            damage = find_damage(found, version.files, strangers=True)
+            if not damage and not version.path.is_dir():
+                shutil.move(str(found), version.path)
+        return damage
+
+    def _check_may_ship(self, version: ModelVersion, to: Stage, *, force: bool, is_allowed: bool, verify: bool) -> None:
+        if version.stage == "production":
+            raise RegistryError(f"{version.reference} is in production; only rollback or another version takes it out")
+        if not is_allowed and not force:
+            verdict = version.lineage.verdict
+            said = f"its gate said {verdict}" if verdict else "it has no gate verdict (registry add --gate FILE)"
+            if other := version.lineage.judged_another:
+                said = f"its gate judged the files of {other}, which are others; evaluate and judge what you register"
+            raise RegistryError(f"{version.reference} may not become {to}: {said}. --force overrides it, and is logged")
+        if verify and (damage := self.verify(version)):
+            raise RegistryError(_damaged(version, damage))
+
+    def _check_name(self, name: str) -> None:
+        if not _NAME.fullmatch(name) or name.endswith(HISTORY_SUFFIX):
+            raise RegistryError(
+                f"{name!r} cannot be the name of a model: letters, digits, '.', '_' and '-' are accepted, up to 200, "
+                f"not beginning with a sign and not ending with {HISTORY_SUFFIX}"
+            )
+
+
+def who() -> str:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _next_stage(version: ModelVersion) -> Stage:
+    if version.stage in ("candidate", "canary"):
+        return STAGES[STAGES.index(version.stage) + 1]
+    raise RegistryError(
+        f"{version.reference} is {version.stage}: say where it should go (--to {' | '.join(STAGES[1:])})"
+    )
+
+
+def _reason(why: str) -> str:
+    if not why.strip():
+        raise RegistryError("a stage change needs a reason (--why): it is what the history is for")
+    return why.strip()
+
+
+def _damaged(version: ModelVersion, damage: list[str]) -> str:
+    more = f" (and {len(damage) - 3} more)" if len(damage) > 3 else ""
+    return f"{version.reference} in {version.path} is not what was registered: {'; '.join(damage[:3])}{more}"
+
+
+def _span(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

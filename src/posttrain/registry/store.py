@@ -1,0 +1,296 @@
+"""MLflow's model registry as the place where versions and changes are kept. Knows no stages and no checksums.
+
+A model NAME is a registered model, its versions are model versions, and the record of each is a tag, written with it in
+one transaction. The log of changes is a second registered model, `NAME.history`, with one version per change: the
+database numbers them under a primary key, so that appending is atomic and ordered on every backend, by local file and by
+tracking server alike. Nothing is ever updated or deleted, except for the aliases `production` and `canary`, which are there
+for people who look at MLflow.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from posttrain.checkpointing import durable
+from posttrain.registry.errors import RegistryBusy, RegistryError
+from posttrain.registry.locking import exclusive
+
+DATABASE = "registry.db"
+ARTIFACTS = "artifacts"
+LOCK = "registry.lock"
+HISTORY_SUFFIX = ".history"
+EXPERIMENT = "posttrain-registry"
+_MARK = "posttrain.kind"
+_RECORD = "posttrain.record"
+_MAX_TAG_CHARACTERS = 90_000  # MLflow takes 100,000
+_PAGE = 1000
+_RETRY_S = 0.1
+_MLFLOW_SETTINGS = {  # environment variables, unless the user has set them
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # a registry in a folder has no reason to call home
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # standard output is for results
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",  # its own 7 wait for minutes before they say that there is no server
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a registry is: a folder, or anything that MLflow understands (`sqlite:///…`, `postgresql://…`, `http://…`)."""
+
+    text: str
+
+    @property
+    def folder(self) -> Path | None:
+        return None if "://" in self.text else Path(self.text).expanduser().absolute()
+
+    @property
+    def is_server(self) -> bool:
+        return self.text.startswith(("http://", "https://"))
+
+    @property
+    def uri(self) -> str:
+        return f"sqlite:///{self.folder / DATABASE}" if self.folder else self.text
+
+    @property
+    def lock(self) -> Path | None:
+        if self.folder:
+            return self.folder / LOCK
+        return Path(self.text.removeprefix("sqlite:///") + ".lock") if self.text.startswith("sqlite:///") else None
+
+
+class MlflowStore:
+    """`wait_s`: how long to wait for another writer, or for a database that is locked."""
+
+    def __init__(self, location: Location, *, wait_s: float) -> None:
+        self.location = location
+        self.wait_s = wait_s
+        self._client: Any = None
+
+    # -- opening -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The only writer for the time of the block, where the registry is a local file; the log needs no more than that."""
+        if self.location.folder:
+            try:
+                durable.make_folder(self.location.folder)
+            except OSError as error:
+                raise RegistryError(f"{self.location.text}: cannot be created ({error.strerror or error})") from error
+        lock = self.location.lock
+        with exclusive(lock, self.wait_s) if lock else nullcontext():
+            self._create_database()
+            yield
+
+    def _create_database(self) -> None:
+        """Under a name of its own first: nobody sees a database whose tables are still being made."""
+        folder = self.location.folder
+        if folder is None or (folder / DATABASE).exists():
+            return
+        unfinished = folder / f".{DATABASE}.partial"
+        unfinished.unlink(missing_ok=True)
+        self._call(lambda: _client(f"sqlite:///{unfinished}").search_registered_models(max_results=1))
+        durable.sync_file(unfinished)
+        os.replace(unfinished, folder / DATABASE)
+        durable.sync_folder(folder)
+
+    @property
+    def client(self) -> Any:
+        if self._client is None:
+            folder = self.location.folder
+            if folder and not (folder / DATABASE).exists():
+                raise RegistryError(
+                    f"{self.location.text}: there is no registry here yet; `posttrain registry add` makes one "
+                    "(another place: --registry, or the variable POSTTRAIN_REGISTRY)"
+                )
+            self._client = _client(self.location.uri)
+        return self._client
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        models = self._pages(lambda token: self.client.search_registered_models(max_results=_PAGE, page_token=token))
+        return sorted(model.name for model in models if model.tags.get(_MARK) == "model")
+
+    def versions(self, name: str) -> dict[int, dict[str, Any]]:
+        """The record of each version."""
+        return self._records(name)
+
+    def changes(self, name: str) -> dict[int, dict[str, Any]]:
+        """The changes by their place in the log."""
+        return self._records(name + HISTORY_SUFFIX)
+
+    def _records(self, name: str) -> dict[int, dict[str, Any]]:
+        found = self._pages(
+            lambda token: self.client.search_model_versions(f"name='{name}'", max_results=_PAGE, page_token=token)
+        )
+        # A version that somebody registered by other means has no record of ours and is none of our business.
+        records = {
+            int(one.version): _from_tags(one.tags, f"{name} {one.version}") for one in found if _is_ours(one.tags)
+        }
+        return dict(sorted(records.items()))
+
+    # -- writing; inside `writing()` -----------------------------------------------------------------------------------
+
+    def add_version(self, name: str, source: str, record: Mapping[str, Any], run_id: str | None = None) -> int:
+        self._ensure_model(name, "model", "")
+        tags = {**_to_tags(record), **_readable(record)}
+        return self._append(name, source, tags, run_id)
+
+    def add_change(self, name: str, change: Mapping[str, Any]) -> int:
+        log = name + HISTORY_SUFFIX
+        self._ensure_model(log, "history", f"Stage changes of {name}, one version each. Written by posttrain.")
+        return self._append(log, f"posttrain-change://history/{name}", _to_tags(change))
+
+    def set_aliases(self, name: str, places: Mapping[str, int]) -> None:
+        """Bring MLflow's aliases in line with the log; version 0 takes an alias away."""
+        present = self._call(lambda: self.client.get_registered_model(name)).aliases
+        for alias, version in places.items():
+            if version and str(present.get(alias)) != str(version):
+                self._call(partial(self.client.set_registered_model_alias, name, alias, str(version)))
+            elif not version and alias in present:
+                self._call(partial(self.client.delete_registered_model_alias, name, alias))
+
+    def _append(self, name: str, source: str, tags: Mapping[str, str], run_id: str | None = None) -> int:
+        made = self._call(lambda: self.client.create_model_version(name, source, run_id=run_id, tags=dict(tags)))
+        return int(made.version)
+
+    def _ensure_model(self, name: str, kind: str, description: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._call(lambda: self.client.get_registered_model(name), raw_if="RESOURCE_DOES_NOT_EXIST")
+            return
+        except MlflowException:
+            pass
+        with suppress(MlflowException):  # another writer was quicker
+            self._call(
+                lambda: self.client.create_registered_model(name, tags={_MARK: kind}, description=description),
+                raw_if="RESOURCE_ALREADY_EXISTS",
+            )
+
+    # -- files on a tracking server ------------------------------------------------------------------------------------
+
+    def upload(self, name: str, folder: Path, files: Iterable[str]) -> tuple[str, str]:
+        """Put the files of a version where the tracking server keeps artifacts: (source, run id)."""
+        experiment = self._call(lambda: self.client.get_experiment_by_name(EXPERIMENT))
+        experiment_id = experiment.experiment_id if experiment else self._call(self._make_experiment)
+        run = self._call(lambda: self.client.create_run(experiment_id, run_name=name))
+        for file in files:
+            inside = (Path("model") / file).parent.as_posix()
+            self._call(partial(self.client.log_artifact, run.info.run_id, str(folder / file), inside))
+        self._call(lambda: self.client.set_terminated(run.info.run_id))
+        return f"{run.info.artifact_uri}/model", run.info.run_id
+
+    def _make_experiment(self) -> str:
+        return str(self.client.create_experiment(EXPERIMENT))
+
+    def download(self, source: str, target: Path) -> None:
+        import mlflow.artifacts
+
+        durable.make_folder(target)
+        self._call(
+            lambda: mlflow.artifacts.download_artifacts(
+                artifact_uri=source, dst_path=str(target), tracking_uri=self.location.uri
+            )
+        )
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _pages(self, fetch: Callable[[str | None], Any]) -> list[Any]:
+        found: list[Any] = []
+        token: str | None = None
+        while True:
+            page = self._call(partial(fetch, token))
+            found += page
+            token = page.token
+            if not token:
+                return found
+
+    def _call(self, call: Callable[[], T], *, raw_if: str = "") -> T:
+        """`call`, again while the database is locked or a number was taken by another writer, until `wait_s` is over."""
+        _require_mlflow()
+        from mlflow.exceptions import MlflowException
+
+        deadline = time.monotonic() + self.wait_s
+        while True:
+            try:
+                return call()
+            except MlflowException as error:
+                if raw_if and error.error_code == raw_if:
+                    raise
+                message = str(error).split("\n")[0]
+                is_busy = "database is locked" in str(error) or "Giving up after" in message
+                if "failed with exception" in message:
+                    raise RegistryError(f"{self.location.text}: no answer; is the tracking server there?") from error
+                if not is_busy:
+                    raise RegistryError(f"{self.location.text}: MLflow says: {message}") from error
+                if time.monotonic() >= deadline:
+                    raise RegistryBusy(
+                        f"{self.location.text}: another process is writing to the registry; waited {self.wait_s:g} s"
+                    ) from error
+            time.sleep(_RETRY_S)
+
+
+def _require_mlflow() -> None:
+    for name, value in _MLFLOW_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import alembic  # noqa: F401
+        import mlflow.tracking  # noqa: F401
+        import sqlalchemy  # noqa: F401
+    except ImportError as error:
+        raise RegistryError(
+            f"the registry needs packages that are not installed ({error.name}): pip install 'posttrain[registry]'"
+        ) from error
+    for noisy in ("mlflow", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def _client(uri: str) -> Any:
+    _require_mlflow()
+    from mlflow.tracking import MlflowClient
+
+    try:
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    except Exception as error:
+        raise RegistryError(f"{uri}: not a registry that MLflow can open ({error})") from error
+
+
+def _to_tags(record: Mapping[str, Any]) -> dict[str, str]:
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    pieces = [text[start : start + _MAX_TAG_CHARACTERS] for start in range(0, len(text), _MAX_TAG_CHARACTERS)]
+    return {f"{_RECORD}.{place}": piece for place, piece in enumerate(pieces)}
+
+
+def _from_tags(tags: Mapping[str, str], what: str) -> dict[str, Any]:
+    places = sorted(int(key.removeprefix(f"{_RECORD}.")) for key in tags if key.startswith(f"{_RECORD}."))
+    try:
+        record = json.loads("".join(tags[f"{_RECORD}.{place}"] for place in places))
+    except ValueError as error:
+        raise RegistryError(
+            f"{what}: its record in the registry was changed and is no longer JSON ({error})"
+        ) from error
+    assert isinstance(record, dict)
+    return record
+
+
+def _is_ours(tags: Mapping[str, str]) -> bool:
+    return f"{_RECORD}.0" in tags
+
+
+def _readable(record: Mapping[str, Any]) -> dict[str, str]:
+    """What people want to see in MLflow's own pages."""
+    lineage = record["lineage"]
+    shown = {"base_model": lineage.get("base_model"), "code_version": lineage.get("code_version")}
+    shown["gate"] = (lineage.get("gate") or {}).get("verdict")
+    return {f"posttrain.{key}": str(value) for key, value in shown.items() if value}

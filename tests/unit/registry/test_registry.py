@@ -1,0 +1,359 @@
+"""Versions, stages and history in MLflow's registry, in a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli.main import main
+from posttrain.registry import (
+    Lineage,
+    Registry,
+    RegistryConflict,
+    RegistryError,
+    gather_lineage,
+    is_registry_reference,
+    resolve_version,
+)
+from posttrain.registry.comparison import differences
+from posttrain.registry.store import MlflowStore
+
+Make = Callable[[str], Path]
+
+
+def test_versions_count_up_and_keep_their_lineage(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    first = registry.add("m", make_model("a"), passed, note="the first", by="ann")
+    second = registry.add("m", make_model("b"), Lineage(code_version="2"))
+    assert (first.version, second.version) == (1, 2)
+    read = registry.versions("m")[0]
+    assert read == replace(first, stage="candidate")
+    assert (read.lineage, read.note, read.by, read.stage) == (passed, "the first", "ann", "candidate")
+    assert registry.names() == ["m"]
+
+
+def test_files_are_copied_and_equal_content_is_kept_once(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    folder = make_model("a")
+    first, second = registry.add("m", folder, passed), registry.add("m", folder, passed)
+    assert first.path == second.path != folder
+    shutil.rmtree(folder)
+    assert registry.verify(first) == []
+    assert (first.path / "sub" / "config.json").read_text() == "{}"
+
+
+def test_a_registry_that_was_moved_finds_its_files(
+    registry: Registry, registry_folder: Path, make_model: Make, passed: Lineage, tmp_path: Path
+) -> None:
+    registry.add("m", make_model("a"), passed)
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(registry_folder, moved)
+    version = Registry(moved).get("m", 1)
+    assert version.path.is_relative_to(moved)
+    assert Registry(moved).verify(version) == []
+
+
+def test_in_place_leaves_the_files_where_they_are(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    folder = make_model("a")
+    version = registry.add("m", folder, passed, in_place=True)
+    assert version.path == folder
+    (folder / "notes.txt").write_text("mine")
+    assert registry.verify(version) == [], "what else lies in a folder of the user's is his business"
+
+
+def test_only_the_model_of_a_checkpoint_is_registered(registry: Registry, tmp_path: Path, passed: Lineage) -> None:
+    step = tmp_path / "step_3"
+    for name in ("policy/weights/model/model.safetensors", "policy/tokenizer/t.json", "policy/optimizer/o.pt"):
+        (step / name).parent.mkdir(parents=True, exist_ok=True)
+        (step / name).write_text(name)
+    (step / "checksums.json").write_text("{}")
+    (step / "train_dataloader.pt").write_text("position")
+    version = registry.add("m", step, passed)
+    assert sorted(version.files) == ["policy/tokenizer/t.json", "policy/weights/model/model.safetensors"]
+    assert registry.verify(version) == []
+
+
+def test_the_way_through_the_stages_and_back(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    for content in "abc":
+        registry.add("m", make_model(content), passed)
+    registry.promote("m", 1, why="gate passed", by="ann")
+    assert registry.get("m", "canary").version == 1
+    registry.promote("m", 1, why="quiet", by="ann")
+    registry.promote("m", 2, "production", why="better", by="bob")
+    assert [version.stage for version in registry.versions("m")] == ["archived", "production", "candidate"]
+    registry.rollback("m", why="complaints", by="eve")
+    assert registry.get("m").version == 1
+    told = [(e.change.ordinal, e.change.by, e.change.why, [m.version for m in e.moves]) for e in registry.history("m")]
+    assert told == [
+        (1, "ann", "gate passed", [1]),
+        (2, "ann", "quiet", [1]),
+        (3, "bob", "better", [1, 2]),
+        (4, "eve", "complaints", [1, 2]),
+    ]
+    with pytest.raises(RegistryError, match="no earlier production version"):
+        registry.rollback("m", why="again")
+
+
+def test_a_canary_can_be_rolled_back(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    registry.add("m", make_model("a"), passed)
+    with pytest.raises(RegistryError, match="m has no canary"):
+        registry.rollback("m", stage="canary", why="errors")
+    registry.promote("m", 1, why="try")
+    registry.rollback("m", stage="canary", why="error rate 7 %", by="serve")
+    assert registry.versions("m")[0].stage == "archived"
+
+
+def test_what_the_gate_did_not_pass_needs_force_and_the_history_tells(registry: Registry, make_model: Make) -> None:
+    registry.add("m", make_model("a"), Lineage(gate={"verdict": "reject", "reasons": [], "report": ""}))
+    registry.add("m", make_model("b"), Lineage())
+    with pytest.raises(RegistryError, match="registry:m@1 may not become canary: its gate said reject"):
+        registry.promote("m", 1, why="I like it")
+    with pytest.raises(RegistryError, match="it has no gate verdict"):
+        registry.promote("m", 2, "production", why="I like it")
+    entry = registry.promote("m", 1, why="I like it", force=True)
+    assert entry is not None
+    assert registry.history("m")[0].change.forced
+
+
+def test_promoting_what_is_there_already_changes_nothing(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    registry.add("m", make_model("a"), passed)
+    registry.promote("m", 1, "production", why="x")
+    assert registry.promote("m", 1, "production", why="x") is None
+    assert len(registry.history("m")) == 1
+
+
+def test_moves_that_make_no_sense_are_refused(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    registry.add("m", make_model("a"), passed)
+    registry.promote("m", 1, "production", why="x")
+    with pytest.raises(RegistryError, match="only rollback or another version takes it out"):
+        registry.promote("m", 1, "canary", why="x")
+    with pytest.raises(RegistryError, match="archiving it leaves none"):
+        registry.promote("m", 1, "archived", why="x")
+    with pytest.raises(RegistryError, match="say where it should go"):
+        registry.promote("m", 1, why="x")
+    with pytest.raises(RegistryError, match="needs a reason"):
+        registry.promote("m", 1, "archived", why=" ", force=True)
+
+
+def test_expecting_another_version_in_production_is_a_conflict(
+    registry: Registry, make_model: Make, passed: Lineage
+) -> None:
+    for content in "ab":
+        registry.add("m", make_model(content), passed)
+    registry.promote("m", 1, "production", why="x", expect=0)
+    with pytest.raises(RegistryConflict, match="production was version 1, not empty; nothing was changed"):
+        registry.promote("m", 2, "production", why="x", expect=0)
+    assert len(registry.history("m")) == 1, "what cannot work leaves no line"
+    registry.promote("m", 2, "production", why="x", expect=1)
+    assert registry.get("m").version == 2
+
+
+def test_a_writer_that_comes_in_between_makes_the_later_change_void(
+    registry: Registry, registry_folder: Path, make_model: Make, passed: Lineage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a tracking server, where no lock keeps two writers apart: the order of the log decides for everybody."""
+    for content in "ab":
+        registry.add("m", make_model(content), passed)
+    add_change, other = MlflowStore.add_change, Registry(registry_folder)
+
+    def late(self: MlflowStore, name: str, change: dict[str, object]) -> int:
+        if change["version"] == 2:
+            first = {**change, "version": 1, "by": "the quicker one"}
+            add_change(other._store, name, first)
+        return add_change(self, name, change)
+
+    monkeypatch.setattr(MlflowStore, "add_change", late)
+    with pytest.raises(RegistryConflict, match="another change came first: production was version 1, not empty"):
+        registry.promote("m", 2, "production", why="x", expect=0)
+    assert registry.get("m").version == 1
+    assert [entry.refused is None for entry in registry.history("m")] == [True, False]
+
+
+def test_a_change_without_its_aliases_is_still_a_change_and_the_next_one_mends_them(
+    registry: Registry, make_model: Make, passed: Lineage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed right after the log was written has made the change."""
+    for content in "ab":
+        registry.add("m", make_model(content), passed)
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowStore, "set_aliases", killed)
+        with pytest.raises(KeyboardInterrupt):
+            registry.promote("m", 1, "production", why="x")
+    assert registry.get("m").version == 1
+    client = registry._store.client
+    assert client.get_registered_model("m").aliases == {}
+    registry.promote("m", 2, "canary", why="x")
+    aliases = {name: int(version) for name, version in client.get_registered_model("m").aliases.items()}
+    assert aliases == {"production": 1, "canary": 2}
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda path: (path / "model.safetensors").write_text("weights X"),
+            "model.safetensors is not what was registered",
+        ),
+        (lambda path: (path / "model.safetensors").write_text("short"), "has 5 bytes instead of 9"),
+        (lambda path: (path / "sub" / "config.json").unlink(), "sub/config.json is missing"),
+        (lambda path: (path / "extra.py").write_text("import os"), "extra.py does not belong to the version"),
+        (lambda path: shutil.rmtree(path), "is missing"),
+    ],
+)
+def test_damage_is_found_wherever_the_version_would_be_used(
+    registry: Registry, make_model: Make, passed: Lineage, damage: Callable[[Path], object], said: str
+) -> None:
+    version = registry.add("m", make_model("a"), passed)
+    damage(version.path)
+    assert len(problems := registry.verify(version)) == 1
+    assert said in problems[0]
+    for use in (lambda: registry.resolve("m", 1), lambda: registry.promote("m", 1, why="x")):
+        with pytest.raises(RegistryError, match=r"registry:m@1 .* is not what was registered"):
+            use()
+    assert registry.history("m") == []
+
+
+def test_adding_the_same_content_again_mends_a_damaged_copy(
+    registry: Registry, make_model: Make, passed: Lineage
+) -> None:
+    folder = make_model("a")
+    version = registry.add("m", folder, passed)
+    (version.path / "model.safetensors").write_text("weights X")
+    registry.add("m", folder, passed)
+    assert registry.verify(version) == []
+
+
+def test_references_resolve_to_a_version(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    where = registry.location.text
+    for content in "abc":
+        registry.add("m", make_model(content), passed)
+    registry.promote("m", 1, "production", why="x")
+    registry.promote("m", 2, "canary", why="x")
+    found = {text: resolve_version(f"registry:m{text}", registry=where).version for text in ("", "@canary", "@3")}
+    assert found == {"": 1, "@canary": 2, "@3": 3}
+    assert resolve_version("registry:m@production", registry=where).path.is_dir()
+    assert is_registry_reference("registry:m")
+    assert not is_registry_reference("models/m")
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("m@1", "expected registry:NAME@production"),
+        ("registry:", "expected registry:NAME@production"),
+        ("registry:m@", "expected registry:NAME@production"),
+        ("registry:m@7", "m@7: no such version; versions are 1, or say production or canary"),
+        ("registry:m@production", "m has no production version .*nothing has been promoted"),
+        ("registry:n", "no model 'n'.*there are m"),
+        ("registry:a b", "'a b' cannot be the name of a model"),
+    ],
+)
+def test_references_that_lead_nowhere_say_why(
+    registry: Registry, make_model: Make, passed: Lineage, reference: str, said: str
+) -> None:
+    registry.add("m", make_model("a"), passed)
+    with pytest.raises(RegistryError, match=said):
+        resolve_version(reference, registry=registry.location.text)
+
+
+def test_reading_where_there_is_no_registry_makes_none(tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match="there is no registry here yet"):
+        Registry(tmp_path / "nothing").names()
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_bad_folders_are_refused_before_anything_is_written(registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for name, said in (("nowhere", "no such folder"), ("empty", "is empty"), ("file", "a file")):
+        with pytest.raises(RegistryError, match=said):
+            registry.add("m", tmp_path / name, Lineage())
+    assert registry.names() == []
+
+
+def test_records_longer_than_a_tag_come_back_whole(registry: Registry, make_model: Make) -> None:
+    config = {f"key.{number}": "x" * 50 for number in range(4000)}
+    registry.add("m", make_model("a"), Lineage(config=config))
+    assert registry.get("m", 1).lineage.config == config
+
+
+def test_lineage_is_read_off_the_files(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    step = run / "step_5"
+    (step / "policy" / "weights").mkdir(parents=True)
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"input": "1"}\n')
+    (run / "config.yaml").write_text(
+        f"policy:\n  model_name: base/model\ndata:\n  train:\n    data_path: {data}\ngrpo:\n  seed: 3\n"
+    )
+    (step / "training_info.json").write_text(json.dumps({"total_steps": 5, "val:accuracy": 0.25, "sampler_name": "x"}))
+    gate = tmp_path / "gate.json"
+    gate.write_text(json.dumps({"verdict": "promote", "reasons": ["good"]}))
+    lineage = gather_lineage(step, metrics={"mine": 1.0}, gate=gate)
+    assert lineage.base_model == "base/model"
+    assert lineage.config["grpo.seed"] == 3
+    assert lineage.metrics == {"training/total_steps": 5.0, "training/val:accuracy": 0.25, "mine": 1.0}
+    assert lineage.verdict == "promote"
+    before = lineage.data_hash
+    data.write_text('{"input": "2"}\n')
+    assert before is not None
+    assert gather_lineage(step).data_hash not in (None, before)
+    data.unlink()
+    assert gather_lineage(step).data_hash is None, "data that is not here has no hash"
+    with pytest.raises(RegistryError, match=r"--data .*no such file"):
+        gather_lineage(step, data=["missing.jsonl"])
+    gate.write_text(json.dumps({"verdict": "fine"}))
+    with pytest.raises(RegistryError, match="verdict is 'fine'"):
+        gather_lineage(step, gate=gate)
+
+
+def test_differences_name_what_changed(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    left = registry.add("m", make_model("a"), replace(passed, config={"lr": 1e-5, "seed": 1}))
+    right = registry.add("m", make_model("b"), replace(passed, config={"lr": 2e-5, "seed": 1}, metrics={"n": 1.0}))
+    found = {(one.section, one.key): (one.left, one.right) for one in differences(left, right)}
+    assert found[("config", "lr")] == (1e-5, 2e-5)
+    assert found[("metrics", "main/pass@1")] == (0.5, None)
+    assert found[("metrics", "n")] == (None, 1.0)
+    assert ("files", "model.safetensors") in found
+    assert ("config", "seed") not in found
+    assert ("files", "sub/config.json") not in found
+    assert differences(left, left) == []
+
+
+def test_lineage_of_a_converted_model_is_what_the_conversion_wrote_down(tmp_path: Path, make_model: Make) -> None:
+    data, folder = tmp_path / "train.jsonl", make_model("a")
+    data.write_text("{}\n")
+    blocks = [{"role": "train", "data_path": str(data)}, {"role": "validation", "data_path": "other.jsonl"}]
+    metrics = {"validation/accuracy": 0.5, "train/loss": 2.0}
+    written = {"base_model": "base/model", "data": blocks, "metrics": metrics}
+    (folder / "conversion.json").write_text(json.dumps(written))
+    lineage = gather_lineage(folder)
+    assert (lineage.base_model, list(lineage.data)) == ("base/model", [str(data)])
+    assert lineage.data_hash is not None
+    assert lineage.metrics == {"training/validation/accuracy": 0.5}
+    assert gather_lineage(folder, base_model="mine").base_model == "mine"
+
+
+def test_a_verdict_on_another_model_lets_nothing_through(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    assert passed.gate is not None
+    registry.add("m", make_model("a"), replace(passed, gate={**passed.gate, "another_model": "results/b"}))
+    with pytest.raises(RegistryError, match="its gate judged the files of results/b, which are others"):
+        registry.promote("m", 1, "canary", why="x")
+    entry = registry.promote("m", 1, "canary", why="x", force=True)
+    assert entry is not None
+    assert entry.change.forced
+
+
+def test_numbers_that_are_none_are_refused(registry: Registry, make_model: Make, passed: Lineage) -> None:
+    registry.add("m", make_model("a"), passed)
+    with pytest.raises(RegistryError, match="no such version"):
+        registry.get("m", "²")
+    for words in (["add", "m", "f", "--metric", "x=nan"], ["promote", "m", "1", "--why", "w", "--expect", "²"]):
+        assert main(["registry", *words, "--registry", str(registry.location.folder)]) == 64
