@@ -1,0 +1,147 @@
+"""A canary: a share of the traffic goes to a new version, and back to the old one if the new one does worse.
+
+Who goes where depends on a key alone (the user, or the request where none is named), so a user stays with one version, and a
+larger share keeps those who were there. Two rules send everybody back, for good:
+
+- **errors**: more than `max_error_rate` of the canary's last `window` answers failed, once there are `min_requests` of them;
+- **KPI**: the canary's mean score is below production's by more than `max_kpi_drop`, and the difference is no noise: a one-sided
+  test of Welch at 95 %, once both versions have `min_feedback` scores.
+
+Numbers only: no HTTP, no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from posttrain.errors import InputError
+
+PRODUCTION = "production"
+CANARY = "canary"
+_ONE_SIDED_95 = 1.6449
+_MOST_REMEMBERED_ANSWERS = 100_000
+
+
+class CanaryError(InputError):
+    """A rule of the canary that makes no sense."""
+
+
+@dataclass(frozen=True)
+class CanaryRules:
+    share: float  # of the traffic, 0 to 1
+    max_error_rate: float = 0.05
+    min_requests: int = 20
+    window: int = 200  # the newest answers that count
+    max_kpi_drop: float | None = None  # None: scores are counted and change nothing
+    min_feedback: int = 30
+
+    def __post_init__(self) -> None:
+        checks = {
+            "share": (self.share, 0 <= self.share <= 1, "a number from 0 to 1"),
+            "max error rate": (self.max_error_rate, 0 <= self.max_error_rate <= 1, "a number from 0 to 1"),
+            "min requests": (self.min_requests, 1 <= self.min_requests <= self.window, f"1 to {self.window}"),
+            "max KPI drop": (self.max_kpi_drop, (self.max_kpi_drop or 0) >= 0, "0 or more"),
+            "min feedback": (self.min_feedback, self.min_feedback >= 2, "2 or more"),
+        }
+        for name, (value, fine, accepted) in checks.items():
+            if not fine:
+                raise CanaryError(f"canary {name} is {value}: {accepted} is accepted")
+
+
+@dataclass
+class Scores:
+    """Mean and variance of what people said, one after another (Welford)."""
+
+    count: int = 0
+    mean: float = 0.0
+    _squares: float = 0.0
+
+    def add(self, score: float) -> None:
+        self.count += 1
+        delta = score - self.mean
+        self.mean += delta / self.count
+        self._squares += delta * (score - self.mean)
+
+    @property
+    def variance(self) -> float:
+        return self._squares / (self.count - 1) if self.count > 1 else 0.0
+
+
+class Canary:
+    """`on_rollback` hears the reason, once."""
+
+    def __init__(self, rules: CanaryRules, on_rollback: Callable[[str], None] | None = None) -> None:
+        self.rules = rules
+        self.rollback_reason: str | None = None
+        self.scores = {PRODUCTION: Scores(), CANARY: Scores()}
+        self._on_rollback = on_rollback
+        self._outcomes: deque[bool] = deque(maxlen=rules.window)
+
+    @property
+    def share(self) -> float:
+        return 0.0 if self.rollback_reason is not None else self.rules.share
+
+    def takes(self, key: str) -> bool:
+        """Whether the canary answers requests with this key."""
+        return place_of(key) < self.share
+
+    def answered(self, version: str, *, ok: bool) -> None:
+        """An answer was finished, or failed by our own fault. Refused requests and clients that went away do not count."""
+        if version != CANARY or self.rollback_reason is not None:
+            return
+        self._outcomes.append(ok)
+        count, failures = len(self._outcomes), self._outcomes.count(False)
+        if count >= self.rules.min_requests and failures / count > self.rules.max_error_rate:
+            self.roll_back(
+                f"{failures} of its last {count} answers failed, {failures / count:.1%}; "
+                f"{self.rules.max_error_rate:.1%} are allowed"
+            )
+
+    def rated(self, version: str, score: float) -> None:
+        self.scores[version].add(score)
+        if self.rollback_reason is not None or self.rules.max_kpi_drop is None:
+            return
+        old, new = self.scores[PRODUCTION], self.scores[CANARY]
+        if min(old.count, new.count) < self.rules.min_feedback:
+            return
+        drop = old.mean - new.mean
+        error = math.sqrt(old.variance / old.count + new.variance / new.count)
+        if drop > self.rules.max_kpi_drop and drop > _ONE_SIDED_95 * error:
+            self.roll_back(
+                f"its mean score is {new.mean:.4g} over {new.count} answers and production's {old.mean:.4g} over {old.count}: "
+                f"a drop of {drop:.3g} ± {_ONE_SIDED_95 * error:.2g}; {self.rules.max_kpi_drop:g} is allowed"
+            )
+
+    def roll_back(self, reason: str) -> None:
+        """Everybody goes to production from now on."""
+        if self.rollback_reason is None:
+            self.rollback_reason = reason
+            if self._on_rollback is not None:
+                self._on_rollback(reason)
+
+
+class AnswerLog:
+    """Which version gave which answer, for as many as fit: the oldest are forgotten first."""
+
+    def __init__(self, limit: int = _MOST_REMEMBERED_ANSWERS) -> None:
+        self._limit = limit
+        self._versions: OrderedDict[str, str] = OrderedDict()
+
+    def remember(self, answer_id: str, version: str) -> None:
+        self._versions[answer_id] = version
+        if len(self._versions) > self._limit:
+            self._versions.popitem(last=False)
+
+    def take(self, answer_id: str) -> str | None:
+        """The version, once: an answer is rated once."""
+        return self._versions.pop(answer_id, None)
+
+
+def place_of(key: str) -> float:
+    """Where a key stands between 0 and 1; the same in every process."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

@@ -1,0 +1,98 @@
+"""One choice of a response in the making: tokens in, pieces of text with their log-probabilities out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.generation.native.session_values import ModelLogprobs, TokenEvent
+from posttrain.serve.text import IncrementalText, StopCut, token_bytes
+from posttrain.types import FinishReason
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    token_id: int
+    logprobs: ModelLogprobs
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a client hears next of a choice. Log-probabilities travel with the text that their tokens completed."""
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+
+    def then(self, later: Piece) -> Piece:
+        """Two pieces of one choice as one."""
+        return Piece(self.index, self.text + later.text, self.logprobs + later.logprobs, later.finish_reason)
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.text or self.logprobs or self.finish_reason)
+
+
+class Choice:
+    def __init__(self, index: int, tokenizer: Any, stop_strings: tuple[str, ...], stop_ids: frozenset[int]) -> None:
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self._text = IncrementalText(tokenizer)
+        self._cut = StopCut(stop_strings)
+        self._stop_ids = stop_ids
+        self._waiting: list[TokenLogprobs] = []
+
+    def push(self, event: TokenEvent) -> Piece:
+        assert self.finish_reason is None, "a finished choice gets no tokens"
+        ends_turn = event.finish_reason == "stop" and event.token_id in self._stop_ids
+        text = ""
+        if not ends_turn:  # the token that ends the turn is counted, and is not part of what was said
+            text = self._cut.push(self._text.push(event.token_id))
+            if event.model_logprobs is not None:
+                self._waiting.append(TokenLogprobs(event.token_id, event.model_logprobs))
+        self.finish_reason = "stop" if self._cut.found else event.finish_reason
+        if self.finish_reason is not None and not self._cut.found:
+            text += self._cut.push(self._text.finish())
+            if self._cut.found:
+                self.finish_reason = "stop"
+            text += self._cut.finish()
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if text or self.finish_reason is not None:
+            logprobs, self._waiting = tuple(self._waiting), []
+        return Piece(self.index, text, logprobs, self.finish_reason)
+
+
+def chat_logprobs(tokenizer: Any, tokens: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+    """As /v1/chat/completions writes them."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = token_bytes(tokenizer, token_id)
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+    content = [
+        {
+            **entry(token.token_id, token.logprobs.of_token),
+            "top_logprobs": [entry(token_id, logprob) for token_id, logprob in token.logprobs.top],
+        }
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokenizer: Any, tokens: tuple[TokenLogprobs, ...], offset: int) -> dict[str, Any]:
+    """As /v1/completions writes them; `offset` is the length of the text before."""
+    texts = [token_bytes(tokenizer, token.token_id).decode(errors="replace") for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [token.logprobs.of_token for token in tokens],
+        "top_logprobs": [
+            {token_bytes(tokenizer, t).decode(errors="replace"): value for t, value in token.logprobs.top}
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,131 @@
+"""The thread that owns the models: it drives the sessions, one step each in turn, and nobody else touches them.
+
+Orders come in through a queue; events go out to the event loop of the server, all of a step in one call. One thread for all
+sessions, because only one forward pass may run at a time in a process. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from posttrain.generation.native.session import GenerationSession
+from posttrain.generation.native.session_values import Event, FailureEvent, SessionRequest
+
+Sink = Callable[[Event], None]
+_Order = Callable[[], None]
+
+# A session whose steps keep failing is given up: the GPU is gone, or the weights cannot run.
+_MOST_FAILURES_IN_A_ROW = 3
+
+log = logging.getLogger("posttrain.serve")
+
+
+class EngineThread:
+    def __init__(self, sessions: Sequence[GenerationSession]) -> None:
+        self._sessions = list(sessions)
+        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._sinks: dict[str, Sink] = {}
+        self._failures = {id(session): 0 for session in sessions}
+        self._running = True
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="posttrain-engine", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on events go to `loop`."""
+        self._loop = loop
+        self._thread.start()
+
+    def works(self, session: GenerationSession) -> bool:
+        return self._thread.is_alive() and self._failures[id(session)] < _MOST_FAILURES_IN_A_ROW
+
+    def submit(self, session: GenerationSession, request: SessionRequest, sink: Sink) -> None:
+        """`sink` hears every event of the request, on the event loop."""
+
+        def order() -> None:
+            self._sinks[request.id] = sink
+            try:
+                session.add(request)
+            except Exception as error:
+                self._deliver([FailureEvent(request.id, _one_line(error))])
+
+        self._orders.put(order)
+
+    def cancel(self, session: GenerationSession, request_id: str) -> None:
+        """After this the request takes no more steps. One that is finished or unknown is no error."""
+
+        def order() -> None:
+            self._sinks.pop(request_id, None)
+            session.cancel(request_id)
+
+        self._orders.put(order)
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End the thread after the step that it is in. What still runs is dropped."""
+
+        def order() -> None:
+            self._running = False
+
+        self._orders.put(order)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._running:
+                self._take_orders()
+                events = [event for session in self._sessions if session.unfinished for event in self._step(session)]
+                if events:
+                    self._deliver(events)
+        except BaseException:
+            log.exception("the engine's thread has ended")
+            self._deliver([FailureEvent(request_id, "the engine has ended") for request_id in self._sinks])
+
+    def _take_orders(self) -> None:
+        """All that have come; when nothing runs, wait for one."""
+        idle = not any(session.unfinished for session in self._sessions)
+        while True:
+            try:
+                order = self._orders.get(block=idle)
+            except queue.Empty:
+                return
+            idle = False
+            order()
+
+    def _step(self, session: GenerationSession) -> list[Event]:
+        try:
+            events = session.step()
+        except Exception as error:
+            # Whatever it was, those who wait must hear of it, and others may have better luck.
+            log.exception("a step of the engine failed")
+            self._failures[id(session)] += 1
+            message = f"the engine failed: {_one_line(error)}"
+            return [FailureEvent(request_id, message) for request_id in session.reset()]
+        self._failures[id(session)] = 0
+        return events
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        addressed = [(self._sinks[event.request_id], event) for event in events if event.request_id in self._sinks]
+        for event in events:
+            if isinstance(event, FailureEvent):
+                self._sinks.pop(event.request_id, None)
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_hand_out, addressed)
+        except RuntimeError:  # the loop is closed: the server has gone
+            self._running = False
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _hand_out(addressed: Sequence[tuple[Sink, Event]]) -> None:
+    for sink, event in addressed:
+        sink(event)

@@ -1,0 +1,109 @@
+"""From the body of a request to a job for the engine: prompts in tokens, limits, settings. No HTTP, no waiting."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from posttrain.data.errors import DataError
+from posttrain.errors import InputError
+from posttrain.generation.native.session_values import SessionRequest
+from posttrain.serve.choices import Choice
+from posttrain.serve.errors import bad_request
+from posttrain.serve.protocol import ChatBody, CompletionBody
+from posttrain.serve.service import Job, Service, Version, new_id
+
+Ids = tuple[int, ...]
+
+
+def chat_job(service: Service, body: ChatBody, key: str | None) -> Job:
+    """`key` names who asks: it chooses the version when there are two."""
+    job_id = new_id("chatcmpl")
+    version = service.version_for(body.model, body.user or key or job_id)
+    try:
+        _, prompt = version.chat.prompt([message.plain() for message in body.messages])
+    except DataError as error:
+        raise bad_request(str(error), "messages") from error
+    return _job(service, job_id, body, version, [tuple(prompt)], version.chat.stop_token_ids)
+
+
+def completion_job(service: Service, body: CompletionBody, key: str | None) -> Job:
+    job_id = new_id("cmpl")
+    version = service.version_for(body.model, body.user or key or job_id)
+    prompts = [tuple(prompt) if isinstance(prompt, list) else _encode(version, prompt) for prompt in body.prompts]
+    return _job(service, job_id, body, version, prompts, ())
+
+
+def _encode(version: Version, text: str) -> Ids:
+    try:
+        return tuple(version.tokenizer(text, verbose=False)["input_ids"])
+    except TypeError as error:  # half of a surrogate pair, which JSON can spell
+        raise bad_request(f"prompt is not valid Unicode: {error}", "prompt") from error
+
+
+def _job(
+    service: Service,
+    job_id: str,
+    body: ChatBody | CompletionBody,
+    version: Version,
+    prompts: Sequence[Ids],
+    end_of_turn_ids: Ids,
+) -> Job:
+    _check_number(service, body, len(prompts))
+    requests = []
+    for index, prompt in enumerate(prompts):
+        sampling = body.sampling(_num_new_tokens(service, body, version, len(prompt)), end_of_turn_ids)
+        try:
+            version.session.check(prompt, sampling.max_new_tokens)
+        except InputError as error:
+            raise bad_request(str(error), "messages" if isinstance(body, ChatBody) else "prompt") from error
+        requests.append(
+            SessionRequest(
+                id=f"{job_id}-{index}",
+                prompt_ids=prompt,
+                sampling=sampling,
+                # Without a seed every prompt has its own, and nobody can ask for the answer again.
+                seed=secrets.randbits(63) if body.seed is None else body.seed,
+                num_samples=body.num_samples,
+                adapter=version.adapter,
+                num_top_logprobs=body.num_top_logprobs,
+            )
+        )
+    return Job(job_id, body.model, version, requests)
+
+
+def _check_number(service: Service, body: ChatBody | CompletionBody, num_prompts: int) -> None:
+    wanted, limit = num_prompts * body.num_samples, service.limits.max_samples
+    if wanted > limit:
+        what = f"{num_prompts} prompts with n = {body.num_samples}" if num_prompts > 1 else f"n is {wanted}"
+        raise bad_request(f"{what}: this server gives at most {limit} samples to a request", "n")
+
+
+def _num_new_tokens(service: Service, body: ChatBody | CompletionBody, version: Version, prompt_length: int) -> int:
+    """What the client asked for, or all that the context leaves; ApiError where it does not fit."""
+    context, limit = version.max_total_tokens, service.limits.max_completion_tokens
+    wanted = body.new_tokens_wanted
+    where = "messages" if isinstance(body, ChatBody) else "prompt"
+    if prompt_length + (wanted or 1) > context:
+        completion = f" ({prompt_length} in the {where}, {wanted} in the completion)" if wanted else f" in the {where}"
+        raise bad_request(
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{prompt_length + (wanted or 0)} tokens{completion}. Please reduce the length of the {where} or completion.",
+            where,
+            "context_length_exceeded",
+        )
+    if limit is not None and wanted is not None and wanted > limit:
+        raise bad_request(f"max_tokens is {wanted}: this server gives at most {limit}", "max_tokens")
+    return wanted or min(context - prompt_length, limit or context)
+
+
+def choices_of(job: Job) -> dict[tuple[str, int], Choice]:
+    """The choices of the response in order, by (request of the engine, sample)."""
+    choices: dict[tuple[str, int], Choice] = {}
+    for request in job.requests:
+        stop_ids = job.version.stop_ids(request.sampling)
+        for sample in range(request.num_samples):
+            choices[request.id, sample] = Choice(
+                len(choices), job.version.tokenizer, request.sampling.stop_strings, stop_ids
+            )
+    return choices

@@ -1,0 +1,131 @@
+"""From names on a command line to a service: finds models, loads them, shares the memory out, and puts versions together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from posttrain.data.chat import ChatFormat
+from posttrain.export.model_reference import resolve_model
+from posttrain.generation.native.engine import NativeEngine
+from posttrain.generation.native.kv_cache import GIB
+from posttrain.generation.native.session import GenerationSession
+from posttrain.serve.adapters import AdapterSwitch
+from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
+from posttrain.serve.models import EngineOptions, Found, ServeError, find_model, load_engine, name_of
+from posttrain.serve.service import Limits, Service, Version
+
+log = logging.getLogger("posttrain.serve")
+
+# For activations and logits of a step, beside weights and KV cache.
+_CUDA_RESERVE_GIB = 2.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    model: str
+    served_name: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)  # name -> folder
+    canary: str | None = None  # a model, or the name of an adapter
+    canary_rules: CanaryRules | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    limits: Limits = field(default_factory=Limits)
+    api_keys: Sequence[str] = ()
+    registry: str | None = None
+
+
+def build_service(options: ServeOptions, say: Say = log.info) -> Service:
+    main = find_model(options.model, options.registry)
+    main_name = options.served_name or name_of(main)
+    if main_name in options.adapters:
+        raise ServeError(f"an adapter and the main model are both called {main_name!r}; see --served-model-name")
+    folders = {name: _adapter_folder(name, text) for name, text in options.adapters.items()}
+    canary_is_adapter = options.canary in folders
+    other = find_model(options.canary, options.registry) if options.canary and not canary_is_adapter else None
+
+    say(f"loading {main.text}")
+    switch = AdapterSwitch(folders)
+    engines = [load_engine(main, options.engine, switch.put_on)]
+    if other is not None:
+        say(f"loading {other.text} as canary")
+        engines.append(load_engine(other, options.engine))
+    engines = _share_memory(engines, options.engine)
+    sessions = [GenerationSession(engines[0], switch.activate), *(GenerationSession(engine) for engine in engines[1:])]
+
+    def version(name: str, source: str, session: GenerationSession, adapter: str = "") -> Version:
+        return Version(name, source, session, session.tokenizer, ChatFormat(session.tokenizer), adapter)
+
+    models = {main_name: version(PRODUCTION, main.text, sessions[0])}
+    models |= {name: version(name, str(folders[name]), sessions[0], name) for name in folders}
+    canary, canary_version = None, None
+    if options.canary is not None:
+        canary_version = (
+            version(CANARY, f"adapter {options.canary}", sessions[0], options.canary)
+            if canary_is_adapter
+            else version(CANARY, other.text if other else "", sessions[1])
+        )
+        canary = Canary(options.canary_rules or CanaryRules(0.1), _on_rollback(other, options.registry, say))
+    limits = replace(options.limits, max_samples=min(options.limits.max_samples, options.engine.max_batch_size))
+    return Service(models, limits, canary=canary, canary_version=canary_version, api_keys=options.api_keys)
+
+
+def _adapter_folder(name: str, text: str) -> Path:
+    reference = resolve_model(text)
+    if reference.adapter is None:
+        raise ServeError(f"--adapter {name}={text}: there is a whole model, and an adapter is needed")
+    if name in (PRODUCTION, CANARY):
+        raise ServeError(
+            f"--adapter {name}: {PRODUCTION} and {CANARY} name versions of the main model; take another name"
+        )
+    return reference.adapter
+
+
+def _share_memory(engines: list[NativeEngine], options: EngineOptions) -> list[NativeEngine]:
+    """On a GPU, with every model loaded: what may be used is shared evenly among the KV caches."""
+    device = engines[0].forward.device
+    if device.type != "cuda" or options.kv_cache_gib is not None:
+        return engines
+    if not 0 < options.gpu_memory_utilization <= 1:
+        raise ServeError(
+            f"--gpu-memory-utilization is {options.gpu_memory_utilization}: above 0 and at most 1 is accepted"
+        )
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    usable = (options.gpu_memory_utilization * total - (total - free)) / GIB - _CUDA_RESERVE_GIB
+    if usable <= 0:
+        raise ServeError(
+            f"the models leave {free / GIB:.1f} of {total / GIB:.1f} GiB, and --gpu-memory-utilization "
+            f"{options.gpu_memory_utilization} allows nothing of it for the KV cache"
+        )
+    for engine in engines:
+        engine.settings = replace(engine.settings, kv_cache_gib=usable / len(engines))
+    return engines
+
+
+def _on_rollback(canary: Found | None, registry: str | None, say: Say) -> Callable[[str], None]:
+    """Say it; and if the canary came from the registry, take it out of the stage there. Nobody waits for the registry."""
+
+    def write(name: str, number: int, reason: str) -> None:
+        from posttrain.registry import Registry
+
+        try:
+            store = Registry(registry)
+            if store.get(name, number).stage == CANARY:
+                store.rollback(name, stage=CANARY, why=f"rolled back by the server: {reason}", by="posttrain serve")
+                say(f"registry: version {number} of {name} is no canary any more")
+        except Exception as error:
+            log.error("the registry could not be told of the rollback: %s", error)
+
+    def on_rollback(reason: str) -> None:
+        say(f"canary rolled back: {reason}")
+        if canary is not None and canary.registered is not None:
+            threading.Thread(target=write, args=(*canary.registered, reason), daemon=True).start()
+
+    return on_rollback

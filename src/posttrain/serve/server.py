@@ -1,0 +1,105 @@
+"""Runs the app until somebody says stop, and then until those who are being answered have their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from types import FrameType
+
+import uvicorn
+
+from posttrain.errors import InputError
+from posttrain.serve.app import create_app
+from posttrain.serve.service import Service
+
+# For the last bytes of answers that are complete.
+_FLUSH_S = 2
+_KEEP_ALIVE_S = 30
+# The engine's thread gives the interpreter away with every operation that it launches, and waits this long to get it back
+# while the event loop is busy. Python's usual 5 ms would be longer than a step.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+class AddressError(InputError):
+    """The address cannot be listened at."""
+
+
+class DrainingServer(uvicorn.Server):
+    """SIGTERM or Ctrl-C: new requests are refused with 503, running ones get up to `drain_timeout_s`, then it ends.
+
+    A second signal ends it at once. `num_cut` then tells how many requests were not finished.
+    """
+
+    def __init__(self, service: Service, host: str, port: int, drain_timeout_s: float) -> None:
+        self._service = service
+        self._drain_timeout_s = drain_timeout_s
+        self.num_cut = 0
+        config = uvicorn.Config(
+            create_app(service),
+            host=host,
+            port=port,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_FLUSH_S,
+            backlog=2048,
+        )
+        super().__init__(config)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._service.draining = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.engine.start(asyncio.get_running_loop())
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.draining = True
+        if waiting := self._service.num_inside:
+            say(f"draining: {waiting} samples are being answered; at most {self._drain_timeout_s:g} s")
+        end = time.monotonic() + self._drain_timeout_s
+        while self._service.num_inside and time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(0.05)
+        self.num_cut = self._service.num_inside
+        await super().shutdown(sockets)
+        await asyncio.to_thread(self._service.engine.stop)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named: asyncio sends small packets at once only on sockets that say they are TCP. Otherwise each
+    # response waits up to 40 ms for the client to acknowledge the packet before.
+    door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((host, port))
+        door.listen(2048)
+        return door
+    except (OSError, OverflowError) as error:
+        door.close()
+        raise AddressError(f"cannot listen at {host}, port {port}: {error}") from error
+
+
+def run(service: Service, host: str, port: int, drain_timeout_s: float) -> int:
+    """Serve until a signal; the exit code: 0, or 1 if requests were cut off."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with listen(host, port) as door:
+        address = door.getsockname()
+        shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+        server = DrainingServer(service, host, address[1], drain_timeout_s)
+        say(f"ready: http://{shown}:{address[1]}/v1  models: {', '.join(service.models)}")
+        server.run(sockets=[door])
+    if server.num_cut:
+        say(f"ended with {server.num_cut} samples unfinished")
+        return 1
+    say("ended; every request was answered")
+    return 0
+
+
+def say(line: str) -> None:
+    print(f"posttrain serve: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,271 @@
+"""What the server serves: models, their versions, who gets in, and what becomes of a request once it is in.
+
+Everything here runs on the event loop of the server. HTTP is in `app.py`, the models are in `engine_thread.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from posttrain.data.chat import ChatFormat
+from posttrain.generation.native.session import GenerationSession
+from posttrain.generation.native.session_values import Event, FailureEvent, SessionRequest, TokenEvent
+from posttrain.generation.native.stopping import stop_token_ids
+from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, Scores
+from posttrain.serve.engine_thread import EngineThread
+from posttrain.serve.errors import ApiError, failed, overloaded, timed_out, unavailable
+from posttrain.serve.metrics import ServeMetrics
+from posttrain.types import Sampling
+
+log = logging.getLogger("posttrain.serve")
+
+_LONGEST_RETRY_AFTER_S = 30
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_queue: int = 256  # samples that wait beyond those that run
+    max_body_bytes: int = 2 * 2**20
+    max_completion_tokens: int | None = None  # per sample; None: what the context leaves
+    max_samples: int = 16  # of one request, over all of its prompts
+    request_timeout_s: float = 600.0  # waiting included
+    body_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Version:
+    """One set of weights: a session, and an adapter in it."""
+
+    name: str  # in metrics and headers: "production", "canary"
+    source: str  # what the user called it
+    session: GenerationSession
+    tokenizer: Any
+    chat: ChatFormat
+    adapter: str = ""
+
+    @property
+    def max_total_tokens(self) -> int:
+        return self.session.settings.max_total_tokens
+
+    def stop_ids(self, sampling: Sampling) -> frozenset[int]:
+        return stop_token_ids(self.session.forward.base, self.tokenizer, sampling)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that has passed every check."""
+
+    id: str
+    model: str
+    version: Version
+    requests: Sequence[SessionRequest]  # one per prompt
+
+    @property
+    def num_samples(self) -> int:
+        return sum(request.num_samples for request in self.requests)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.requests)
+
+
+class Service:
+    """`models` are the names that clients may ask for. With a canary, requests for the first of them are shared."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Version],
+        limits: Limits | None = None,
+        *,
+        canary: Canary | None = None,
+        canary_version: Version | None = None,
+        api_keys: Sequence[str] = (),
+    ) -> None:
+        assert (canary is None) == (canary_version is None)
+        self.models = dict(models)
+        self.main_model = next(iter(models))
+        self.limits = limits or Limits()
+        self.canary, self.canary_version = canary, canary_version
+        self.api_keys = tuple(api_keys)
+        self.answers = AnswerLog()
+        self.created = int(time.time())
+        self.draining = False
+        self.metrics = ServeMetrics()
+        versions = [*self.models.values(), *([canary_version] if canary_version else [])]
+        self.sessions = list({id(version.session): version.session for version in versions}.values())
+        self.engine = EngineThread(self.sessions)
+        self._inside = {id(session): 0 for session in self.sessions}
+        self._mean_seconds = 1.0  # of the requests that finished lately
+        self._watch(versions)
+
+    def _watch(self, versions: Sequence[Version]) -> None:
+        gauges: dict[str, tuple[str, Callable[[GenerationSession], float]]] = {
+            "running_samples": ("Samples that decode now.", lambda s: s.num_active),
+            "waiting_samples": ("Samples that wait for a place or for memory.", lambda s: s.num_waiting),
+            "kv_cache_pages": ("Pages of the KV cache.", lambda s: s.num_pages),
+            "kv_cache_pages_in_use": ("Pages of the KV cache that are taken.", lambda s: s.pages_in_use),
+            "preemptions": ("Samples that had to make room and wait again.", lambda s: s.preemptions),
+        }
+        of_session = {id(version.session): version for version in reversed(versions)}  # the first one names a session
+        for name, (text, read) in gauges.items():
+            self.metrics.watch(name, text, {v.name: partial(read, v.session) for v in of_session.values()})
+        if (canary := self.canary) is not None:
+            shares = {CANARY: lambda: canary.share, PRODUCTION: lambda: 1.0 - canary.share}
+            self.metrics.watch("canary_share", "Share of the traffic of each version.", shares)
+            means = {name: partial(_mean, scores) for name, scores in canary.scores.items()}
+            self.metrics.watch("kpi_mean", "Mean of the scores of each version; not a number before the first.", means)
+
+    # -- who answers ---------------------------------------------------------------------------------------------------
+
+    def version_for(self, model: str, key: str) -> Version:
+        found = self.models.get(model)
+        if found is None:
+            known = ", ".join(self.models)
+            raise ApiError(
+                404, f"The model {model!r} does not exist; there is: {known}", param="model", code="model_not_found"
+            )
+        if self.canary is not None and self.canary_version is not None and model == self.main_model:
+            if not self.engine.works(self.canary_version.session):
+                self.canary.roll_back("its engine has failed")
+            if self.canary.takes(key):
+                return self.canary_version
+        return found
+
+    @property
+    def healthy(self) -> bool:
+        return self.engine.works(self.models[self.main_model].session)
+
+    def rate(self, answer_id: str, score: float) -> str:
+        """Keep what somebody thought of an answer; the version that gave it."""
+        version = self.answers.take(answer_id)
+        if version is None:
+            raise ApiError(
+                404, f"no answer {answer_id!r} that could be rated: unknown, rated already, or too long ago", param="id"
+            )
+        self.metrics.feedback.labels(version).inc()
+        if self.canary is not None and version in self.canary.scores:
+            self.canary.rated(version, score)
+        return version
+
+    # -- who gets in ---------------------------------------------------------------------------------------------------
+
+    def admit(self, job: Job) -> Ticket:
+        """A place for the job, or ApiError 429. The caller must close the ticket."""
+        if self.draining:
+            raise unavailable("the server is shutting down")
+        session = job.version.session
+        if not self.engine.works(session):
+            raise unavailable("the engine has failed; the server needs a restart")
+        capacity = session.settings.max_batch_size + self.limits.max_queue
+        inside = self._inside[id(session)]
+        if inside + job.num_samples > capacity:
+            # Places come free all the time; half of what a request took lately, waiting included, is a fair guess.
+            retry_after = min(_LONGEST_RETRY_AFTER_S, max(1, math.ceil(self._mean_seconds / 2)))
+            raise overloaded(
+                f"{inside} samples run or wait and {capacity} may; try again in about {retry_after} s", retry_after
+            )
+        self._inside[id(session)] += job.num_samples
+        return Ticket(self, job)
+
+    def leave(self, job: Job, outcome: str, seconds: float, completion_tokens: int) -> None:
+        """A ticket was closed."""
+        labels = (job.model, job.version.name)
+        self.metrics.requests.labels(*labels, outcome).inc()
+        self.metrics.prompt_tokens.labels(*labels).inc(job.prompt_tokens)
+        self.metrics.completion_tokens.labels(*labels).inc(completion_tokens)
+        if outcome == "ok":
+            self.metrics.request_seconds.labels(*labels).observe(seconds)
+            self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+            self.answers.remember(job.id, job.version.name)
+        self._inside[id(job.version.session)] -= job.num_samples  # whoever sees that it has left finds it counted
+        if self.canary is not None and outcome in ("ok", "error", "timeout"):
+            self.canary.answered(job.version.name, ok=outcome == "ok")
+
+    @property
+    def num_inside(self) -> int:
+        return sum(self._inside.values())
+
+
+class Ticket:
+    """A place in the engine, from admission until `close`. Closing an unfinished one frees its slots."""
+
+    def __init__(self, service: Service, job: Job) -> None:
+        self.job = job
+        self.num_completion_tokens = 0  # that are part of the answer; counted by whoever reads it
+        self._service = service
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._began = time.monotonic()
+        self._outcome = "disconnected"  # unless something else is heard of first
+        self._open = True
+        self.time_limit_s = service.limits.request_timeout_s
+        self._alarm = asyncio.get_running_loop().call_later(self.time_limit_s, self._events.put_nowait, None)
+        for request in job.requests:
+            service.engine.submit(job.version.session, request, self._events.put_nowait)
+
+    async def batches(self) -> AsyncIterator[list[TokenEvent]]:
+        """Tokens of all samples, as many as have come: where the reader is slower than the engine, several of one sample.
+
+        Ends when all samples are finished; ApiError if there is no answer to be had.
+        """
+        labels = (self.job.model, self.job.version.name)
+        first, between = (
+            histogram.labels(*labels)
+            for histogram in (self._service.metrics.first_token_seconds, self._service.metrics.inter_token_seconds)
+        )
+        heard: dict[tuple[str, int], float] = {}
+        left = self.job.num_samples
+        while left:
+            batch = [self._checked(await self._events.get())]
+            while not self._events.empty():
+                batch.append(self._checked(self._events.get_nowait()))
+            now = time.monotonic()
+            if not heard:
+                first.observe(now - self._began)
+            for event in batch:
+                name = (event.request_id, event.sample)
+                if name in heard:
+                    between.observe(now - heard[name])
+                heard[name] = now
+                left -= event.finish_reason is not None
+            if not left:
+                self.finished()
+            yield batch
+
+    def _checked(self, event: Event | None) -> TokenEvent:
+        if event is None:
+            self._outcome = "timeout"
+            raise timed_out(f"no complete answer within {self.time_limit_s:g} s")
+        if isinstance(event, FailureEvent):
+            self._outcome = "error"
+            raise failed(event.message)
+        return event
+
+    def finished(self) -> None:
+        """All that the client wanted is there, though the engine might go on."""
+        self._outcome = "ok"
+
+    def close(self) -> None:
+        """Give the place back. A second call does nothing."""
+        if not self._open:
+            return
+        self._open = False
+        self._alarm.cancel()
+        for request in self.job.requests:
+            self._service.engine.cancel(self.job.version.session, request.id)
+        self._service.leave(self.job, self._outcome, time.monotonic() - self._began, self.num_completion_tokens)
+
+
+def _mean(scores: Scores) -> float:
+    return scores.mean if scores.count else math.nan
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,103 @@
+"""From tokens to text, while the tokens come: half characters wait, and so does what may become a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+# A character has at most four bytes, so what waits longer is no character in the making.
+_MOST_WAITING_TOKENS = 32
+_HALF_CHARACTER = "�"
+
+
+class IncrementalText:
+    """The text of one answer, without special tokens. The pieces together are what decoding all tokens at once gives.
+
+    A token's text may depend on its neighbours, so the tokens of the piece before are decoded again as context, and the
+    difference is what the new ones add.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._num_context = 0  # tokens of the window whose text has been handed out
+        self._context = ""
+
+    def push(self, token_id: int) -> str:
+        """What the token adds; often nothing yet."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_new = len(self._window) - self._num_context
+        if text.endswith(_HALF_CHARACTER) and num_new < _MOST_WAITING_TOKENS:
+            return ""
+        if len(text) <= len(self._context):
+            return ""
+        added = text[len(self._context) :]
+        self._window = self._window[self._num_context :]
+        self._num_context = len(self._window)
+        self._context = self._decode(self._window)
+        return added
+
+    def finish(self) -> str:
+        """What was still waiting: no more will come to complete it."""
+        return self._decode(self._window)[len(self._context) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+class StopCut:
+    """Lets text through up to the first stop string, which itself is never shown."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._held = ""  # may be the beginning of a stop string
+        self.found = False
+
+    def push(self, text: str) -> str:
+        if self.found or not self._strings:
+            return "" if self.found else text
+        text = self._held + text
+        places = [place for string in self._strings if (place := text.find(string)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)]
+        keep = max(_overlap(text, string) for string in self._strings)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, string: str) -> int:
+    """Length of the longest end of `text` with which `string` begins."""
+    return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """The bytes that a token stands for, also where they are half a character."""
+    piece = tokenizer.convert_ids_to_tokens(token_id)
+    if isinstance(piece, str):
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        if _is_byte_level(tokenizer):
+            byte_of = _byte_of_symbol()
+            if all(symbol in byte_of for symbol in piece):
+                return bytes(byte_of[symbol] for symbol in piece)
+    return str(tokenizer.decode([token_id], skip_special_tokens=False)).encode()
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+
+@cache
+def _byte_of_symbol() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for characters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,0 +1,105 @@
+"""`posttrain serve --backend vllm`: the same command line, answered by vLLM's own server, which takes this process over.
+
+posttrain finds the model and translates the options. From then on everything is vLLM's: its API, its limits, its metrics. An
+option that vLLM's server has no counterpart for is refused, so that nobody relies on a limit that is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from posttrain.serve.loading import ServeOptions
+from posttrain.serve.models import Found, ServeError, find_model, name_of
+from posttrain.serve.service import Limits
+
+# What vLLM's server does not do, by the option of ours that would ask for it.
+_OPTION_OF_LIMIT = {
+    "max_queue": "--max-queue",
+    "max_body_bytes": "--max-body-bytes",
+    "max_completion_tokens": "--max-completion-tokens",
+    "max_samples": "--max-samples",
+    "request_timeout_s": "--request-timeout-s",
+    "body_timeout_s": "--body-timeout-s",
+}
+_DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
+
+
+def vllm_arguments(options: ServeOptions, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """Arguments of `vllm serve`, and variables for its environment. The key goes there: arguments are for all to see."""
+    _refuse(options)
+    found = find_model(options.model, options.registry)
+    reference, engine = found.reference, options.engine
+    adapters = {name: str(_adapter(name, text)) for name, text in options.adapters.items()}
+    name = options.served_name or name_of(found)
+    arguments = [reference.model, "--host", host, "--port", str(port), "--dtype", _DTYPES[engine.precision]]
+    arguments += ["--tokenizer", reference.tokenizer] if reference.tokenizer != reference.model else []
+    if reference.adapter is None:
+        arguments += ["--served-model-name", name]
+    else:
+        adapters = {name: str(reference.adapter), **adapters}
+    if adapters:
+        rank = max(_rank(Path(folder)) for folder in adapters.values())
+        arguments += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules"]
+        arguments += [f"{adapter}={folder}" for adapter, folder in adapters.items()]
+    if engine.max_model_len is not None:
+        arguments += ["--max-model-len", str(engine.max_model_len)]
+    arguments += ["--max-num-seqs", str(engine.max_batch_size)]
+    arguments += ["--gpu-memory-utilization", str(engine.gpu_memory_utilization)]
+    return arguments, {"VLLM_API_KEY": options.api_keys[0]} if options.api_keys else {}
+
+
+def become_vllm(options: ServeOptions, host: str, port: int) -> int:
+    """Replaces this process; returns only if that fails."""
+    beside = Path(sys.executable).with_name("vllm")
+    program = str(beside) if beside.exists() else shutil.which("vllm")
+    if program is None:
+        raise ServeError("--backend vllm needs vLLM: pip install 'posttrain[vllm]'")
+    arguments, environment = vllm_arguments(options, host, port)
+    print(
+        "posttrain serve: vLLM takes over. API, queue, time-outs, body limit and /metrics are vLLM's own now; "
+        f"posttrain's are not in force.\n  {program} serve {' '.join(arguments)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    os.execve(program, [program, "serve", *arguments], {**os.environ, **environment})
+
+
+def _refuse(options: ServeOptions) -> None:
+    usual = Limits()
+    changed = [
+        _OPTION_OF_LIMIT[field.name]
+        for field in fields(Limits)
+        if getattr(options.limits, field.name) != getattr(usual, field.name)
+    ]
+    if options.canary is not None:
+        changed.append("--canary")
+    if options.engine.kv_cache_gib is not None:
+        changed.append("--kv-cache-gib (see --gpu-memory-utilization)")
+    if options.engine.device == "cpu":
+        changed.append("--device cpu")
+    if len(options.api_keys) > 1:
+        changed.append("more than one API key")
+    if changed:
+        raise ServeError(
+            f"vLLM's server has no counterpart for {', '.join(changed)}: leave it out, or use --backend native"
+        )
+
+
+def _adapter(name: str, text: str) -> Path:
+    found: Found = find_model(text)
+    if found.reference.adapter is None:
+        raise ServeError(f"--adapter {name}={text}: there is a whole model, and an adapter is needed")
+    return found.reference.adapter
+
+
+def _rank(adapter: Path) -> int:
+    """vLLM wants to know the largest rank, from a list of its own."""
+    from posttrain.export.model_reference import read_json
+
+    config = read_json(adapter / "adapter_config.json")
+    largest = max([int(config.get("r", 16)), *(config.get("rank_pattern") or {}).values()])
+    return next((rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= largest), largest)

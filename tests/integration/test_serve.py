@@ -1,0 +1,532 @@
+"""The server as its clients see it: OpenAI's own client, plain HTTP, many at once, and those who leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tiny_server import ENGINE, RunningServer, options_for, running, save_adapter, save_model
+
+from posttrain.export.model_reference import load_for_sampling
+from posttrain.serve.canary import CanaryRules
+from posttrain.serve.service import Limits
+from posttrain.types import NoiseKey, Sampling, Task
+
+HELLO = [{"role": "user", "content": "hello"}]
+# Long enough to be there while others come and go.
+LONG: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 150, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[RunningServer]:
+    with running(options_for(model)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def slow_server(model: Path) -> Iterator[RunningServer]:
+    with running(options_for(model)) as found:
+        found.slow_down(0.05)
+        yield found
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+    server.wait_until_empty()
+
+
+def ask(client: openai.OpenAI, **settings: Any) -> Any:
+    return client.chat.completions.create(**{"model": "tiny", "messages": HELLO, "max_tokens": 20, **settings})  # type: ignore[call-overload]
+
+
+# -- the API -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_openai_client_gets_models_and_answers(client: openai.OpenAI) -> None:
+    assert [found.id for found in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    answer = ask(client, seed=4, n=3)
+    assert answer.object == "chat.completion"
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) == 3
+    assert all(choice.message.role == "assistant" for choice in answer.choices)
+    assert answer.usage.prompt_tokens > 5
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    again = ask(client, seed=4, n=3)
+    assert [c.message.content for c in again.choices] == [c.message.content for c in answer.choices]
+    assert ask(client, seed=5).choices[0].message.content != answer.choices[0].message.content
+
+
+def test_a_stream_says_what_a_whole_answer_says(client: openai.OpenAI) -> None:
+    for settings in ({"seed": 7, "n": 2}, {"seed": 8, "temperature": 0.0}, {"seed": 9, "max_tokens": 1}):
+        whole = ask(client, **settings)
+        texts, reasons, usage = {}, {}, None
+        for chunk in ask(client, **settings, stream=True, stream_options={"include_usage": True}):
+            assert chunk.object == "chat.completion.chunk"
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                if choice.index not in texts:
+                    assert choice.delta.role == "assistant"
+                texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+                reasons[choice.index] = choice.finish_reason
+        assert texts == {choice.index: choice.message.content for choice in whole.choices}
+        assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+        assert usage == whole.usage
+
+
+def test_no_usage_in_a_stream_that_did_not_ask(client: openai.OpenAI) -> None:
+    assert all(chunk.usage is None for chunk in ask(client, stream=True))
+
+
+def test_stop_strings_end_the_answer_and_are_not_part_of_it(client: openai.OpenAI) -> None:
+    whole = ask(client, seed=2, max_tokens=60, extra_body={"ignore_eos": False}).choices[0].message.content
+    stop = whole[4:6]
+    expected = whole[: whole.index(stop)]
+    for settings in ({"stop": stop}, {"stop": ["never there", stop]}):
+        answer = ask(client, seed=2, max_tokens=60, **settings)
+        assert answer.choices[0].message.content == expected
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens < 60
+    pieces = [
+        chunk.choices[0].delta.content or "" for chunk in ask(client, seed=2, max_tokens=60, stop=stop, stream=True)
+    ]
+    assert "".join(pieces) == expected
+
+
+def test_logprobs_are_those_of_the_tokens(client: openai.OpenAI) -> None:
+    answer = ask(client, seed=3, temperature=0.0, logprobs=True, top_logprobs=3, extra_body={"ignore_eos": True})
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 20 == answer.usage.completion_tokens
+    for entry in content:
+        assert entry.top_logprobs[0].logprob == entry.logprob, "greedy takes the most probable"
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (t.logprob for t in entry.top_logprobs), reverse=True
+        )
+    said = bytes(byte for entry in content for byte in entry.bytes)
+    assert said.decode(errors="replace") == answer.choices[0].message.content
+    streamed = ask(
+        client, seed=3, temperature=0.0, logprobs=True, top_logprobs=3, stream=True, extra_body={"ignore_eos": True}
+    )
+    found = [entry for chunk in streamed if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert [entry.bytes for entry in found] == [entry.bytes for entry in content]
+    assert ask(client).choices[0].logprobs is None
+
+
+def test_completions_of_texts_and_tokens(client: openai.OpenAI, model: Path) -> None:
+    _, tokenizer = load_for_sampling(str(model), device="cpu")
+    ids = tokenizer("two words")["input_ids"]
+    settings: dict[str, Any] = {"model": "tiny", "seed": 6, "max_tokens": 9, "n": 2}
+    both = client.completions.create(prompt=["other", "two words"], **settings)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    of_text = client.completions.create(prompt="two words", **settings)
+    of_tokens = client.completions.create(prompt=ids, **settings, logprobs=2)
+    assert (
+        [c.text for c in of_text.choices] == [c.text for c in of_tokens.choices] == [c.text for c in both.choices[2:]]
+    )
+    assert len(of_tokens.choices[0].logprobs.tokens) == len(of_tokens.choices[0].logprobs.top_logprobs) > 0
+    streamed = client.completions.create(prompt="two words", **{**settings, "n": 1}, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == of_text.choices[0].text
+
+
+def test_curl_gets_events_as_they_are(server: RunningServer) -> None:
+    body = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 3, "stream": True})
+    ended = subprocess.run(
+        ["curl", "-sN", f"{server.url}/v1/chat/completions", "-d", body], capture_output=True, timeout=30, check=True
+    )
+    events = ended.stdout.decode().strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    assert all(event.startswith("data: {") for event in events[:-1])
+
+
+# -- many at once ------------------------------------------------------------------------------------------------------
+
+
+def test_under_load_nobody_gets_the_answer_of_another(server: RunningServer, model: Path) -> None:
+    """Forty at once, with eight places: each gets what the engine gives to it alone."""
+    engine, tokenizer = load_for_sampling(str(model), device="cpu", max_total_tokens=256)
+    prompts = [f"request {number} " + "x" * (number % 7) for number in range(40)]
+    settings = [
+        {"temperature": (0.0, 0.8, 1.0)[n % 3], "top_p": (1.0, 0.9)[n % 2], "seed": n, "max_tokens": 5 + n % 17}
+        for n in range(40)
+    ]
+
+    async def one(client: openai.AsyncOpenAI, prompt: str, chosen: dict[str, Any]) -> str:
+        if chosen["seed"] % 2:
+            answer = await client.completions.create(model="tiny", prompt=prompt, **chosen)
+            return answer.choices[0].text
+        stream = await client.completions.create(model="tiny", prompt=prompt, stream=True, **chosen)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def everybody() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await asyncio.gather(*(one(client, p, s) for p, s in zip(prompts, settings, strict=True)))
+
+    answers = asyncio.run(everybody())
+    for prompt, chosen, answer in zip(prompts, settings, answers, strict=True):
+        task = Task(0, "t", "", tuple(tokenizer(prompt)["input_ids"]))
+        sampling = Sampling(chosen["max_tokens"], chosen["temperature"], chosen["top_p"])
+        [[expected]] = engine.generate([task], 1, sampling, NoiseKey(chosen["seed"], 0))
+        assert answer == expected.text
+    server.wait_until_empty()
+
+
+def test_when_full_429_and_then_room_again(model: Path) -> None:
+    engine = replace(ENGINE, max_batch_size=2)
+    with running(options_for(model, engine=engine, limits=Limits(max_queue=1))) as server:
+        server.slow_down(0.005)
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.Client(timeout=30) as client:
+            streams = [client.stream("POST", url, json={**LONG, "max_tokens": 80, "stream": True}) for _ in range(3)]
+            opened = [stream.__enter__() for stream in streams]
+            assert [response.status_code for response in opened] == [200, 200, 200]
+            refused = client.post(url, json=LONG)
+            assert refused.status_code == 429
+            assert int(refused.headers["Retry-After"]) >= 1
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            assert client.post(url, json={**LONG, "n": 3}).status_code == 400, "more than can ever run together"
+            said = ["".join(response.iter_text()) for response in opened]
+            for stream in streams:
+                stream.__exit__(None, None, None)
+            assert all(text.endswith("data: [DONE]\n\n") for text in said)
+            server.wait_until_empty()
+            assert client.post(url, json={**LONG, "max_tokens": 3}).status_code == 200
+        assert server.metric("posttrain_refused_requests_total", status="429") == 1
+
+
+# -- those who leave ---------------------------------------------------------------------------------------------------
+
+
+def disconnected(server: RunningServer) -> float:
+    return server.metric("posttrain_requests_total", model="tiny", version="production", outcome="disconnected")
+
+
+def test_a_client_that_leaves_a_stream_frees_its_place(slow_server: RunningServer) -> None:
+    before = disconnected(slow_server)
+    with httpx.stream("POST", f"{slow_server.url}/v1/chat/completions", json={**LONG, "stream": True}) as response:
+        next(response.iter_lines())
+        assert slow_server.service.num_inside == 1
+    slow_server.wait_until_empty()
+    assert disconnected(slow_server) == before + 1
+
+
+def test_a_client_that_leaves_without_a_word_frees_its_place(slow_server: RunningServer) -> None:
+    before = disconnected(slow_server)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{slow_server.url}/v1/chat/completions", json={**LONG, "n": 6}, timeout=0.1)
+    slow_server.wait_until_empty()
+    assert disconnected(slow_server) == before + 1
+
+
+def test_a_request_that_takes_too_long_is_told_so(model: Path) -> None:
+    limits = Limits(request_timeout_s=0.15, body_timeout_s=0.2)
+    with running(options_for(model, limits=limits)) as server, httpx.Client(timeout=30) as client:
+        server.slow_down(0.005)
+        url = f"{server.url}/v1/chat/completions"
+        late = client.post(url, json=LONG)
+        assert late.status_code == 504
+        assert late.json()["error"]["type"] == "timeout_error"
+        streamed = client.post(url, json={**LONG, "stream": True}).text
+        assert '"error":{' in streamed
+        assert "[DONE]" not in streamed
+        with (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as strict,
+            pytest.raises(openai.APIError, match="no complete answer"),
+        ):
+            list(strict.chat.completions.create(**LONG_FOR_CLIENT, stream=True))
+        server.wait_until_empty()
+        assert server.metric("posttrain_requests_total", model="tiny", version="production", outcome="timeout") == 3
+
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert b" 408 " in slow.recv(4096)
+
+
+LONG_FOR_CLIENT: dict[str, Any] = {
+    **{key: value for key, value in LONG.items() if key != "ignore_eos"},
+    "extra_body": {"ignore_eos": True},
+}
+
+
+# -- who may come in, and with what ------------------------------------------------------------------------------------
+
+
+def test_a_key_is_needed_where_one_is_set(model: Path) -> None:
+    with (
+        running(options_for(model, api_keys=("sk-one", "sk-two"))) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        for path, send in (
+            ("/v1/models", None),
+            ("/v1/completions", body),
+            ("/v1/feedback", {"id": "a", "score": 1.0}),
+        ):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic sk-one"}):
+                response = (
+                    client.get(path, headers=headers) if send is None else client.post(path, json=send, headers=headers)
+                )
+                assert response.status_code == 401
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/health").status_code == 200
+        assert client.get("/metrics").status_code == 200
+        for key in ("sk-one", "sk-two"):
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as allowed:
+                assert allowed.completions.create(**body).choices
+
+
+def test_bodies_and_prompts_over_the_limits(model: Path) -> None:
+    limits = Limits(max_body_bytes=2000, max_completion_tokens=30)
+    with running(options_for(model, limits=limits)) as server, httpx.Client(base_url=server.url) as client:
+        large = json.dumps({"model": "tiny", "prompt": "x" * 3000}).encode()
+        for content in (large, iter([large[:1500], large[1500:]])):  # announced, and in chunks of unknown number
+            response = client.post("/v1/completions", content=content)
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "request_too_large"
+        cases = [
+            ({"prompt": "x" * 250}, "context_length_exceeded"),
+            ({"prompt": "x", "max_tokens": 31}, None),
+            ({"prompt": [260]}, None),
+            ({"prompt": ""}, None),
+            ({"prompt": "\ud800"}, None),
+            ({"prompt": ["a"] * 9}, None),
+        ]
+        for extra, code in cases:
+            response = client.post("/v1/completions", content=json.dumps({"model": "tiny", **extra}))
+            assert response.status_code == 400, (extra, response.text)
+            assert response.json()["error"]["code"] == code
+        chat = client.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO})
+        assert chat.json()["usage"]["completion_tokens"] <= 30, "what the server allows, where nothing is asked"
+        assert client.post("/v1/chat/completions", json={"model": "no", "messages": HELLO}).status_code == 404
+        for path in ("/v1/nothing", "/v1/models/nothing"):
+            assert client.get(path).status_code == 404
+            assert "message" in client.get(path).json()["error"]
+        assert client.get("/v1/completions").status_code == 405
+        server.wait_until_empty()
+
+
+# -- adapters and versions ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: str(save_adapter(folder / name, model, seed)) for seed, name in enumerate(("polite.v1", "maths"))}
+
+
+def test_adapters_are_models(model: Path, adapters: dict[str, str]) -> None:
+    names = ["tiny", "polite.v1", "maths"]
+    expected = {}
+    for name, source in zip(names, [str(model), *adapters.values()], strict=True):
+        engine, tokenizer = load_for_sampling(source, device="cpu", max_total_tokens=256)
+        task = Task(0, "t", "", tuple(tokenizer("hello")["input_ids"]))
+        [[completion]] = engine.generate([task], 1, Sampling(25, ignore_eos=True), NoiseKey(3, 0))
+        expected[name] = completion.text
+    assert len(set(expected.values())) == 3
+    settings: dict[str, Any] = {"seed": 3, "max_tokens": 25, "extra_body": {"ignore_eos": True}}
+    with running(options_for(model, adapters=adapters)) as server:
+
+        async def everybody() -> list[tuple[str, str]]:
+            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+                assert [found.id async for found in client.models.list()] == names
+                asked = [names[number % 3] for number in range(12)]
+                answers = await asyncio.gather(
+                    *(client.completions.create(model=name, prompt="hello", **settings) for name in asked)
+                )
+                return [(name, answer.choices[0].text) for name, answer in zip(asked, answers, strict=True)]
+
+        for name, answer in asyncio.run(everybody()):
+            assert answer == expected[name]
+
+
+def versions_of(server: RunningServer, users: list[str]) -> list[str]:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "seed": 0}
+    with httpx.Client(base_url=server.url) as client:
+        responses = [client.post("/v1/completions", json={**body, "user": user}) for user in users]
+    return [response.headers.get("x-posttrain-version", "") for response in responses]
+
+
+def test_a_canary_shares_the_traffic_and_its_errors_send_everybody_back(model: Path, tmp_path: Path) -> None:
+    rules = CanaryRules(share=0.5, max_error_rate=0.2, min_requests=5, window=10)
+    said: list[str] = []
+    options = options_for(model, canary=str(save_model(tmp_path / "other", seed=9)), canary_rules=rules)
+    with running(options, said) as server:
+        users = [f"user{number}" for number in range(30)]
+        first = versions_of(server, users)
+        assert {"production", "canary"} == set(first)
+        assert versions_of(server, users) == first, "a user stays with one version"
+        answered = server.metric("posttrain_requests_total", model="tiny", version="canary", outcome="ok")
+        assert answered == 2 * first.count("canary")
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 20, "seed": 0, "temperature": 0}
+        one, other = (users[first.index(name)] for name in ("production", "canary"))
+        with httpx.Client(base_url=server.url) as client:
+            texts = [client.post("/v1/completions", json={**body, "user": user}).json() for user in (one, other)]
+        assert texts[0]["choices"][0]["text"] != texts[1]["choices"][0]["text"]
+
+        broken = server.service.canary_version
+        assert broken is not None
+        steps = iter([False, True] * 50)
+        work = broken.session.step
+
+        def fails_often() -> Any:
+            if next(steps):
+                raise RuntimeError("out of luck")
+            return work()
+
+        broken.session.step = fails_often  # type: ignore[method-assign]
+        later = versions_of(server, users * 2)
+        assert "canary" in later[:20]
+        assert set(later[-15:]) == {"production"}
+        with httpx.Client(base_url=server.url) as client:
+            health = client.get("/health")
+        assert health.status_code == 200
+        assert "failed" in health.json()["canary"]["rolled_back"]
+        assert server.metric("posttrain_canary_share", version="canary") == 0
+        assert any("rolled back" in line for line in said)
+
+
+def test_feedback_is_the_kpi_of_a_canary(model: Path, adapters: dict[str, str]) -> None:
+    """The canary is an adapter here: one base model in memory, two versions."""
+    rules = CanaryRules(share=0.5, max_kpi_drop=0.1, min_feedback=8)
+    with running(options_for(model, adapters=adapters, canary="maths", canary_rules=rules)) as server:
+        with httpx.Client(base_url=server.url) as client:
+            assert client.post("/v1/feedback", json={"id": "nobody", "score": 1}).status_code == 404
+            for number in range(60):
+                body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "user": f"user{number}"}
+                answer = client.post("/v1/completions", json=body)
+                score = 0.2 if answer.headers["x-posttrain-version"] == "canary" else 0.8
+                rated = client.post("/v1/feedback", json={"id": answer.json()["id"], "score": score + number % 2 / 10})
+                assert rated.json()["version"] == answer.headers["x-posttrain-version"]
+                again = client.post("/v1/feedback", json={"id": answer.json()["id"], "score": 1})
+                assert again.status_code == 404, "an answer is rated once"
+            health = client.get("/health").json()["canary"]
+            assert "mean score" in health["rolled_back"]
+            assert health["scores"]["canary"]["mean"] < 0.4 < health["scores"]["production"]["mean"]
+            assert set(versions_of(server, [f"user{number}" for number in range(20)])) == {"production"}
+        assert server.metric("posttrain_kpi_mean", version="production") > 0.7
+
+
+# -- when things go wrong ----------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_fails_costs_its_requests_and_a_third_in_a_row_the_server(model: Path) -> None:
+    with running(options_for(model)) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 4, "ignore_eos": True}
+        [session] = server.service.sessions
+        work, failures = session.step, 1
+
+        def fails() -> Any:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise RuntimeError("CUDA error: something\nmore lines")
+            return work()
+
+        session.step = fails  # type: ignore[method-assign]
+        failed = client.post("/v1/completions", json=body)
+        assert failed.status_code == 500
+        assert "RuntimeError: CUDA error: something" in failed.json()["error"]["message"]
+        assert client.post("/v1/completions", json=body).status_code == 200
+        failures = 3
+        assert [client.post("/v1/completions", json=body).status_code for _ in range(4)] == [500, 500, 500, 503]
+        assert client.get("/health").status_code == 503
+        server.wait_until_empty()
+
+
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(model: Path) -> None:
+    command = [sys.executable, "-m", "posttrain.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--served-model-name", "tiny"], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "ready: " in line:
+                break
+        url = lines[-1].split("ready: ")[1].split("/v1")[0]
+        body = {**LONG, "stream": True, "max_tokens": 400}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
+            parts = response.iter_lines()
+            first = next(parts)
+            process.send_signal(signal.SIGTERM)
+            assert_drains(url)
+            rest = [first, *parts]
+        assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
+        assert process.wait(30) == 0
+        assert "every request was answered" in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def assert_drains(url: str) -> None:
+    """While the last answer is being given, the door says that there will be no more."""
+    end = time.monotonic() + 10
+    while (health := httpx.get(f"{url}/health")).status_code != 503:
+        assert time.monotonic() < end
+    assert health.json()["status"] == "draining"
+    assert httpx.post(f"{url}/v1/chat/completions", json=LONG).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-model-len", "9999"], "made for 1024 tokens"),
+        (["--adapter", "nonsense"], "NAME=FOLDER"),
+        (["--adapter", "tiny={model}", "--served-model-name", "tiny"], "both called 'tiny'"),
+        (["--adapter", "other={model}"], "an adapter is needed"),
+        (["--canary", "nowhere", "--canary-share", "2"], "canary share is 2.0"),
+        (["--canary", "./nowhere"], "no folder './nowhere'"),
+        (["--kv-cache-gib", "0.0000001"], "raise kv_cache_gib"),
+        (["--max-batch-size", "0"], "--max-batch-size is 0"),
+        (["--backend", "vllm", "--canary", "x"], "no counterpart for --canary"),
+        (["another"], "what is 'another'"),
+        (["--api-key-file", "/does/not/exist"], "cannot be read"),
+    ],
+)
+def test_bad_command_lines_say_what_is_wrong(
+    model: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from posttrain.cli.main import main
+    from posttrain.serve import vllm_backend
+
+    monkeypatch.setattr(vllm_backend.shutil, "which", lambda name: "/bin/false")
+    filled = [argument.format(model=model) for argument in arguments]
+    assert main(["serve", str(model), "--device", "cpu", "--port", "0", *filled]) == 64
+    assert words in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from posttrain.cli.main import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(model), "--port", port]) == 64
+    error = capsys.readouterr().err
+    assert f"port {port}" in error
+    assert "loading" not in error

@@ -1,0 +1,155 @@
+"""Names on the command line: what is loaded, what vLLM is told, and who hears of a rollback."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_server import options_for, save_adapter, save_model
+
+import posttrain.registry
+from posttrain.export.model_reference import ModelReferenceError, resolve_model
+from posttrain.generation.native import NativeEngine
+from posttrain.serve import loading
+from posttrain.serve.adapters import AdapterSwitch
+from posttrain.serve.models import Found, ServeError, find_model, name_of
+from posttrain.serve.service import Limits
+from posttrain.serve.vllm_backend import vllm_arguments
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("base") / "mine")
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_adapter(tmp_path_factory.mktemp("lora") / "polite", model, seed=1)
+
+
+def test_models_are_called_what_their_users_call_them(model: Path, tmp_path: Path) -> None:
+    assert name_of(find_model(str(model))) == "mine"
+    assert name_of(Found("x", resolve_model("Qwen/Qwen3-0.6B"))) == "Qwen/Qwen3-0.6B"
+    weights = tmp_path / "grpo" / "step_60" / "policy" / "weights"
+    weights.mkdir(parents=True)
+    save_model(weights / "model")
+    assert name_of(find_model(str(tmp_path / "grpo" / "step_60"))) == "grpo-step_60"
+
+
+def test_registry_names_are_looked_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def resolve(text: str, *, registry: str | None) -> Any:
+        asked.append((text, registry))
+        return SimpleNamespace(name="maths", version=3, path=model, reference="registry:maths@3")
+
+    monkeypatch.setattr(posttrain.registry, "resolve_version", resolve)
+    found = find_model("registry:maths@production", "there")
+    assert asked == [("registry:maths@production", "there")]
+    assert (found.text, found.registered, name_of(found)) == ("registry:maths@3", ("maths", 3), "maths")
+
+
+@dataclass
+class FakeRegistry:
+    stage: str
+    calls: list[dict[str, Any]]
+
+    def get(self, name: str, number: int) -> Any:
+        return SimpleNamespace(stage=self.stage)
+
+    def rollback(self, name: str, **given: Any) -> None:
+        self.calls.append({"name": name, **given})
+
+
+@pytest.mark.parametrize("stage", ["canary", "production"])
+def test_a_rollback_is_written_to_the_registry_if_the_canary_is_still_there(
+    model: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, said = FakeRegistry(stage, []), []
+    monkeypatch.setattr(posttrain.registry, "Registry", lambda where: registry)
+    loading._on_rollback(Found("r", resolve_model(model), ("maths", 3)), None, said.append)("too many errors")
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.daemon and "write" in thread.name:
+            thread.join(10)
+    assert said[0] == "canary rolled back: too many errors"
+    assert [call["stage"] for call in registry.calls] == (["canary"] if stage == "canary" else [])
+    assert all("too many errors" in call["why"] for call in registry.calls)
+
+
+def test_vllm_is_told_the_same(model: Path, adapter: Path) -> None:
+    engine = replace(options_for(model).engine, device="auto", kv_cache_gib=None, precision="bfloat16")
+    options = options_for(model, engine=engine, api_keys=("sk-1",), adapters={"polite": str(adapter)})
+    arguments, environment = vllm_arguments(options, "0.0.0.0", 9)
+    pairs = dict(zip(arguments[1::2], arguments[2::2], strict=False))
+    assert arguments[0] == str(model)
+    assert pairs["--served-model-name"] == "tiny"
+    assert (pairs["--host"], pairs["--port"], pairs["--dtype"]) == ("0.0.0.0", "9", "bfloat16")
+    assert f"polite={adapter}" in arguments
+    for option, value in (("--max-model-len", "256"), ("--max-num-seqs", "8"), ("--max-lora-rank", "8")):
+        assert arguments[arguments.index(option) + 1] == value
+    assert environment == {"VLLM_API_KEY": "sk-1"}
+    assert "sk-1" not in arguments
+
+
+def test_vllm_serves_an_adapter_by_its_name(model: Path, adapter: Path) -> None:
+    engine = replace(options_for(model).engine, device="auto", kv_cache_gib=None)
+    arguments, _ = vllm_arguments(options_for(adapter, engine=engine), "h", 1)
+    assert arguments[0] == str(model)
+    assert f"tiny={adapter}" in arguments
+    assert "--served-model-name" not in arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"limits": Limits(max_queue=7)}, "--max-queue"),
+        ({"limits": Limits(request_timeout_s=7.0)}, "--request-timeout-s"),
+        ({"canary": "x"}, "--canary"),
+        ({"api_keys": ("a", "b")}, "more than one API key"),
+    ],
+)
+def test_vllm_is_not_asked_for_what_it_does_not_do(model: Path, changes: dict[str, Any], words: str) -> None:
+    engine = replace(options_for(model).engine, device="auto", kv_cache_gib=None)
+    with pytest.raises(ServeError, match=words):
+        vllm_arguments(options_for(model, **{"engine": engine, **changes}), "h", 1)
+
+
+def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from posttrain.export.model_reference import load_for_sampling
+
+    biased, alien = (tmp_path / name for name in ("biased", "alien"))
+    for folder in (biased, alien):
+        save_adapter(folder, model, seed=2)
+    config = biased / "adapter_config.json"
+    config.write_text(config.read_text().replace('"bias": "none"', '"bias": "all"'))
+    weights = load_file(alien / "adapter_model.safetensors")
+    first = sorted(weights)[0]
+    save_file({**{k: v for k, v in weights.items() if k != first}, "no.such.lora_A.weight": weights[first]},
+              alien / "adapter_model.safetensors")  # fmt: skip
+    bare = load_for_sampling(str(model), device="cpu")[0].model
+    with pytest.raises(ModelReferenceError, match="cannot be switched off exactly"):
+        AdapterSwitch({"b": biased}).put_on(bare)
+    with pytest.raises(ModelReferenceError, match="no partner"):
+        AdapterSwitch({"fine": adapter, "alien": alien}).put_on(bare)
+
+
+def test_adapters_are_on_the_model_before_an_engine_looks_at_its_modules(
+    model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the engine joins the weights of projections: adapters that came later would be passed over silently."""
+    seen: list[bool] = []
+    make = NativeEngine.__init__
+
+    def watched(self: NativeEngine, given: Any, *rest: Any) -> None:
+        seen.append(any("lora_A" in name for name, _ in given.named_modules()))
+        make(self, given, *rest)
+
+    monkeypatch.setattr(NativeEngine, "__init__", watched)
+    loading.build_service(options_for(model, adapters={"polite": str(adapter), "again": str(adapter)}))
+    assert seen == [True]

@@ -1,0 +1,142 @@
+"""Text as it comes: the pieces add up to the whole, half characters wait, and stop strings are never shown."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import byte_tokenizer
+from transformers import AutoTokenizer
+
+from posttrain.generation.native.session_values import ModelLogprobs, TokenEvent
+from posttrain.serve.choices import Choice, chat_logprobs, completion_logprobs
+from posttrain.serve.text import IncrementalText, StopCut, token_bytes
+
+BYTES = byte_tokenizer()
+SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2-135m-instruct"
+TEXTS = ("plain words, 123", "  two  spaces\n\ttab", "ä€🙂 mixed ‘quotes’ 你好", "👩‍👩‍👧 family", "")
+
+
+def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    text = IncrementalText(tokenizer)
+    return [*(text.push(token) for token in ids), text.finish()]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    if not SMOLLM2.is_dir():
+        pytest.skip("models/smollm2-135m-instruct is not here; `posttrain models fetch smollm2` gets it")
+    return AutoTokenizer.from_pretrained(SMOLLM2)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_of_bytes_add_up_and_never_hold_half_a_character(text: str) -> None:
+    found = pieces(BYTES, BYTES(text)["input_ids"])
+    assert "".join(found) == text
+    assert not any("�" in piece for piece in found)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_of_a_real_tokenizer_add_up(smollm2: Any, text: str) -> None:
+    found = pieces(smollm2, smollm2(text)["input_ids"])
+    assert "".join(found) == text
+    assert not any("�" in piece for piece in found)
+
+
+@given(st.lists(st.integers(0, 259), max_size=60))
+def test_any_tokens_give_the_text_of_decoding_them_at_once(ids: list[int]) -> None:
+    """Also bytes that are no UTF-8, and special tokens, which are left out."""
+    assert "".join(pieces(BYTES, ids)) == BYTES.decode(ids, skip_special_tokens=True)
+
+
+def test_tokens_drawn_at_random_add_up_with_a_real_tokenizer(smollm2: Any) -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        ids = [rng.randrange(len(smollm2)) for _ in range(50)]
+        assert "".join(pieces(smollm2, ids)) == smollm2.decode(ids, skip_special_tokens=True)
+
+
+def test_what_waits_too_long_for_the_rest_of_a_character_is_shown() -> None:
+    half = BYTES("🙂")["input_ids"][:1]
+    found = pieces(BYTES, half * 100)
+    assert max(index for index, piece in enumerate(found) if piece) > 90
+    assert min(index for index, piece in enumerate(found) if piece) < 40
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.data())
+def test_text_is_cut_before_the_first_stop_string(text: str, strings: list[str], data: st.DataObject) -> None:
+    cut, shown, rest = StopCut(strings), "", text
+    places = [place for string in strings if (place := text.find(string)) >= 0]
+    while rest and not cut.found:
+        size = data.draw(st.integers(1, len(rest)))
+        shown += cut.push(rest[:size])
+        rest = rest[size:]
+        # What was shown can never be taken back.
+        assert text.startswith(shown)
+    shown += cut.finish()
+    if places:
+        assert cut.found
+        # A stop string is found as soon as it is complete: of two, the one that ends first.
+        ends = min(text.find(string) + len(string) for string in strings if string in text)
+        assert len(shown) <= ends
+        assert not any(string in shown for string in strings)
+    else:
+        assert (shown, cut.found) == (text, False)
+
+
+def test_a_beginning_of_a_stop_string_waits_and_is_shown_if_it_was_none() -> None:
+    cut = StopCut(["END"])
+    assert [cut.push("so E"), cut.push("N"), cut.push("O"), cut.push("END now")] == ["so ", "", "ENO", ""]
+    assert cut.found
+    assert cut.push("more") == ""
+
+
+def test_tokens_have_their_bytes(smollm2: Any) -> None:
+    for text in TEXTS:
+        assert b"".join(token_bytes(smollm2, token) for token in smollm2(text)["input_ids"]) == text.encode()
+    half = BYTES("é")["input_ids"][0]
+    assert token_bytes(BYTES, half) == "é".encode()[:1]
+    assert token_bytes(BYTES, BYTES.eos_token_id) == b"<|im_end|>"
+
+
+def event(token: int, reason: Any = None, logprob: float = -1.0) -> TokenEvent:
+    return TokenEvent("r", 0, token, logprob, reason, ModelLogprobs(logprob, ((token, logprob),)))
+
+
+def test_a_choice_hands_logprobs_out_with_the_text_of_their_tokens() -> None:
+    ids = BYTES("a🙂b")["input_ids"]
+    choice = Choice(3, BYTES, (), frozenset({BYTES.eos_token_id}))
+    found = [choice.push(event(token)) for token in ids]
+    found.append(choice.push(event(BYTES.eos_token_id, "stop")))
+    assert [(piece.text, len(piece.logprobs)) for piece in found] == [
+        ("a", 1), ("", 0), ("", 0), ("", 0), ("🙂", 4), ("b", 1), ("", 0),
+    ]  # fmt: skip
+    assert found[-1].finish_reason == "stop"
+    assert all(piece.index == 3 for piece in found)
+    written = chat_logprobs(BYTES, tuple(entry for piece in found for entry in piece.logprobs))["content"]
+    assert bytes(byte for entry in written for byte in entry["bytes"]).decode() == "a🙂b"
+    assert written[0]["top_logprobs"] == [{"token": "a", "logprob": -1.0, "bytes": [97]}]
+    plain = completion_logprobs(BYTES, found[0].logprobs + found[5].logprobs, 10)
+    assert (plain["tokens"], plain["text_offset"]) == (["a", "b"], [10, 11])
+
+
+def test_a_choice_that_ends_in_the_middle_says_all_that_it_has() -> None:
+    ids = BYTES("x🙂")["input_ids"][:3]
+    choice = Choice(0, BYTES, ("xyz",), frozenset())
+    texts = [choice.push(event(token)).text for token in ids[:-1]]
+    last = choice.push(event(ids[-1], "length"))
+    assert "".join([*texts, last.text]) == "x�"
+    assert last.finish_reason == "length"
+
+
+def test_a_stop_string_that_only_the_text_shows_ends_the_choice() -> None:
+    """A special token in its middle hides it from the engine, and is not part of the text."""
+    a, b = BYTES("ab")["input_ids"]
+    choice = Choice(0, BYTES, ("ab",), frozenset())
+    texts = [choice.push(event(token)).text for token in (a, BYTES.pad_token_id)]
+    last = choice.push(event(b))
+    assert ("".join(texts) + last.text, last.finish_reason) == ("", "stop")

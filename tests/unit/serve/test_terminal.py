@@ -1,0 +1,117 @@
+"""A chat in the terminal: what is remembered, what commands do, what happens when it grows too long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_server import save_model
+
+from posttrain.data.chat import ChatFormat
+from posttrain.export.model_reference import load_for_sampling
+from posttrain.generation.native.session import GenerationSession
+from posttrain.serve.terminal import Conversation, converse
+from posttrain.types import NoiseKey, Sampling, Task
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> GenerationSession:
+    folder = save_model(tmp_path_factory.mktemp("tiny"))
+    engine, _ = load_for_sampling(
+        str(folder), device="cpu", max_total_tokens=200, native_settings={"max_batch_size": 1}
+    )
+    return GenerationSession(engine)
+
+
+@pytest.fixture
+def conversation(session: GenerationSession) -> Conversation:
+    return Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed=5)
+
+
+def play(conversation: Conversation, lines: list[str | BaseException]) -> tuple[str, str]:
+    """What was written and what was said."""
+    written: list[str] = []
+    said: list[str] = []
+    waiting = iter(lines)
+
+    def read() -> str:
+        line = next(waiting, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    converse(conversation, read, written.append, said.append)
+    return "".join(written), "".join(said)
+
+
+def test_answers_are_the_engines_and_the_conversation_goes_on(
+    conversation: Conversation, session: GenerationSession, tmp_path: Path
+) -> None:
+    written, _ = play(conversation, ["hello", "again"])
+    roles = [message["role"] for message in conversation.messages]
+    assert roles == ["user", "assistant", "user", "assistant"]
+    assert written == "".join(message["content"] + "\n" for message in conversation.messages[1::2])
+    engine, _ = load_for_sampling(str(save_model(tmp_path / "m")), device="cpu", max_total_tokens=200)
+    for turn, seed in ((1, 5), (3, 6)):
+        _, ids = conversation.chat.prompt(conversation.messages[:turn])
+        sampling = Sampling(12, end_of_turn_ids=conversation.chat.stop_token_ids)
+        [[expected]] = engine.generate([Task(0, "t", "", tuple(ids))], 1, sampling, NoiseKey(seed, 0))
+        assert conversation.messages[turn]["content"] == expected.text
+
+
+def test_commands(conversation: Conversation) -> None:
+    _, said = play(conversation, ["hi", "/history", "/system Be kind.", "/history", "/nonsense", "/help", "", "yo"])
+    assert "user: hi" in said
+    assert "system: Be kind." in said
+    assert "unknown command /nonsense" in said
+    assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
+    play(conversation, ["/reset"])
+    assert [message["role"] for message in conversation.messages] == ["system"]
+    play(conversation, ["/system", "/exit", "never read"])
+    assert conversation.messages == []
+
+
+def test_a_seed_gives_the_same_chat_again(session: GenerationSession) -> None:
+    def texts(seed: int | None) -> str:
+        made = Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed)
+        return play(made, ["one", "two"])[0]
+
+    assert texts(3) == texts(3)
+    assert texts(3) != texts(4)
+    assert texts(None) != texts(None)
+
+
+def test_the_oldest_turns_go_when_there_is_no_room(conversation: Conversation) -> None:
+    _, said = play(conversation, ["x" * 40, "y" * 40, "z" * 40])
+    assert "oldest messages are forgotten" in said
+    assert conversation.messages[-2]["content"] == "z" * 40
+    assert len(conversation.messages) < 6
+
+
+def test_a_message_that_can_never_fit_is_refused_and_forgotten(conversation: Conversation) -> None:
+    _, said = play(conversation, ["ok", "w" * 500, "fine"])
+    assert "at most 200 together" in said
+    assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["ok", "fine"]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(conversation: Conversation) -> None:
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    lines = iter(["hello"])
+
+    def read() -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    writes: list[Callable[[str], None]] = [interrupt]
+    said: list[str] = []
+    converse(conversation, read, lambda text: writes.pop()(text) if writes else None, said.append)
+    assert said == [" (stopped)"]
+    assert conversation.messages[-1]["role"] == "assistant"
+    assert not conversation.session.unfinished
+    _, said_later = play(conversation, [KeyboardInterrupt(), "still there?"])
+    assert "Ctrl-D" in said_later
