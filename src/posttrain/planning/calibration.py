@@ -1,0 +1,92 @@
+"""GPUs, and how much of their limits posttrain reaches: every measured constant of the planner, in one file.
+
+A prediction is a count (floating-point operations, bytes) divided by a limit of the GPU and by the share of that limit which
+the code reaches. Counts are made in the other files, from the code that does the work. Limits and shares are here.
+
+Measured 2026-11-15 on one NVIDIA H200 (torch 2.11, triton 3.6, bf16):
+
+| what | measured | which constant it gives |
+|---|---|---|
+| product of 8192 x 8192 matrices | 806 TFLOP/s | `matrix_flops` |
+| copy on the device, bytes read and written | 4.29 TB/s | `copy_bytes_per_s` |
+| Llama 8B, 512 rows: matrix products of a decode step | 10.85 ms (659 TFLOP/s) | `matrix_share` |
+| the same: output head | 0.87 ms | (check) |
+| the same: attention, context 140 | 2.6 TB/s of keys and values | `decode_attention_share` |
+| the same: whole step, mean context 256 | 18.8 ms | (check) |
+| Llama 8B, prompts | 43,700 tokens/s | (check) |
+| Llama 8B, log-probabilities, sequences of 900 | 40,363 tokens/s | (check) |
+| Llama 8B, forward and backward, 8,100 tokens at a time | 12,487 tokens/s, 58 GiB | (check) |
+| the same, 16,200 tokens at a time | 12,616 tokens/s, 87 GiB | (check) |
+| the same with plain modules, eager | 10,132 tokens/s, 88 GiB | `unfused_time`, `unfused_activations` |
+
+"Check" rows were not used to choose a constant; a test holds the prediction against them. The other shares are estimates, which
+say so below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+TERA = 1e12
+MEASURED_ON = "one H200, 2026-11-15, torch 2.11, bf16"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_bytes: int  # as torch reports it
+    matrix_flops: float  # bf16 products per second that a large square product reaches
+    copy_bytes_per_s: float  # read and written
+    host_bytes_per_s: float  # from pinned host memory, each way
+    is_measured: bool
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What posttrain reaches of a GPU's limits, and costs that depend on neither operations nor bytes."""
+
+    matrix_share: float = 0.82  # of matrix_flops, in training, scoring, prompts and large decode batches
+    attention_share: float = 0.45  # of matrix_flops, packed attention with grouped heads; estimate
+    elementwise_share: float = 0.90  # of copy_bytes_per_s, fused kernels; estimate
+    weight_read_share: float = 0.85  # of copy_bytes_per_s, products of few rows; estimate
+    decode_attention_share: float = 0.606  # of copy_bytes_per_s, paged attention
+    unfused_time: float = 1.23  # families whose layers are not fused (policy/fused): time of their passes …
+    unfused_activations: float = 2.1  # … and bytes that they keep for the backward pass
+    forward_host_s: float = 0.35e-3  # per layer: launching a forward pass; small models wait for it; estimate
+    backward_host_s: float = 0.55e-3  # per layer; estimate
+    row_host_s: float = 0.5e-6  # per token: laying out a packed row; estimate
+    decode_layer_s: float = 30e-6  # the least time of a layer in a recorded decode step; estimate
+    foreach_bytes: float = 84.0  # moved per weight by torch's foreach AdamW, counted from its operations
+    runtime_bytes: int = 1 * GIB  # CUDA context and libraries: outside of what torch counts; estimate
+    allocator_slack: float = 0.03  # of what is allocated, lost between blocks; estimate
+
+
+CALIBRATION = Calibration()
+
+# By the vendors' data sheets: dense bf16 TFLOP/s and TB/s. What the H200 reaches of its own is assumed for the others.
+_H200_SHEET_TFLOPS, _H200_SHEET_TBYTES = 989.5, 4.8
+_H200_TFLOPS, _H200_TBYTES = 806.0, 4.29
+
+
+def _by_data_sheet(name: str, memory_gib: float, tflops: float, tbytes: float, host_gbytes: float) -> Gpu:
+    return Gpu(
+        name,
+        int(memory_gib * GIB),
+        tflops * _H200_TFLOPS / _H200_SHEET_TFLOPS * TERA,
+        tbytes * _H200_TBYTES / _H200_SHEET_TBYTES * TERA,
+        host_gbytes * 1e9,
+        is_measured=False,
+    )
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h200", int(139.8 * GIB), _H200_TFLOPS * TERA, _H200_TBYTES * TERA, 50e9, is_measured=True),
+        _by_data_sheet("h100", 79.1, 989.5, 3.35, 50),
+        _by_data_sheet("a100-80gb", 79.2, 312.0, 2.04, 24),
+        _by_data_sheet("b200", 178.3, 2250.0, 8.0, 50),
+        _by_data_sheet("l40s", 44.4, 362.0, 0.864, 24),
+    )
+}

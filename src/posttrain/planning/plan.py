@@ -1,0 +1,182 @@
+"""One config on one GPU: what each phase holds, how long each stage takes, whether it fits, and what was assumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config import GrpoRunConfig, RmRunConfig, RunConfig
+from posttrain.errors import InputError
+from posttrain.planning.calibration import CALIBRATION, GIB, GPUS, MEASURED_ON, Calibration, Gpu
+from posttrain.planning.memory import SAMPLING, MemoryModel, MemoryPlan, Phase
+from posttrain.planning.settings import RunSettings, run_settings
+from posttrain.planning.shape import ModelShape, find_shape
+from posttrain.planning.timing import StepTime, TimeModel
+from posttrain.planning.workload import Lengths, Workload, needs_reference, workload_of
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and time of one set of settings."""
+
+    shape: ModelShape
+    settings: RunSettings
+    workload: Workload
+    gpu: Gpu
+    calibration: Calibration
+    memory: MemoryPlan
+    time: StepTime
+
+    @property
+    def model(self) -> MemoryModel:
+        return MemoryModel(self.shape, self.settings, self.gpu, self.calibration)
+
+    def needed_bytes(self, phase: Phase) -> float:
+        """Of the GPU: tensors, gaps between them, and what lies beside."""
+        return self.model.needed_bytes(phase.peak_bytes)
+
+    def fits(self, phase: Phase) -> bool:
+        cache = self.memory.cache
+        if phase.name == SAMPLING and cache is not None and cache.num_bytes < cache.least_bytes:
+            return False
+        return self.needed_bytes(phase) <= self.gpu.memory_bytes
+
+    @property
+    def too_large(self) -> list[Phase]:
+        return [phase for phase in self.memory.phases if not self.fits(phase)]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of full sequences, per GPU, end to end."""
+        return self.workload.num_tokens / self.time.total_s
+
+
+def estimate(
+    shape: ModelShape, settings: RunSettings, workload: Workload, gpu: Gpu, calibration: Calibration = CALIBRATION
+) -> Estimate:
+    model = MemoryModel(shape, settings, gpu, calibration)
+    memory = model.plan(workload)
+    time = TimeModel(model, gpu, calibration).step(workload, memory.cache)
+    return Estimate(shape, settings, workload, gpu, calibration, memory, time)
+
+
+def find_gpu(name: str) -> Gpu:
+    if name.lower() not in GPUS:
+        raise InputError(f"--gpu {name}: not in the planner's table; it knows {', '.join(GPUS)}")
+    return GPUS[name.lower()]
+
+
+def estimate_run(
+    config: RunConfig,
+    gpu: Gpu,
+    *,
+    lengths: Lengths | None = None,
+    prompt_tokens: float | None = None,
+    answer_tokens: float | None = None,
+) -> Estimate:
+    """The plan of a config. Lengths are those given, else those measured, else assumed."""
+    shape = find_shape(config.policy.model_name, config.policy.hf_config_overrides)
+    workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+
+    def with_checkpointing(recomputes: bool) -> Estimate:
+        settings = run_settings(
+            config.policy,
+            has_reference=needs_reference(config),
+            ranks=config.cluster.num_nodes * config.cluster.gpus_per_node,
+            scores_answers=isinstance(config, RmRunConfig),
+            checkpointing=recomputes,
+        )
+        return estimate(shape, settings, workload, gpu)
+
+    plain = with_checkpointing(False)
+    if config.policy.dtensor_cfg.activation_checkpointing == "auto" and plain.too_large:
+        return with_checkpointing(True)
+    return plain
+
+
+def assumptions(found: Estimate, config: RunConfig) -> list[str]:
+    """What the numbers rest on, for people."""
+    gpu, workload, shape = found.gpu, found.workload, found.shape
+    limits = f"{gpu.matrix_flops / 1e12:.0f} TFLOP/s, {gpu.copy_bytes_per_s / 1e12:.2f} TB/s, {gpu.memory_bytes / GIB:.1f} GiB"
+    how = (
+        f"measured ({MEASURED_ON})"
+        if gpu.is_measured
+        else "not measured: data sheet, and what an H200 reaches of its own"
+    )
+    lengths = workload.lengths
+    said = [
+        f"{gpu.name}: {limits}; {how}",
+        f"prompts of {lengths.prompt:.0f} and answers of {lengths.answer:.0f} tokens ({lengths.source})",
+    ]
+    if workload.num_sampled:
+        spread = (
+            "all answers are equally long"
+            if workload.fixed_length
+            else "answers end with the same chance at every token"
+        )
+        said.append(f"{spread}, {workload.max_new_tokens} tokens at most")
+    if not shape.fused:
+        said.append(
+            f"layers of {shape.family} are not fused: their time and activations are scaled from one measurement"
+        )
+    if found.settings.ranks > 1:
+        said.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
+    if workload.num_scorings and not isinstance(config, GrpoRunConfig):
+        said.append("the reference is scored in every step; from the second epoch on it is looked up instead")
+    multi_turn = isinstance(config, GrpoRunConfig) and config.grpo.max_rollout_turns > 1
+    beside = "tools and turns of a conversation, " if multi_turn else ""
+    said.append(f"not counted: {beside}rewards, reading data, validation, checkpoints")
+    return said
+
+
+def as_json(found: Estimate, config: RunConfig) -> dict[str, Any]:
+    time, cache, workload = found.time, found.memory.cache, found.workload
+    return {
+        "model": found.shape.name,
+        "num_weights": found.shape.num_weights,
+        "num_trained": found.model.num_trained,
+        "gpu": found.gpu.name,
+        "gpu_is_measured": found.gpu.is_measured,
+        "gpu_memory_gib": found.gpu.memory_bytes / GIB,
+        "lengths": {
+            "prompt": workload.lengths.prompt,
+            "answer": workload.lengths.answer,
+            "source": workload.lengths.source,
+        },
+        "num_samples": workload.num_samples,
+        "num_tokens": workload.num_tokens,
+        "activation_checkpointing": found.settings.checkpointing,
+        "memory_gib": {
+            phase.name: {
+                "items": {name: num_bytes / GIB for name, num_bytes in phase.items.items()},
+                "peak": phase.peak_bytes / GIB,
+                "needed": found.needed_bytes(phase) / GIB,
+                "fits": found.fits(phase),
+            }
+            for phase in found.memory.phases
+        },
+        "host_memory_gib": found.memory.host_bytes / GIB,
+        "kv_cache": None
+        if cache is None
+        else {
+            "gib": cache.num_bytes / GIB,
+            "wanted_gib": cache.wanted_bytes / GIB,
+            "bytes_per_token": cache.bytes_per_token,
+            "kept_while_training": cache.is_kept,
+        },
+        "seconds": {
+            **time.stages,
+            "total_step_time": time.total_s,
+            "parts": {
+                "generation/prompts": time.prompts_s,
+                "generation/decoding": time.decoding_s,
+                "generation/recording": time.recording_s,
+                "policy_training/passes": time.passes_s,
+                "policy_training/optimizer": time.optimizer_s,
+                "decode_step": time.mean_step_s,
+            },
+        },
+        "tokens_per_s_per_gpu": found.tokens_per_s,
+        "fits": not found.too_large,
+        "assumptions": assumptions(found, config),
+    }

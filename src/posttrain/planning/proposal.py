@@ -1,0 +1,239 @@
+"""Better settings for what a plan knows: micro-batches, recomputation of activations, rows that decode together; and, where
+something does not fit, which single change would make it fit.
+
+Nothing proposed changes what is learnt, except where it says so (adapters instead of all weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from posttrain.planning.calibration import GIB
+from posttrain.planning.memory import OPTIMIZER, SAMPLING, SCORING, TRAINING
+from posttrain.planning.plan import Estimate, estimate
+from posttrain.planning.settings import OptimizerSettings, RunSettings
+from posttrain.planning.workload import MicroBatch, Workload
+
+_HEADROOM = 0.05  # of the GPU's memory, which a proposal leaves free
+_AS_GOOD = 0.015  # a smaller setting is preferred to one that saves less time than this share
+_WORTH_SAYING = 0.01  # of a step's time: for less, nothing is proposed
+_LARGEST_BUDGET = 131072
+_ROWS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Settings by their names in a config, and what is expected of them."""
+
+    settings: dict[str, str]
+    found: Estimate
+
+
+@dataclass(frozen=True)
+class Remedy:
+    words: str  # the setting, as it is typed
+    found: Estimate
+
+    @property
+    def is_enough(self) -> bool:
+        return not self.found.too_large
+
+
+def with_settings(found: Estimate, settings: RunSettings | None = None, workload: Workload | None = None) -> Estimate:
+    return estimate(found.shape, settings or found.settings, workload or found.workload, found.gpu, found.calibration)
+
+
+def _has_room(found: Estimate, *phases: str) -> bool:
+    limit = (1 - _HEADROOM) * found.gpu.memory_bytes
+    return all(found.needed_bytes(phase) <= limit for phase in found.memory.phases if phase.name in phases)
+
+
+# -- better settings -----------------------------------------------------------------------------------------------------
+
+
+def propose(found: Estimate) -> Proposal | None:
+    """The fastest settings that fit with room to spare: none where those that are set are as fast, None where nothing fits."""
+    trained = _best_training(found)
+    if trained is None:
+        return None
+    names = {
+        "policy.sequence_packing.enabled": "true",
+        "policy.sequence_packing.train_mb_tokens": str(trained.workload.train.max_tokens),
+        "policy.dtensor_cfg.activation_checkpointing": str(trained.settings.checkpointing).lower(),
+    }
+    best = trained
+    if best.workload.num_scorings:
+        best = _best_scoring(best)
+        names["policy.sequence_packing.logprob_mb_tokens"] = str(best.workload.score.max_tokens)
+    if best.memory.cache is not None:
+        best = _best_rows(best)
+        assert best.settings.engine is not None
+        names["policy.generation.native_cfg.max_batch_size"] = str(best.settings.engine.rows)
+    if not found.too_large and best.time.total_s >= found.time.total_s * (1 - _WORTH_SAYING):
+        return Proposal({}, found)
+    return Proposal(names, best)
+
+
+def _budgets(workload: Workload) -> Iterator[int]:
+    """From one sequence to all of an update, in steps of about a third."""
+    whole = workload.num_groups / workload.num_updates * workload.bundle(MicroBatch(_LARGEST_BUDGET, 1)).cost
+    budget = max(1024, -(-workload.max_total_tokens // 1024) * 1024)
+    most = min(max(whole, budget), _LARGEST_BUDGET)
+    while True:
+        yield budget
+        if budget >= most:
+            return
+        budget = -(-int(budget * 4 / 3) // 1024) * 1024
+
+
+def _best_training(found: Estimate) -> Estimate | None:
+    fitting = [
+        tried
+        for recomputes in (False, True)
+        for budget in _budgets(found.workload)
+        if _has_room(
+            tried := with_settings(
+                found, replace(found.settings, checkpointing=recomputes), found.workload.with_train_tokens(budget)
+            ),
+            TRAINING,
+            OPTIMIZER,
+        )
+    ]
+    if not fitting:
+        return None
+    return _smallest_as_good(fitting, [tried.time.passes_s for tried in fitting])
+
+
+def _best_scoring(found: Estimate) -> Estimate:
+    tried = [
+        with_settings(found, workload=replace(found.workload, score=replace(found.workload.score, max_tokens=budget)))
+        for budget in _budgets(found.workload)
+    ]
+    fitting = [one for one in tried if _has_room(one, SCORING)] or tried[:1]
+    return _smallest_as_good(fitting, [one.time.logprobs_s for one in fitting])
+
+
+def _best_rows(found: Estimate) -> Estimate:
+    engine = found.settings.engine
+    assert engine is not None
+    count = found.workload.num_groups * found.workload.num_sampled
+    choices = [rows for rows in _ROWS if rows < count] + [max(1, min(round(count), _ROWS[-1]))]
+    tried = [with_settings(found, replace(found.settings, engine=replace(engine, rows=rows))) for rows in choices]
+    fitting = [one for one in tried if SAMPLING not in {phase.name for phase in one.too_large}] or tried[:1]
+    return _smallest_as_good(fitting, [one.time.generation_s for one in fitting])
+
+
+def _smallest_as_good(tried: list[Estimate], seconds: list[float]) -> Estimate:
+    limit = min(seconds) * (1 + _AS_GOOD)
+    return next(one for one, taken in zip(tried, seconds, strict=True) if taken <= limit)
+
+
+# -- what does not fit ---------------------------------------------------------------------------------------------------
+
+
+def remedies(found: Estimate) -> list[Remedy]:
+    """Single changes, those first that are enough; where none is, one after another until all fits."""
+    tried = [Remedy(said, with_settings(found, settings, workload)) for said, settings, workload in _changes(found)]
+    enough = [remedy for remedy in tried if remedy.is_enough]
+    if enough or not tried:
+        return enough
+    words: list[str] = []
+    current = found
+    for _ in range(len(tried)):
+        # The change that frees most of what is too large, as things stand now.
+        candidates = [
+            Remedy(said, with_settings(current, settings, workload)) for said, settings, workload in _changes(current)
+        ]
+        better = [one for one in candidates if _excess(one.found) < _excess(current)]
+        if not better:
+            break
+        best = min(better, key=lambda one: _excess(one.found))
+        words, current = [*words, best.words], best.found
+        if best.is_enough:
+            break
+    return [Remedy(" ".join(words), current)] if words else []
+
+
+def _excess(found: Estimate) -> float:
+    """Bytes that are too many, over all phases."""
+    missing = 0.0
+    cache = found.memory.cache
+    if cache is not None and cache.num_bytes < cache.least_bytes:
+        missing += cache.least_bytes - cache.num_bytes
+    return missing + sum(max(found.needed_bytes(p) - found.gpu.memory_bytes, 0.0) for p in found.memory.phases)
+
+
+def _changes(found: Estimate) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:
+    settings, workload = found.settings, found.workload
+    phases = {phase.name for phase in found.too_large}
+    if TRAINING in phases:
+        if not settings.checkpointing:
+            yield "policy.dtensor_cfg.activation_checkpointing=true", replace(settings, checkpointing=True), None
+        least = next(_budgets(workload))
+        if workload.train.max_tokens is None or workload.train.max_tokens > least:
+            packing = "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens="
+            smaller = max((workload.train.max_tokens or 2 * least) // 2, least)
+            yield f"{packing}{smaller}", None, workload.with_train_tokens(smaller)
+    if OPTIMIZER in phases and settings.optimizer.kind == "foreach":
+        fused = replace(settings.optimizer, kind="fused")
+        yield "policy.optimizer.kwargs.fused=true", replace(settings, optimizer=fused), None
+    yield from _state_changes(settings)
+    if SCORING in phases and (workload.score.max_tokens or 0) > next(_budgets(workload)):
+        smaller = max((workload.score.max_tokens or 0) // 2, next(_budgets(workload)))
+        score = replace(workload.score, max_tokens=smaller)
+        yield f"policy.sequence_packing.logprob_mb_tokens={smaller}", None, replace(workload, score=score)
+    if SAMPLING in phases and settings.engine is not None and settings.engine.rows > 8:
+        rows = settings.engine.rows // 2
+        engine = replace(settings.engine, rows=rows, kv_cache_gib=None)
+        words = f"policy.generation.native_cfg.max_batch_size={rows}"
+        if settings.engine.kv_cache_gib is not None:
+            words += " policy.generation.native_cfg.kv_cache_gib=null"
+        yield words, replace(settings, engine=engine), None
+
+
+def _state_changes(settings: RunSettings) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:
+    """Shorter optimizer state, elsewhere, or for fewer weights."""
+    optimizer = settings.optimizer
+    if settings.lora_rank is None and optimizer.num_moments == 2:
+        for dtype in ("bfloat16", "int8"):
+            shorter = OptimizerSettings("compact", 2, dtype, has_masters=False, is_offloaded=optimizer.is_offloaded)
+            if optimizer != shorter and optimizer.state_dtype != "int8":
+                words = f"policy.optimizer.state_dtype={dtype} policy.optimizer.master_weights=none"
+                yield words, replace(settings, optimizer=shorter), None
+        if not optimizer.is_offloaded:
+            away = replace(optimizer, kind="compact", is_offloaded=True)
+            yield "policy.optimizer.offload_states=true", replace(settings, optimizer=away), None
+    if settings.lora_rank is None:
+        words = "policy.dtensor_cfg.lora_cfg.enabled=true (trains adapters instead of all weights)"
+        yield words, replace(settings, lora_rank=8), None
+
+
+def explain(found: Estimate) -> str:
+    """What is too large, and what to change; empty if everything fits."""
+    if not found.too_large:
+        return ""
+    memory = found.gpu.memory_bytes / GIB
+    lines = []
+    for phase in found.too_large:
+        cache = found.memory.cache
+        if phase.name == SAMPLING and cache is not None and cache.num_bytes < cache.least_bytes:
+            lines.append(
+                f"{phase.name}: {cache.num_bytes / GIB:.1f} GiB are left for the KV cache, and one sequence of "
+                f"{found.workload.max_total_tokens} tokens needs {cache.least_bytes / GIB:.1f}"
+            )
+            continue
+        largest = sorted(phase.items.items(), key=lambda item: -item[1])[:3]
+        parts = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in largest)
+        lines.append(
+            f"{phase.name}: needs {found.needed_bytes(phase) / GIB:.1f} GiB of {memory:.1f} on {found.gpu.name} "
+            f"(largest: {parts})"
+        )
+    tried = remedies(found)
+    for remedy in tried:
+        peak = max(remedy.found.needed_bytes(phase) for phase in remedy.found.memory.phases) / GIB
+        verdict = f"fits, {peak:.1f} GiB at most" if remedy.is_enough else f"still {peak:.1f} GiB"
+        lines.append(f"  try {remedy.words}: {verdict}, {remedy.found.time.total_s:.1f} s a step")
+    if not tried:
+        lines.append("  no setting of one GPU makes it fit: use more GPUs (cluster.gpus_per_node) or a smaller model")
+    return "\n".join(lines)

@@ -1,0 +1,110 @@
+"""The settings of a run that decide its memory and its time, as plain numbers that can be varied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
+from posttrain.errors import InputError
+
+AdamKind = Literal["foreach", "fused", "single", "compact"]
+_ALL_LINEARS = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """How a run keeps what its optimizer remembers (policy/optimizer.py, policy/compact.py)."""
+
+    kind: AdamKind = "foreach"
+    num_moments: int = 2
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    has_masters: bool = True  # fp32 copies, where weights are in lower precision
+    is_offloaded: bool = False
+
+    @classmethod
+    def of(cls, config: OptimizerConfig) -> OptimizerSettings:
+        masters = config.master_weights != "none"
+        is_plain = config.state_dtype == "float32" and masters and not config.offload_states
+        kind: AdamKind = "foreach"
+        if not is_plain:
+            kind = "compact"
+        elif config.kwargs.get("fused"):
+            kind = "fused"
+        elif config.kwargs.get("foreach") is False:
+            kind = "single"
+        moments = (1 if config.kwargs.get("momentum") else 0) if config.name.endswith(".SGD") else 2
+        return cls(kind, moments, config.state_dtype, masters, config.offload_states)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Of the native engine (generation/native/engine.py)."""
+
+    rows: int
+    page_size: int
+    max_prefill_tokens: int
+    kv_cache_gib: float | None
+    utilization: float  # of the GPU's memory, by everything, while sampling
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    element: int  # bytes of a weight: 2 or 4
+    checkpointing: bool
+    lora_rank: int | None
+    optimizer: OptimizerSettings
+    has_reference: bool  # a frozen copy of the model; with LoRA the model under the adapters serves
+    chunk_tokens: int | None  # whose logits exist at the same time; None: chosen by vocabulary
+    scores_answers: bool  # a reward model: no output head
+    ranks: int
+    engine: EngineSettings | None
+
+    @property
+    def holds_copy(self) -> bool:
+        return self.has_reference and self.lora_rank is None
+
+
+def run_settings(
+    policy: PolicyConfig,
+    *,
+    has_reference: bool,
+    ranks: int,
+    scores_answers: bool = False,
+    checkpointing: bool | None = None,
+) -> RunSettings:
+    """`checkpointing` decides where the config says auto."""
+    engine = None
+    if policy.generation is not None:
+        native = policy.generation.native_cfg
+        engine = EngineSettings(
+            native.max_batch_size,
+            native.page_size,
+            native.max_prefill_tokens,
+            native.kv_cache_gib,
+            native.gpu_memory_utilization,
+        )
+    said = policy.dtensor_cfg.activation_checkpointing
+    return RunSettings(
+        element=4 if policy.precision == "float32" else 2,
+        checkpointing=bool(checkpointing) if said == "auto" else bool(said),
+        lora_rank=_lora_rank(policy.dtensor_cfg.lora_cfg),
+        optimizer=OptimizerSettings.of(policy.optimizer),
+        has_reference=has_reference,
+        chunk_tokens=policy.logprob_chunk_size,
+        scores_answers=scores_answers,
+        ranks=ranks,
+        engine=engine,
+    )
+
+
+def _lora_rank(lora: LoraConfig) -> int | None:
+    if not lora.enabled:
+        return None
+    targets = {target.rpartition(".")[2] for target in lora.target_modules}
+    if lora.exclude_modules or not (lora.match_all_linear or targets >= _ALL_LINEARS):
+        raise InputError(
+            "policy.dtensor_cfg.lora_cfg: the planner counts adapters on every linear layer "
+            "(match_all_linear: true, no exclude_modules); plan with those to get an upper bound"
+        )
+    return lora.dim

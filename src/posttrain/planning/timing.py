@@ -1,0 +1,226 @@
+"""Seconds of each stage of a step: operations and bytes over what the GPU reaches.
+
+Counted: matrix products, attention, elementwise kernels, gradients on their way into the sum, the optimizer, launching from the
+host. Not counted: rewards, reading data, validation, checkpoints, communication between ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.planning.calibration import Calibration, Gpu
+from posttrain.planning.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
+from posttrain.planning.layer_bytes import FP32, LayerBytes
+from posttrain.planning.memory import CachePlan, MemoryModel
+from posttrain.planning.settings import OptimizerSettings
+from posttrain.planning.workload import Pass, Workload
+
+_NUM_RUNS_OF_A_RECORDING = 3  # generation/native/graphs.py: two to warm up, one to record
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds. The three stages carry the names that a run reports under `timing/train/`."""
+
+    prompts_s: float  # of generation
+    decoding_s: float
+    recording_s: float  # of CUDA graphs, where training has taken the memory of the last ones
+    logprobs_s: float
+    passes_s: float  # forward and backward
+    optimizer_s: float
+    mean_step_s: float  # of decoding one token for all rows
+    num_decode_steps: int
+
+    @property
+    def generation_s(self) -> float:
+        return self.prompts_s + self.decoding_s + self.recording_s
+
+    @property
+    def training_s(self) -> float:
+        return self.passes_s + self.optimizer_s
+
+    @property
+    def total_s(self) -> float:
+        return self.generation_s + self.logprobs_s + self.training_s
+
+    @property
+    def stages(self) -> dict[str, float]:
+        return {
+            "generation": self.generation_s,
+            "policy_and_reference_logprobs": self.logprobs_s,
+            "policy_training": self.training_s,
+        }
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    memory: MemoryModel
+    gpu: Gpu
+    calibration: Calibration
+
+    @property
+    def _layer(self) -> LayerBytes:
+        return self.memory.layer
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def forward_s(self, row: Pass, *, head: bool = True, adapters: bool = True) -> float:
+        """On the device: one forward pass; `head`: with the logits of response tokens."""
+        shape = self.memory.shape
+        flops = 2.0 * shape.layer_products * row.tokens
+        moved = shape.layers * row.tokens * self._layer.moved_forward() + shape.layers * self._gather_bytes(row)
+        if adapters:
+            moved += shape.layers * row.tokens * self._layer.moved_by_adapters()[0]
+        if head and not self.memory.settings.scores_answers:
+            flops += 2.0 * shape.head_products * row.responses
+            moved += 2 * FP32 * shape.vocab * row.responses
+        return self._unfused * (self._products_s(flops) + self._attention_s(row) + self._moved_s(moved))
+
+    def backward_s(self, row: Pass) -> float:
+        settings, shape = self.memory.settings, self.memory.shape
+        sides = 2.0 if settings.lora_rank is None else 1.0  # gradients of inputs, and of weights that are trained
+        flops = 2.0 * sides * shape.layer_products * row.tokens
+        moved = self._layer.moved_backward() + self._layer.moved_by_adapters()[1]
+        moved = shape.layers * (row.tokens * moved + 1.5 * self._gather_bytes(row))
+        if not settings.scores_answers:
+            again = 1.0 if self._layer.recomputes_logits(row) else 0.0
+            flops += 2.0 * (sides + again) * shape.head_products * row.responses
+            moved += (FP32 + settings.element + again * FP32) * shape.vocab * row.responses
+        seconds = self._products_s(flops) + 2.5 * self._attention_s(row) + self._moved_s(moved)
+        if settings.checkpointing:
+            seconds += self.forward_s(row, head=False) / self._unfused
+        return self._unfused * seconds
+
+    @property
+    def _unfused(self) -> float:
+        return 1.0 if self.memory.shape.fused else self.calibration.unfused_time
+
+    def _products_s(self, flops: float) -> float:
+        # Weights in fp32 are multiplied in TF32 at best, which is half as fast.
+        slower = 1.0 if self.memory.settings.element == 2 else 2.0
+        return slower * flops / (self.gpu.matrix_flops * self.calibration.matrix_share)
+
+    def _attention_s(self, row: Pass) -> float:
+        flops = 4.0 * self.memory.shape.query_width * row.pairs * self.memory.shape.layers
+        return flops / (self.gpu.matrix_flops * self.calibration.attention_share)
+
+    def _moved_s(self, num_bytes: float) -> float:
+        return num_bytes / (self.gpu.copy_bytes_per_s * self.calibration.elementwise_share)
+
+    def _gather_bytes(self, row: Pass) -> float:
+        """Keys and values of one layer, read and written."""
+        return 2 * 2 * self.memory.settings.element * self.memory.shape.kv_width * row.gathered
+
+    # -- stages --------------------------------------------------------------------------------------------------------
+
+    def step(self, workload: Workload, cache: CachePlan | None) -> StepTime:
+        prompts, decoding, recording, num_steps = self._generation_s(workload, cache)
+        return StepTime(
+            prompts_s=prompts,
+            decoding_s=decoding,
+            recording_s=recording,
+            logprobs_s=workload.num_scorings * self.scoring_s(workload),
+            passes_s=self.passes_s(workload),
+            optimizer_s=workload.num_updates * self.optimizer_s(),
+            mean_step_s=decoding / num_steps if num_steps else 0.0,
+            num_decode_steps=num_steps,
+        )
+
+    def scoring_s(self, workload: Workload) -> float:
+        """One pass over all samples. Rows are laid out while the device waits: each result is fetched before the next."""
+        row, count = workload.passes(workload.score, self.memory.shape.window)
+        host = self.memory.shape.layers * self.calibration.forward_host_s
+        return count * (max(self.forward_s(row, adapters=False), host) + row.tokens * self.calibration.row_host_s)
+
+    def passes_s(self, workload: Workload) -> float:
+        row, count = workload.passes(workload.train, self.memory.shape.window)
+        device = self.forward_s(row) + self.backward_s(row)
+        # Each micro-batch's gradients are read in the weights' precision and added to a sum in fp32.
+        device += self._moved_s((self.memory.settings.element + 2 * FP32) * self.memory.num_trained)
+        calibration, again = self.calibration, 1 if self.memory.settings.checkpointing else 0
+        launching = (1 + again) * calibration.forward_host_s + calibration.backward_host_s
+        host = self.memory.shape.layers * launching + row.tokens * calibration.row_host_s
+        return count * max(device, host)
+
+    def optimizer_s(self) -> float:
+        """Norm, clipping, the update and rounding back; one update."""
+        memory, optimizer = self.memory, self.memory.settings.optimizer
+        weights = memory.num_trained / memory.settings.ranks
+        moved = weights * (3 * FP32 + 2 * FP32)  # squares for the norm, clipping
+        state = memory.state_bytes() / memory.settings.ranks
+        moved += self._update_bytes(optimizer, weights, state)
+        seconds = self._moved_s(moved)
+        if optimizer.is_offloaded:
+            seconds = max(seconds, state / self.gpu.host_bytes_per_s)  # both ways at the same time
+        return seconds
+
+    def _update_bytes(self, optimizer: OptimizerSettings, weights: float, state: float) -> float:
+        element = self.memory.settings.element
+        rounding_back = weights * (FP32 + element) if element != FP32 else 0.0
+        if optimizer.kind in ("foreach", "single"):
+            return weights * self.calibration.foreach_bytes * optimizer.num_moments / 2 + rounding_back
+        if optimizer.kind == "fused":
+            return weights * (FP32 + 2 * FP32 * (1 + optimizer.num_moments)) + rounding_back
+        return weights * (FP32 + 2 * element) + 2 * state
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def _generation_s(self, workload: Workload, cache: CachePlan | None) -> tuple[float, float, float, int]:
+        """Prompts, decoding, recording; and the number of decode steps."""
+        engine, shape = self.memory.settings.engine, self.memory.shape
+        if cache is None or engine is None:
+            return 0.0, 0.0, 0.0, 0
+        prompt = workload.lengths.prompt
+        tokens = workload.num_groups * prompt
+        row = Pass(tokens, 0.0, 0.0, tokens * (prompt + 1) / 2)
+        prompts = max(
+            self.forward_s(row, head=False),
+            shape.layers * self.calibration.forward_host_s * tokens / engine.max_prefill_tokens,
+        )
+        longest = min(workload.max_new_tokens, int(workload.max_total_tokens - prompt))
+        count = round(workload.num_groups * workload.num_sampled)
+        mean = longest if workload.fixed_length else workload.lengths.answer
+        lengths = answer_lengths(count, min(mean, longest), longest)
+        max_rows = min(engine.rows, self._rows_that_fit(workload, cache))
+        sizes = batch_sizes(engine.rows)
+        decoding, num_steps, used = 0.0, 0, set()
+        for stretch in stretches(lengths, max_rows):
+            size = next(size for size in sizes if size >= stretch.rows)
+            used.add(size)
+            decoding += stretch.steps * self.decode_step_s(
+                size, stretch.rows, prompt, stretch.own_tokens, workload.num_sampled
+            )
+            num_steps += stretch.steps
+        recordings = 0 if cache.is_kept else len(used)
+        recording = recordings * _NUM_RUNS_OF_A_RECORDING * shape.layers * self.calibration.forward_host_s
+        return prompts, decoding, recording, num_steps
+
+    def _rows_that_fit(self, workload: Workload, cache: CachePlan) -> int:
+        """Rows of mean length that the cache has room for at the end of their answers."""
+        own = workload.lengths.answer + workload.lengths.prompt / max(workload.num_sampled, 1)
+        return max(1, int(cache.tokens // max(own, 1)))
+
+    def decode_step_s(self, size: int, rows: int, prompt: float, own_tokens: float, group_size: int) -> float:
+        """One token for `rows` rows, computed as a batch of `size`."""
+        shape, settings, calibration = self.memory.shape, self.memory.settings, self.calibration
+        element = settings.element
+        reads = prompt_reads(group_size, max(1, shape.heads // shape.kv_heads), element) / group_size
+        context = own_tokens + prompt * reads
+        if shape.window is not None:
+            context = min(context, shape.window)
+        cached = rows * context * shape.layers * 2 * shape.kv_width * element
+        adapters = self._layer.moved_by_adapters()[0]
+        moved = size * shape.layers * (self._layer.moved_forward() + adapters)
+        layers = self._few_rows_s(shape.layer_products, size) + self._moved_s(moved)
+        layers += cached / (self.gpu.copy_bytes_per_s * calibration.decode_attention_share)
+        launches = 1.0 if settings.lora_rank is None else 2.0  # kernels of a layer, as a multiple of the plain one's
+        layers = max(layers, launches * shape.layers * calibration.decode_layer_s)
+        head = self._few_rows_s(shape.head_products, size) + self._moved_s(2 * FP32 * shape.vocab * size)
+        return self._unfused * (layers + head)
+
+    def _few_rows_s(self, num_weights: float, rows: int) -> float:
+        """Products of a few rows: computing and reading the weights overlap, the slower of the two counts most."""
+        computing = self._products_s(2.0 * num_weights * rows)
+        reading = self.memory.settings.element * num_weights
+        reading /= self.gpu.copy_bytes_per_s * self.calibration.weight_read_share
+        return float((computing**3 + reading**3) ** (1 / 3))

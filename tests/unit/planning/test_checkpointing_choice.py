@@ -1,0 +1,113 @@
+"""`policy.dtensor_cfg.activation_checkpointing: auto`, and the memory that a run reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.config import PolicyConfig, load_config
+from posttrain.planning.calibration import GIB
+from posttrain.planning.checkpointing_choice import should_checkpoint
+from posttrain.policy.peak_memory import PeakMemory
+from posttrain.reporting.metric_rows import Hardware, training_row
+from posttrain.types import StepReport
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def policy(kind: str = "grpo", *words: str) -> PolicyConfig:
+    config: PolicyConfig = load_config(
+        kind, None, ["policy.dtensor_cfg.activation_checkpointing=auto", *words]
+    ).config.policy
+    return config
+
+
+def chooses(policy: PolicyConfig, memory_gib: float, **options: Any) -> bool:
+    given = {"has_reference": False, "ranks": 1, **options}
+    return should_checkpoint(LLAMA_8B, policy, memory_bytes=int(memory_gib * GIB), **given)
+
+
+def test_it_depends_on_the_memory_and_on_what_else_is_there() -> None:
+    short = policy("grpo", "policy.optimizer.state_dtype=bfloat16", "policy.optimizer.master_weights=none",
+                   "policy.sequence_packing.train_mb_tokens=8192")  # fmt: skip
+    assert not chooses(short, 140)
+    assert chooses(short, 100)
+    assert chooses(short, 130, has_reference=True)
+    assert not chooses(short, 100, ranks=8)
+
+
+def test_it_depends_on_the_micro_batch() -> None:
+    lora = ["policy.dtensor_cfg.lora_cfg.enabled=true"]
+    assert not chooses(policy("grpo", *lora, "policy.sequence_packing.train_mb_tokens=8192"), 80)
+    assert chooses(policy("grpo", *lora, "policy.sequence_packing.train_mb_tokens=32768"), 80)
+    unpacked = ["policy.train_micro_batch_size=16", "policy.max_total_sequence_length=1024"]
+    assert chooses(policy("dpo", *lora, *unpacked, "policy.train_global_batch_size=16"), 80)
+
+
+def test_a_model_that_cannot_be_counted_recomputes() -> None:
+    assert should_checkpoint({"model_type": "other"}, policy(), memory_bytes=10**15, has_reference=False, ranks=1)
+
+
+def test_the_default_is_off_and_auto_is_accepted() -> None:
+    assert load_config("grpo").config.policy.dtensor_cfg.activation_checkpointing is False
+    assert policy().dtensor_cfg.activation_checkpointing == "auto"
+
+
+def test_peaks_are_measured_on_a_gpu_only() -> None:
+    memory = PeakMemory(torch.device("cpu"))
+    with memory.during("training"):
+        pass
+    assert memory.take() == {}
+
+
+def test_peaks_are_the_largest_since_they_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = iter([3 * GIB, 5 * GIB, 4 * GIB])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    memory = PeakMemory(torch.device("cuda"))
+    for phase in ("sampling", "training", "training"):
+        with memory.during(phase):
+            pass
+    assert memory.take() == {"peak_gib_sampling_max": 3.0, "peak_gib_training_max": 5.0}
+    assert memory.take() == {}
+
+
+def test_memory_is_reported_beside_speed_and_not_as_something_learnt() -> None:
+    report = StepReport({"loss": 1.0, "peak_gib_training_max": 2.5}, {"policy_training": 1.0}, num_tokens=10)
+    row = training_row(1, report, Hardware(1))
+    assert row["performance/peak_gib_training_max"] == 2.5
+    assert "train/peak_gib_training_max" not in row
+    assert row["train/loss"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_gib", "expected"), [("cpu", 0, False), ("cuda", 40, True), ("cuda", 400, False)]
+)
+def test_a_worker_asks_the_planner_on_a_gpu(
+    device: str, memory_gib: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from posttrain.policy import worker
+
+    class Properties:
+        total_memory = int(memory_gib * GIB)
+
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return LLAMA_8B
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(worker.storage, "base_config", lambda model: Config())
+    rank = worker.PolicyWorker.__new__(worker.PolicyWorker)
+    rank.device, rank.world_size, rank.model = torch.device(device), 1, torch.nn.Module()
+    setup = worker.WorkerSetup(policy(), seed=0, needs_reference=False)
+    assert rank._recomputes_activations(setup) is expected

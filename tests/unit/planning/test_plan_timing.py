@@ -1,0 +1,156 @@
+"""Seconds: against what was measured, against a simulation token by token, and in the direction that settings push."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+from test_plan_memory import H200, LLAMA, PLAIN, workload
+
+from posttrain.generation.native import graphs
+from posttrain.planning.calibration import CALIBRATION
+from posttrain.planning.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
+from posttrain.planning.memory import MemoryModel
+from posttrain.planning.settings import OptimizerSettings, RunSettings
+from posttrain.planning.timing import TimeModel
+from posttrain.planning.workload import Bundle, Lengths, MicroBatch, Pass
+
+
+def time_of(settings: RunSettings = PLAIN) -> TimeModel:
+    return TimeModel(MemoryModel(LLAMA, settings, H200, CALIBRATION), H200, CALIBRATION)
+
+
+def rows_of_900(tokens: int) -> Pass:
+    return Pass.of(Bundle(1, 899, 1), tokens / 900, None)
+
+
+# -- against measurements (calibration.py) -------------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_predicted_within_5_percent() -> None:
+    assert 16200 / time_of().forward_s(rows_of_900(16200)) == pytest.approx(40_363, rel=0.05)
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(8100, 12_487), (16200, 12_616)])
+def test_training_is_predicted_within_5_percent(tokens: int, measured: float) -> None:
+    """Measured with gradients that are added up in bf16: 6 bytes a weight and micro-batch."""
+    time, row = time_of(), rows_of_900(tokens)
+    seconds = time.forward_s(row) + time.backward_s(row) + time._moved_s(6 * LLAMA.num_weights)
+    assert tokens / seconds == pytest.approx(measured, rel=0.05)
+
+
+def test_prompts_are_predicted_within_5_percent() -> None:
+    row = Pass(8192, 0, 0, 8192 * 64)
+    assert 8192 / time_of().forward_s(row, head=False) == pytest.approx(43_700, rel=0.05)
+
+
+def test_a_decode_step_is_predicted_within_5_percent() -> None:
+    time = time_of()
+    assert time._few_rows_s(LLAMA.layer_products, 512) == pytest.approx(10.85e-3, rel=0.05)
+    assert time._few_rows_s(LLAMA.head_products, 512) == pytest.approx(0.87e-3, rel=0.10)
+    assert time.decode_step_s(512, 512, 0, 256, 1) == pytest.approx(18.8e-3, rel=0.05)
+
+
+# -- decoding ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stretches_are_those_of_a_simulation_token_by_token(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randrange(1, 30) for _ in range(rng.randrange(1, 40))]
+    max_rows = rng.randrange(1, 12)
+
+    waiting = [length - 1 for length in lengths if length > 1]
+    active: list[list[int]] = []  # [tokens left, tokens written]
+    expected: list[tuple[int, float]] = []  # rows, and tokens of their own that they see
+    while waiting or active:
+        while waiting and len(active) < max_rows:
+            active.append([waiting.pop(0), 1])
+        expected.append((len(active), statistics.fmean(written for _, written in active)))
+        for sample in active:
+            sample[0] -= 1
+            sample[1] += 1
+        active = [sample for sample in active if sample[0]]
+
+    found = list(stretches(lengths, max_rows))
+    assert sum(s.steps for s in found) == len(expected)
+    assert sum(s.steps * s.rows for s in found) == sum(rows for rows, _ in expected) == sum(lengths) - len(lengths)
+    assert sum(s.steps * s.rows * s.own_tokens for s in found) == pytest.approx(sum(r * own for r, own in expected))
+
+
+@pytest.mark.parametrize(("mean", "longest"), [(50, 100), (100, 1000), (700, 772), (20, 2000), (99.5, 100)])
+def test_answers_have_the_mean_that_was_asked_for(mean: float, longest: int) -> None:
+    lengths = answer_lengths(4000, mean, longest)
+    assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.03)
+    assert max(lengths) <= longest
+    first, second = statistics.fmean(lengths[:2000]), statistics.fmean(lengths[2000:])
+    assert first == pytest.approx(second, rel=0.03), "the queue has no trend"
+
+
+@pytest.mark.parametrize("max_rows", [1, 7, 8, 9, 100, 256, 257, 512, 1000])
+def test_recorded_sizes_are_those_of_the_engine(max_rows: int) -> None:
+    assert batch_sizes(max_rows) == graphs.batch_sizes(max_rows)
+
+
+@pytest.mark.parametrize("group_size", [4, 8, 16, 31, 64, 100])
+@pytest.mark.parametrize("heads_per_kv_head", [1, 3, 4, 8])
+def test_shared_prompts_are_read_once_per_tile_of_the_kernel(group_size: int, heads_per_kv_head: int) -> None:
+    kernels = pytest.importorskip("posttrain.generation.native.kernels", reason="needs Triton")
+    tile = kernels.samples_per_tile(heads_per_kv_head, 2, group_size)
+    assert prompt_reads(group_size, heads_per_kv_head, 2) == -(-group_size // tile)
+
+
+def test_the_tail_of_long_answers_costs_time() -> None:
+    """The same tokens: equal lengths keep every row busy, unequal ones end with few rows."""
+    model = MemoryModel(
+        LLAMA, replace(PLAIN, optimizer=OptimizerSettings("compact", 2, "int8", False)), H200, CALIBRATION
+    )
+    time = TimeModel(model, H200, CALIBRATION)
+    equal = workload(num_groups=16, lengths=Lengths(128, 300, ""), max_new_tokens=300)
+    tailed = replace(equal, fixed_length=False, max_new_tokens=2000, max_total_tokens=2128)
+    caches = [model.plan(step).cache for step in (equal, tailed)]
+    seconds = [time.step(step, cache) for step, cache in zip((equal, tailed), caches, strict=True)]
+    assert seconds[1].num_decode_steps > 3 * seconds[0].num_decode_steps
+    assert seconds[1].decoding_s > 1.3 * seconds[0].decoding_s
+
+
+# -- directions ----------------------------------------------------------------------------------------------------------
+
+
+def test_recomputing_activations_adds_a_forward_pass() -> None:
+    row = rows_of_900(8100)
+    plain, again = time_of(), time_of(replace(PLAIN, checkpointing=True))
+    assert again.backward_s(row) == pytest.approx(plain.backward_s(row) + plain.forward_s(row, head=False))
+
+
+def test_adapters_need_no_gradients_of_weights() -> None:
+    row = rows_of_900(8100)
+    full, lora = time_of().backward_s(row), time_of(replace(PLAIN, lora_rank=8)).backward_s(row)
+    assert 0.5 < lora / full < 0.75
+
+
+def test_sharing_long_prompts_pays() -> None:
+    """1,024 tokens of prompt, 128 of answer, groups of 16: the goal is three times the speed."""
+    shared = workload(
+        num_groups=32, group_size=16, num_sampled=16, lengths=Lengths(1024, 128, ""), max_total_tokens=1152
+    )
+    alone = replace(shared, num_groups=512, group_size=1, num_sampled=1)
+    assert time_of().passes_s(alone) > 4 * time_of().passes_s(shared)
+
+
+@pytest.mark.parametrize("budget", [2048, 8192, 32768])
+def test_micro_batches_hold_all_tokens(budget: int) -> None:
+    step = workload(train=MicroBatch(budget, 1), fixed_length=False)
+    row, count = step.passes(step.train, None)
+    assert row.responses * count == pytest.approx(64 * 32 * 772)
+    assert row.tokens <= budget
+    assert step.largest_pass(step.train, None).tokens <= max(budget, 900) * 1.001
+
+
+def test_offloaded_state_is_bound_by_the_link_to_the_host() -> None:
+    near = OptimizerSettings("compact", 2, "bfloat16", has_masters=False)
+    seconds = [time_of(replace(PLAIN, optimizer=o)).optimizer_s() for o in (near, replace(near, is_offloaded=True))]
+    assert seconds[1] == pytest.approx(4 * LLAMA.num_weights / H200.host_bytes_per_s)
+    assert seconds[0] < 0.2 * seconds[1]
