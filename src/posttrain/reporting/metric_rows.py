@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 TOTAL_STEP = "total_step_time"
 TOTAL_VALIDATION = "total_validation_time"
+PEAK_MEMORY = "peak_gib_"  # a property of the machine, not of what is learnt: not under `train/`
+BACKGROUND = ("checkpoint_write",)  # times of threads beside the run
 LOGPROB_STAGES = ("policy_and_reference_logprobs", "policy_logprobs", "reference_logprobs", "previous_logprobs")
 
 
@@ -34,9 +36,10 @@ class Hardware:
 
 def training_row(step: int, report: StepReport, hardware: Hardware) -> Row:
     row: Row = {"step": step}
-    row |= _prefixed("train", report.metrics)
+    memory = {name: value for name, value in report.metrics.items() if name.startswith(PEAK_MEMORY)}
+    row |= _prefixed("train", {name: value for name, value in report.metrics.items() if name not in memory})
     row |= _prefixed("timing/train", {**report.timings_s, TOTAL_STEP: total_seconds(report.timings_s, TOTAL_STEP)})
-    row |= _prefixed("performance", performance(report, hardware))
+    row |= _prefixed("performance", {**performance(report, hardware), **memory})
     return row
 
 
@@ -63,12 +66,13 @@ def _number(value: Any) -> float | int | None:
 
 
 def top_level_stages(timings_s: Mapping[str, float]) -> dict[str, float]:
-    """The stages that add up: `a/b` is inside `a`, or inside `a/total` where that is timed; totals are left out."""
+    """The stages that add up: `a/b` is inside `a`, or inside `a/total` where that is timed; totals are left out, and what ran
+    in the background."""
     stages = {}
     for name, seconds in timings_s.items():
         parent = name.split("/", 1)[0]
         inside_another = name != parent and (parent in timings_s or f"{parent}/total" in timings_s)
-        if name in (TOTAL_STEP, TOTAL_VALIDATION) or (inside_another and name != f"{parent}/total"):
+        if name in (TOTAL_STEP, TOTAL_VALIDATION, *BACKGROUND) or (inside_another and name != f"{parent}/total"):
             continue
         stages[name] = seconds
     return stages

@@ -167,6 +167,10 @@ def _unscored_lines(row: Row, groups: Sequence[Group]) -> list[Line]:
     return [Line(text, "warning" if count else "plain")]
 
 
+# A save follows the row of its step and is told with the next one.
+_NO_PART_OF_A_STEP = {"checkpointing": "after the step before", "checkpoint_write": "in the background"}
+
+
 def _timing_lines(row: Row, eta_s: float | None) -> list[Line]:
     prefix = "timing/train/"
     timings = {key.removeprefix(prefix): value or 0.0 for key, value in row.items() if key.startswith(prefix)}
@@ -174,8 +178,7 @@ def _timing_lines(row: Row, eta_s: float | None) -> list[Line]:
     lines = [Line("Timing:", "title"), Line(f"  • Total step time: {duration(total)}")]
     for stage, seconds in sorted(timings.items(), key=lambda item: -item[1]):
         percent = 100 * seconds / total if total > 0 else 0.0
-        # A save follows the row of its step and is told with the next one: it is no part of this total.
-        share = "after the step before" if stage == "checkpointing" else f"{percent:.1f}%"
+        share = _NO_PART_OF_A_STEP.get(stage, f"{percent:.1f}%")
         lines.append(Line(f"  • {stage}: {duration(seconds)} ({share})"))
     if eta_s is not None:
         lines.append(Line(f"  • Left for the run: about {duration(eta_s)}"))

@@ -204,7 +204,8 @@ def test_what_show_prints_is_a_config_that_loads_to_the_same_values(
 
 
 def test_check_accepts_every_shipped_config(capsys: pytest.CaptureFixture[str]) -> None:
-    files = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+    shipped = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+    files = [file for file in shipped if file.name not in ("gate.yaml", "pipeline.yaml")]  # of other commands
     assert len(files) >= 5
     for file in files:
         code, out, err = call(["config", "check", "--config", str(file)], capsys)

@@ -59,6 +59,8 @@ def test_the_total_is_the_sum_of_the_stages_that_are_not_inside_others() -> None
         "idle/a": 0.25,
     }
     assert sum(top_level_stages(timings).values()) == 4.0 + 2.0 + 1.0 + 0.25
+    in_background = {**timings, "checkpoint_write": 40.0}
+    assert top_level_stages(in_background) == top_level_stages(timings), "it takes no time of the step"
     row = training_row(1, StepReport({}, timings), Hardware(1))
     assert row["timing/train/total_step_time"] == 7.25
     measured = training_row(1, StepReport({}, timings | {"total_step_time": 9.0}), Hardware(1))

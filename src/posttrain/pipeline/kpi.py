@@ -1,0 +1,102 @@
+"""What the iterations of a pipeline came to: training metric, held-out score, cost and time, one row each. Read from records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.checkpointing import durable
+from posttrain.config.pipeline import PipelineConfig
+from posttrain.pipeline.records import STAGES, Iteration, StageRecord, read_iterations
+
+KPI_FILE = "kpi.json"
+DEVICE_STAGES = ("train", "convert", "evaluate")  # those that keep a device busy
+
+
+@dataclass(frozen=True)
+class KpiRow:
+    """None where it is not known yet."""
+
+    iteration: int
+    begun_at: str
+    finished: bool
+    start: str  # the model that was trained
+    traces_reward: float | None  # mean reward of the traces: what the model in use earned
+    dataset: str | None  # "1,000 pairs"
+    training_metric: str | None  # "reward" (GRPO), "accuracy" of the pairs (DPO)
+    training_value: float | None  # its mean over the last steps
+    score_metric: str | None
+    score: float | None  # of the first evaluation: the candidate's
+    score_low: float | None
+    score_high: float | None
+    incumbent_score: float | None  # of the model that it was compared with
+    verdict: str | None
+    version: int | None
+    seconds: float  # of the stages that ran in this iteration; those that were reused cost nothing
+    device_hours: float
+    cost: float | None  # device hours times pipeline.gpu_hour_price
+
+    @property
+    def reached(self) -> str:
+        """In one word, how it ended or how far it is."""
+        if self.verdict is None:
+            return "not finished"
+        words = {"promote": "promoted", "reject": "rejected", "needs_more_samples": "undecided"}
+        return words[self.verdict] if self.finished or self.verdict != "promote" else "not finished"
+
+
+def kpi_rows(config: PipelineConfig) -> list[KpiRow]:
+    return [_row(iteration, config) for iteration in read_iterations(Path(config.pipeline.folder))]
+
+
+def write_kpi(config: PipelineConfig, rows: Sequence[KpiRow]) -> None:
+    file = Path(config.pipeline.folder) / KPI_FILE
+    durable.write_text(file, json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def _row(iteration: Iteration, config: PipelineConfig) -> KpiRow:
+    records: dict[str, StageRecord] = {
+        name: record for name in STAGES if (record := iteration.record(name)) is not None
+    }
+    own = {name: record for name, record in records.items() if not iteration.stages[name].reused}
+    trained, measured = _values(records, "train"), _values(records, "evaluate")
+    low, high = measured.get("interval") or (None, None)
+    hours = _device_hours(own)
+    price = config.pipeline.gpu_hour_price
+    dataset = records.get("dataset")
+    return KpiRow(
+        iteration=iteration.number,
+        begun_at=iteration.begun_at,
+        finished=iteration.finished,
+        start=iteration.start.text,
+        traces_reward=_values(records, "traces").get("mean_reward"),
+        dataset=None if dataset is None else dataset.outcome.headline,
+        training_metric=trained.get("metric"),
+        training_value=trained.get("value"),
+        score_metric=measured.get("metric"),
+        score=measured.get("score"),
+        score_low=low,
+        score_high=high,
+        incumbent_score=measured.get("incumbent_score"),
+        verdict=_values(records, "gate").get("verdict"),
+        version=_values(records, "registry").get("version"),
+        seconds=sum(record.seconds for record in own.values()),
+        device_hours=hours,
+        cost=None if price is None else price * hours,
+    )
+
+
+def _values(records: dict[str, StageRecord], name: str) -> dict[str, Any]:
+    return dict(records[name].outcome.values) if name in records else {}
+
+
+def _device_hours(own: dict[str, StageRecord]) -> float:
+    hours = 0.0
+    for name in DEVICE_STAGES:
+        if name in own:
+            devices = own[name].outcome.values.get("num_devices", 1)
+            hours += own[name].seconds * devices / 3600
+    return hours

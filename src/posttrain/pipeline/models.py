@@ -1,0 +1,78 @@
+"""Which models an iteration begins with: what it trains, and what its result is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain.config.pipeline import PipelineConfig
+from posttrain.errors import InputError
+from posttrain.pipeline.content import model_identity
+from posttrain.pipeline.records import ModelChoice, PipelineError, about
+from posttrain.registry.registry import Registry
+from posttrain.registry.store import DATABASE
+from posttrain.registry.version import ModelVersion
+
+
+def registry_of(config: PipelineConfig) -> Registry:
+    return Registry(config.registry.location)
+
+
+def versions_of(config: PipelineConfig) -> list[ModelVersion]:
+    """All versions of the pipeline's model; none while there is no registry, or nothing of this name in it."""
+    registry = registry_of(config)
+    folder = registry.location.folder
+    if folder is not None and not (folder / DATABASE).exists():
+        return []
+    name = config.pipeline.name
+    return registry.versions(name) if name in registry.names() else []
+
+
+def in_production(config: PipelineConfig) -> ModelVersion | None:
+    return next((version for version in versions_of(config) if version.stage == "production"), None)
+
+
+def choose_models(config: PipelineConfig) -> tuple[ModelChoice, str, ModelChoice | None]:
+    """What a new iteration starts from, why, and what it is compared with."""
+    production = in_production(config)
+    try:
+        base = ModelChoice(config.base_model, model_identity(config.base_model))
+    except InputError as error:
+        raise about("base_model", error) from error
+    current = None if production is None else _registered(production)
+    incumbent = current or (base if config.gate.without_production == "base" else None)
+    if config.pipeline.start_from == "base":
+        return base, "pipeline.start_from is base", incumbent
+    if current is None:
+        return base, "nothing is in production yet", incumbent
+    return current, "it is in production", incumbent
+
+
+def _registered(version: ModelVersion) -> ModelChoice:
+    from posttrain.registry.artifacts import content_digest
+
+    return ModelChoice(version.reference, content_digest(version.files), version.version)
+
+
+def locate(choice: ModelChoice, config: PipelineConfig) -> str:
+    """A folder or hub name that can be loaded. Files of a registered version are compared with their checksums."""
+    if choice.version is not None:
+        return str(registry_of(config).resolve(config.pipeline.name, choice.version).path)
+    if model_identity(choice.text) != choice.identity:
+        raise PipelineError(
+            f"base_model: {choice.text} holds another model than when this iteration began; put the old one back, or start "
+            "anew with --new-iteration"
+        )
+    return choice.text
+
+
+def trainable_folder(choice: ModelChoice, config: PipelineConfig) -> tuple[str, str]:
+    """(weights, tokenizer) to start a training from."""
+    from posttrain.export.model_reference import resolve_model
+
+    found = resolve_model(locate(choice, config))
+    if found.adapter is not None:
+        raise PipelineError(
+            f"{choice.text} is a LoRA adapter, and training starts from whole models; convert it with --merge-lora, and set "
+            "convert.merge_lora: true"
+        )
+    return found.model, found.tokenizer if Path(found.tokenizer).exists() else found.model

@@ -1,0 +1,110 @@
+"""Whether a stage has to run, and why: its key is made of everything that it reads, and a finished stage with that key is as
+good as running it. Nothing is changed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from posttrain.pipeline.records import (
+    StageName,
+    StageRecord,
+    find_finished,
+    key_of,
+    read_iterations,
+    stage_folder,
+)
+from posttrain.pipeline.stage import Stage, StageContext
+
+Action = Literal["run", "reuse", "skip", "depends"]
+_MAX_CHANGES = 3
+
+
+@dataclass(frozen=True)
+class Decision:
+    stage: StageName
+    action: Action  # depends: on what a stage before it is going to make
+    why: str
+    key: str = ""
+    inputs: Mapping[str, Any] | None = None
+    record: StageRecord | None = None  # of a stage that is reused
+
+
+def decide(stage: Stage, context: StageContext) -> Decision:
+    if reason := stage.skip(context):
+        return Decision(stage.name, "skip", reason)
+    absent = [name for name in stage.reads if name not in context.before]
+    if absent:
+        return Decision(stage.name, "depends", f"on what {', '.join(absent)} will make")
+    inputs = _inputs(stage, context)
+    key = key_of(inputs)
+    record = find_finished(context.home, stage.name, key)
+    if record is not None:
+        gone = stage.missing(record, context.config)
+        if gone is None:
+            return Decision(stage.name, "reuse", "nothing that it reads has changed", key, inputs, record)
+        return Decision(stage.name, "run", f"{gone} is missing", key, inputs)
+    return Decision(stage.name, "run", _why(stage, context, inputs, key), key, inputs)
+
+
+def plan(stages: Sequence[Stage], context: StageContext) -> Iterator[Decision]:
+    """What a run would do with each stage, as far as that can be told before it."""
+    for stage in stages:
+        decision = decide(stage, context)
+        if decision.record is not None:
+            context = replace(context, before={**context.before, stage.name: decision.record})
+        yield decision
+
+
+def _inputs(stage: Stage, context: StageContext) -> dict[str, Any]:
+    inputs = stage.inputs(context)
+    inputs |= {"stage": stage.name, "code": stage.version}
+    inputs["outcomes"] = {name: context.before[name].outcome.digest for name in stage.reads}
+    if again := context.iteration.redone.get(stage.name, 0):
+        inputs["redone"] = again
+    return inputs
+
+
+def _why(stage: Stage, context: StageContext, inputs: Mapping[str, Any], key: str) -> str:
+    iteration = context.iteration
+    if (iteration.folder / stage_folder(stage.name, key)).exists():
+        return f"it was interrupted; it {'goes on' if stage.goes_on else 'begins again'}"
+    earlier = iteration.record(stage.name, outdated=True) or _newest(stage.name, context)
+    if earlier is None:
+        return "it has not run yet"
+    changes = list(_changes(earlier.inputs, inputs))
+    return "; ".join(changes[:_MAX_CHANGES]) + ("; …" if len(changes) > _MAX_CHANGES else "")
+
+
+def _newest(name: StageName, context: StageContext) -> StageRecord | None:
+    iterations = reversed(read_iterations(context.home))
+    return next(
+        (record for iteration in iterations if (record := iteration.record(name, outdated=True)) is not None), None
+    )
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    if before.get("redone", 0) < now.get("redone", 0):
+        yield "asked for with --from"
+    if before.get("code") != now.get("code"):
+        yield f"the stage's code is version {now.get('code')}, not {before.get('code')}"
+    for name in _differing(before, now, "settings"):
+        old, new = (part.get("settings", {}).get(name) for part in (before, now))
+        yield f"{name} changed: {_short(old)} → {_short(new)}"
+    for name in _differing(before, now, "files"):
+        yield "the traces changed" if name == "traces" else f"{name} changed"
+    for name in _differing(before, now, "models"):
+        yield f"another {name} model"
+    for name in _differing(before, now, "outcomes"):
+        yield f"{name} has a new result"
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any], part: str) -> list[str]:
+    old, new = before.get(part) or {}, now.get(part) or {}
+    return [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"

@@ -1,0 +1,214 @@
+"""What a pipeline has done, on disk: `stage.json` of each finished stage, `iteration.json` of each iteration.
+
+    FOLDER/iteration_2/iteration.json          the data and the models that it began with, and the stages so far
+    FOLDER/iteration_2/train-3fa9c1d2e0b4/     one stage; the name ends with the key of what it reads
+    FOLDER/iteration_2/train-…/stage.json      written last: its presence means that the stage is whole
+    FOLDER/evaluations/main-…/                 answers, shared by all iterations
+
+Paths in a record are relative to the folder of the record, so a pipeline's folder can be moved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.checkpointing import durable
+from posttrain.errors import InputError
+from posttrain.pipeline.content import digest
+
+STAGE_FILE = "stage.json"
+ITERATION_FILE = "iteration.json"
+_ITERATION = re.compile(r"iteration_(\d+)")
+
+StageName = Literal["traces", "dataset", "train", "convert", "evaluate", "gate", "registry", "canary"]
+STAGES: tuple[StageName, ...] = (
+    "traces",
+    "dataset",
+    "train",
+    "convert",
+    "evaluate",
+    "gate",
+    "registry",
+    "canary",
+)
+
+
+class PipelineError(InputError):
+    """The pipeline's file, its folder, or what was asked of it is not as it has to be."""
+
+
+def about(field: str, error: InputError) -> PipelineError:
+    """The same error with the field of pipeline.yaml that led to it."""
+    overrides = f"{field}.overrides"  # what configs call the command line is a list in this file
+    lines = (line.replace("command line", overrides, 1) for line in str(error).splitlines())
+    return PipelineError("\n".join(line if line.startswith(overrides) else f"{field}: {line}" for line in lines))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage has made. `digest` is of its content: two outcomes with the same digest are as good as each other."""
+
+    digest: str
+    headline: str  # one line for people
+    values: Mapping[str, Any] = field(default_factory=dict)  # what later stages and the KPI need
+    report: str | None = None  # a file to look at; a path relative to the stage's folder
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    stage: StageName
+    key: str
+    inputs: Mapping[str, Any]  # what the key is made of, to say what has changed
+    outcome: Outcome
+    seconds: float  # over all attempts
+    finished_at: str
+    code_version: str
+    folder: Path
+
+    def path(self, name: str) -> Path:
+        """A path among the outcome's values."""
+        return Path(os.path.normpath(self.folder / str(self.outcome.values[name])))
+
+    @property
+    def report(self) -> Path | None:
+        return None if self.outcome.report is None else Path(os.path.normpath(self.folder / self.outcome.report))
+
+    def write(self) -> None:
+        row = {name: value for name, value in asdict(self).items() if name != "folder"}
+        durable.write_text(self.folder / STAGE_FILE, json.dumps(row, indent=2, default=str) + "\n")
+
+
+def read_stage(folder: Path) -> StageRecord | None:
+    """The record of a finished stage; None if it is not finished."""
+    file = folder / STAGE_FILE
+    if not file.is_file():
+        return None
+    row = _read_json(file)
+    try:
+        return StageRecord(**{**row, "outcome": Outcome(**row["outcome"]), "folder": folder})
+    except (KeyError, TypeError) as error:
+        raise PipelineError(f"{file}: not the record of a stage ({error}); remove its folder to run it again") from None
+
+
+def relative(path: Path, folder: Path) -> str:
+    return os.path.relpath(path.absolute(), folder.absolute())
+
+
+# -- iterations ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A model that an iteration starts from, or is compared with, as it was when the iteration began."""
+
+    text: str  # registry:NAME@3, or the base model as the file names it
+    identity: str  # of its content
+    version: int | None = None  # in the registry
+
+
+@dataclass(frozen=True)
+class StageMark:
+    """What became of a stage in an iteration: done in `folder`, or skipped, with the reason."""
+
+    folder: str | None = None  # relative to the pipeline's folder
+    reused: bool = False  # made by an earlier iteration
+    skipped: str | None = None
+    outdated: bool = False  # a stage before it has run again since, and this one has not yet
+
+
+@dataclass(frozen=True)
+class Iteration:
+    number: int
+    folder: Path
+    begun_at: str
+    data: str  # digest of the traces' content
+    start: ModelChoice
+    start_why: str
+    incumbent: ModelChoice | None  # what the candidate is compared with
+    redone: Mapping[str, int] = field(default_factory=dict)  # stage -> how often it was asked for again
+    running: str | None = None  # the stage under way, or where it stopped
+    finished: bool = False
+    stages: Mapping[str, StageMark] = field(default_factory=dict)
+
+    @property
+    def home(self) -> Path:
+        return self.folder.parent
+
+    def with_stage(self, stage: StageName, mark: StageMark) -> Iteration:
+        return replace(self, stages={**self.stages, stage: mark})
+
+    def running_stage(self, stage: StageName) -> Iteration:
+        """`stage` is about to run: what it and the stages after it have made counts no more."""
+        later = STAGES[STAGES.index(stage) :]
+        stages = {name: replace(mark, outdated=mark.outdated or name in later) for name, mark in self.stages.items()}
+        return replace(self, running=stage, finished=False, stages=stages)
+
+    def record(self, stage: str, *, outdated: bool = False) -> StageRecord | None:
+        """Of a stage that is finished in this iteration; with `outdated`, also if its outcome counts no more."""
+        mark = self.stages.get(stage)
+        if mark is None or mark.folder is None or (mark.outdated and not outdated):
+            return None
+        return read_stage(self.home / mark.folder)
+
+    def write(self) -> None:
+        durable.make_folder(self.folder)
+        row = {name: value for name, value in asdict(self).items() if name != "folder"}
+        durable.write_text(self.folder / ITERATION_FILE, json.dumps(row, indent=2) + "\n")
+
+
+def read_iterations(home: Path) -> list[Iteration]:
+    """All that have begun, the oldest first."""
+    numbers = sorted(int(found[1]) for path in home.glob("iteration_*") if (found := _ITERATION.fullmatch(path.name)))
+    folders = [home / f"iteration_{number}" for number in numbers]
+    return [_read_iteration(folder) for folder in folders if (folder / ITERATION_FILE).is_file()]
+
+
+def _read_iteration(folder: Path) -> Iteration:
+    file = folder / ITERATION_FILE
+    row = _read_json(file)
+    try:
+        incumbent = row["incumbent"]
+        return Iteration(
+            **{
+                **row,
+                "folder": folder,
+                "start": ModelChoice(**row["start"]),
+                "incumbent": None if incumbent is None else ModelChoice(**incumbent),
+                "stages": {name: StageMark(**mark) for name, mark in row["stages"].items()},
+            }
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PipelineError(f"{file}: not the record of an iteration ({error})") from None
+
+
+def find_finished(home: Path, stage: StageName, key: str) -> StageRecord | None:
+    """A finished stage that has read the same, of whatever iteration; the newest of several."""
+    for iteration in reversed(read_iterations(home)):
+        record = read_stage(iteration.folder / stage_folder(stage, key))
+        if record is not None and record.key == key:
+            return record
+    return None
+
+
+def stage_folder(stage: StageName, key: str) -> str:
+    return f"{stage}-{key[:12]}"
+
+
+def key_of(inputs: Mapping[str, Any]) -> str:
+    return digest(inputs)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        row = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PipelineError(f"{file}: cannot be read ({error})") from None
+    if not isinstance(row, dict):
+        raise PipelineError(f"{file}: holds a {type(row).__name__} instead of an object")
+    return row

@@ -1,0 +1,275 @@
+"""Runs a pipeline: which iteration, then stage after stage; what is finished already is not done again.
+
+A stage is finished when its `stage.json` is there, which is written last. Whatever is killed before that is begun again in an
+empty folder, except for training and evaluation, which go on with what they have.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+
+from posttrain.checkpointing import durable
+from posttrain.config.pipeline import PipelineConfig
+from posttrain.errors import InputError
+from posttrain.pipeline.content import FileHashes, digest
+from posttrain.pipeline.lock import only_runner
+from posttrain.pipeline.models import choose_models
+from posttrain.pipeline.planning import Decision, decide, plan
+from posttrain.pipeline.records import (
+    STAGES,
+    Iteration,
+    PipelineError,
+    StageMark,
+    StageName,
+    StageRecord,
+    read_iterations,
+    relative,
+    stage_folder,
+)
+from posttrain.pipeline.stage import Stage, StageContext, Stop
+from posttrain.pipeline.stages import ALL_STAGES
+from posttrain.pipeline.stages.traces import current_content
+from posttrain.registry.lineage import code_version
+from posttrain.roles import ShowProgress, no_progress
+
+EXIT_CODES = {"promote": 0, "reject": 3, "needs_more_samples": 4}  # as those of `posttrain gate`
+HASHES_FILE = ".hashes.json"
+ELAPSED_FILE = ".elapsed.json"
+_BEAT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What was asked for on the command line."""
+
+    until: StageName = STAGES[-1]
+    redo_from: StageName | None = None
+    new_iteration: bool = False
+
+
+@dataclass
+class Chosen:
+    """An iteration with the contents of the traces that it is about."""
+
+    iteration: Iteration
+    data: list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+class PipelineRunner:
+    def __init__(
+        self,
+        config: PipelineConfig,
+        say: Callable[[str], None],
+        show_progress: ShowProgress = no_progress,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        self.config = config
+        self.home = Path(config.pipeline.folder)
+        self.say = say
+        self._show_progress = show_progress
+        self._quiet = quiet
+
+    @cached_property
+    def hashes(self) -> FileHashes:
+        return FileHashes(self.home / HASHES_FILE)
+
+    # -- the story -----------------------------------------------------------------------------------------------------
+
+    def run(self, wish: Wish, after_stage: Callable[[], object] = lambda: None) -> int:
+        """The exit code. `after_stage` is called whenever there is something new to report."""
+        stages = _until(wish.until)
+        self.check(stages)
+        with only_runner(self.home, self.say) as lock:
+            if self.config.demo is not None:
+                from posttrain.pipeline.demo_world import make_world
+
+                make_world(self.config.demo, self.say, quiet=self._quiet, lock=lock)
+            chosen = self.choose(wish)
+            for note in chosen.notes:
+                self.say(note)
+            iteration = chosen.iteration
+            before: dict[str, StageRecord] = {}
+            for stage in stages:
+                context = self._context(iteration, chosen.data, before, lock)
+                decision = decide(stage, context)
+                iteration, record = self._perform(stage, decision, context)
+                if record is not None:
+                    before[stage.name] = record
+                self.hashes.save()
+                after_stage()
+            if wish.until == STAGES[-1] and not iteration.finished:
+                iteration = replace(iteration, running=None, finished=True)
+                iteration.write()
+                after_stage()
+        gate = before.get("gate")
+        return EXIT_CODES[gate.outcome.values["verdict"]] if gate is not None else 0
+
+    def dry_run(self, wish: Wish) -> tuple[Chosen, list[Decision]]:
+        """The iteration that would be worked on, and what would be done with each stage. Nothing is written."""
+        stages = _until(wish.until)
+        self.check(stages)
+        chosen = self.choose(wish, write=False)
+        return chosen, list(plan(stages, self._context(chosen.iteration, chosen.data, {}, None)))
+
+    def check(self, stages: Iterable[Stage]) -> None:
+        """Everything that can be wrong with the file and the files that it names, before anything runs."""
+        for stage in stages:
+            stage.check(self.config)
+
+    # -- which iteration -----------------------------------------------------------------------------------------------
+
+    def choose(self, wish: Wish, *, write: bool = True) -> Chosen:
+        """An iteration is about one set of traces and the models that it began with. Once it is finished, other traces
+        make a new one; until then it goes on with those that it has read."""
+        data = current_content(self.config, self.hashes)
+        earlier = read_iterations(self.home)
+        last = earlier[-1] if earlier else None
+        if last is None or wish.new_iteration:
+            why = "" if last is None else "asked for with --new-iteration"
+            chosen = self._begin(len(earlier) + 1, data, why)
+        elif last.data == digest(data):
+            chosen = Chosen(last, data)
+        elif last.finished:
+            chosen = self._begin(len(earlier) + 1, data, "the traces have changed")
+        else:
+            chosen = self._go_on(last, data)
+        if wish.redo_from is not None:
+            chosen.iteration = self._with_redone(chosen, wish.redo_from)
+        if write:
+            chosen.iteration.write()
+        return chosen
+
+    def _begin(self, number: int, data: list[str], why: str) -> Chosen:
+        start, start_why, incumbent = choose_models(self.config)
+        folder = self.home / f"iteration_{number}"
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        iteration = Iteration(number, folder, now, digest(data), start, start_why, incumbent)
+        note = f"iteration {number} begins{f': {why}' if why else ''}; it trains {start.text} ({start_why})"
+        return Chosen(iteration, data, [note])
+
+    def _go_on(self, last: Iteration, data: list[str]) -> Chosen:
+        """The traces have changed before the iteration was finished: its dataset is a snapshot, if there is one already."""
+        read = last.record("traces")
+        if read is not None and last.record("dataset") is not None:
+            frozen = [str(content) for content in read.inputs["files"]["traces"]]
+            context = self._context(last, frozen, {}, None)
+            if all(decision.action == "reuse" for decision in plan(ALL_STAGES[:2], context)):
+                note = (
+                    f"the traces have changed since iteration {last.number} read them; it is finished with what it has, and "
+                    "the next one takes the new ones (--new-iteration begins that now)"
+                )
+                return Chosen(last, frozen, [note])
+        return Chosen(replace(last, data=digest(data)), data)
+
+    def _with_redone(self, chosen: Chosen, first: StageName) -> Iteration:
+        iteration = chosen.iteration
+        place = STAGES.index(first)
+        for name in STAGES[:place]:
+            if name not in iteration.stages or iteration.stages[name].outdated:
+                raise PipelineError(
+                    f"--from {first}: {name} has not run in iteration {iteration.number}; leave --from out, or begin earlier"
+                )
+        redone = {name: iteration.redone.get(name, 0) + (STAGES.index(name) >= place) for name in STAGES}
+        if place <= STAGES.index("evaluate"):
+            _, _, incumbent = choose_models(self.config)
+            iteration = replace(iteration, incumbent=incumbent)
+        return replace(iteration, redone={name: count for name, count in redone.items() if count}, finished=False)
+
+    # -- one stage -----------------------------------------------------------------------------------------------------
+
+    def _context(
+        self, iteration: Iteration, data: list[str], before: dict[str, StageRecord], lock: int | None
+    ) -> StageContext:
+        return StageContext(
+            config=self.config,
+            home=self.home,
+            iteration=iteration,
+            data=data,
+            before=dict(before),
+            hashes=self.hashes,
+            say=self.say,
+            show_progress=self._show_progress,
+            heartbeat=lambda: None,
+            quiet=self._quiet,
+            lock=lock,
+        )
+
+    def _perform(self, stage: Stage, decision: Decision, context: StageContext) -> tuple[Iteration, StageRecord | None]:
+        iteration, name = context.iteration, f"{stage.name:<9}"
+        if decision.action == "skip":
+            self.say(f"{name} skipped: {decision.why}")
+            record, mark = None, StageMark(skipped=decision.why)
+        elif decision.record is not None:
+            record = decision.record
+            self.say(f"{name} unchanged: {record.outcome.headline}")
+            mark = StageMark(relative(record.folder, self.home), record.folder.parent.name != iteration.folder.name)
+        else:
+            assert decision.action == "run", "stages come after those that they read"
+            self.say(f"{name} runs: {decision.why}")
+            iteration = iteration.running_stage(stage.name)
+            iteration.write()
+            record = self._execute(stage, decision, replace(context, iteration=iteration))
+            self.say(f"{name} done in {record.seconds:.1f} s: {record.outcome.headline}")
+            mark = StageMark(relative(record.folder, self.home))
+        if iteration.stages.get(stage.name) != mark or iteration.running == stage.name:
+            iteration = replace(iteration.with_stage(stage.name, mark), running=None)
+            iteration.write()
+        return iteration, record
+
+    def _execute(self, stage: Stage, decision: Decision, context: StageContext) -> StageRecord:
+        folder = context.iteration.folder / stage_folder(stage.name, decision.key)
+        if not stage.goes_on or (folder / "stage.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed, or whose results are gone
+        durable.make_folder(folder)
+        clock = _Clock(folder)
+        try:
+            outcome = stage.work(replace(context, heartbeat=clock.beat), folder)
+        except (InputError, Stop, KeyboardInterrupt):
+            clock.beat(at_once=True)
+            raise
+        record = StageRecord(
+            stage=stage.name,
+            key=decision.key,
+            inputs=decision.inputs or {},
+            outcome=outcome,
+            seconds=clock.seconds,
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            code_version=code_version(),
+            folder=folder,
+        )
+        record.write()
+        return record
+
+
+class _Clock:
+    """The time of a stage over all of its attempts, kept in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / ELAPSED_FILE
+        try:
+            self._earlier = float(json.loads(self._file.read_text())["seconds"])
+        except (OSError, ValueError, KeyError, TypeError):
+            self._earlier = 0.0
+        self._started = self._written = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return self._earlier + time.monotonic() - self._started
+
+    def beat(self, *, at_once: bool = False) -> None:
+        if at_once or time.monotonic() - self._written >= _BEAT_S:
+            durable.write_text(self._file, json.dumps({"seconds": self.seconds}))
+            self._written = time.monotonic()
+
+
+def _until(last: StageName) -> tuple[Stage, ...]:
+    return ALL_STAGES[: STAGES.index(last) + 1]

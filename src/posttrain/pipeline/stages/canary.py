@@ -1,0 +1,123 @@
+"""canary: put the version into the stage canary, and write down how a server splits the traffic.
+
+Starting the server is not the pipeline's business: whoever runs servers takes `serve.sh`, or the values in `serve.yaml`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain.checkpointing import durable
+from posttrain.config.pipeline import PipelineConfig
+from posttrain.errors import InputError
+from posttrain.pipeline.content import digest
+from posttrain.pipeline.models import registry_of
+from posttrain.pipeline.records import ModelChoice, Outcome, PipelineError, StageName, StageRecord, about
+from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.pipeline.stages.gate import verdict_of
+from posttrain.registry.version import ModelVersion
+from posttrain.serve.canary import CanaryRules
+
+SERVE_FILE, SERVE_SCRIPT = "serve.yaml", "serve.sh"
+
+
+class CanaryStage:
+    name: StageName = "canary"
+    version = 1
+    reads: tuple[StageName, ...] = ("gate", "registry")
+    goes_on = False
+
+    def check(self, config: PipelineConfig) -> None:
+        try:
+            CanaryRules(**config.canary.model_dump())
+        except InputError as error:
+            raise about("canary", error) from error
+
+    def inputs(self, context: StageContext) -> dict[str, Any]:
+        incumbent = context.iteration.incumbent
+        return {
+            "settings": context.config.canary.model_dump(),
+            "models": {"incumbent": None if incumbent is None else incumbent.identity},
+        }
+
+    def skip(self, context: StageContext) -> str | None:
+        reasons = {"reject": "the gate rejected it", "needs_more_samples": "the gate has not decided"}
+        return reasons.get(verdict_of(context) or "")
+
+    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
+        return missing_path(record, "file")
+
+    def work(self, context: StageContext, folder: Path) -> Outcome:
+        config, name = context.config, context.config.pipeline.name
+        registry = registry_of(config)
+        number = int(context.before["registry"].outcome.values["version"])
+        version = registry.get(name, number)
+        if version.stage in ("candidate", "canary"):
+            _refuse_other_production(context, registry.versions(name))
+            reasons = "; ".join(context.before["gate"].outcome.values["reasons"])
+            why = f"gate of iteration {context.iteration.number}: {reasons or 'passed'}"
+            registry.promote(name, number, "canary", why=why[:1000])
+        elif version.stage == "archived":
+            raise PipelineError(
+                f"canary: {version.reference} was archived after it had been registered; `posttrain registry promote {name} "
+                f"{number} --to canary --why …` brings it back"
+            )
+        serving = _serving(config, version, context.iteration.incumbent)
+        command = _command(serving)
+        durable.write_text(folder / SERVE_FILE, yaml.safe_dump({**serving, "command": command}, sort_keys=False))
+        script = f'#!/bin/sh\n# Serves {name}; written by `posttrain pipeline run`.\nexec {shlex.join(command)} "$@"\n'
+        durable.write_text(folder / SERVE_SCRIPT, script)
+        (folder / SERVE_SCRIPT).chmod(0o755)
+        return Outcome(
+            digest=digest([version.reference, serving]),
+            headline=_headline(serving, version),
+            values={"file": SERVE_FILE, "script": SERVE_SCRIPT, "command": command, "version": number},
+            report=SERVE_FILE,
+        )
+
+
+def _refuse_other_production(context: StageContext, versions: list[ModelVersion]) -> None:
+    """A candidate that beat another model than the one in use has shown nothing."""
+    current = next((version.version for version in versions if version.stage == "production"), None)
+    incumbent = context.iteration.incumbent
+    compared = None if incumbent is None else incumbent.version
+    if current != compared:
+        now = "nothing" if current is None else f"version {current}"
+        then = "nothing" if compared is None else f"version {compared}"
+        raise PipelineError(
+            f"canary: {now} is in production now, and {then} was when this iteration began; `pipeline run --from evaluate` "
+            "compares with the one that is there"
+        )
+
+
+def _serving(config: PipelineConfig, version: ModelVersion, incumbent: ModelChoice | None) -> dict[str, Any]:
+    """The options of `posttrain serve`, by name."""
+    name, location = config.pipeline.name, registry_of(config).location
+    shared = {"served_model_name": name, "registry": str(location.folder or location.text)}
+    if version.stage == "production":
+        return {"model": f"registry:{name}@production", **shared}
+    if incumbent is None:
+        return {"model": f"registry:{name}@canary", **shared}
+    model = f"registry:{name}@production" if incumbent.version is not None else incumbent.text
+    rules = {f"canary_{key}": value for key, value in config.canary.model_dump().items() if value is not None}
+    return {"model": model, **shared, "canary": f"registry:{name}@canary", **rules}
+
+
+def _command(serving: dict[str, Any]) -> list[str]:
+    words = ["posttrain", "serve", str(serving["model"])]
+    for key, value in serving.items():
+        if key != "model":
+            words += [f"--{key.replace('_', '-')}", str(value)]
+    return words
+
+
+def _headline(serving: dict[str, Any], version: ModelVersion) -> str:
+    if "canary" in serving:
+        share = f"{100 * serving['canary_share']:g} % of the traffic"
+        return f"{version.reference} is the canary, {share} beside {serving['model']}; start the server with {SERVE_SCRIPT}"
+    where = "in production" if version.stage == "production" else "the canary, and alone: nothing is in production"
+    return f"{version.reference} is {where}; start the server with {SERVE_SCRIPT}"

@@ -1,0 +1,57 @@
+"""convert: the checkpoint as a Hugging Face folder, compared with its source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.pipeline import PipelineConfig
+from posttrain.pipeline.content import digest
+from posttrain.pipeline.records import Outcome, StageName, StageRecord
+from posttrain.pipeline.stage import StageContext, missing_path
+
+MODEL_FOLDER = "model"
+
+
+class ConvertStage:
+    name: StageName = "convert"
+    version = 1
+    reads: tuple[StageName, ...] = ("train",)
+    goes_on = False
+
+    def check(self, config: PipelineConfig) -> None:
+        pass
+
+    def inputs(self, context: StageContext) -> dict[str, Any]:
+        return {"settings": context.config.convert.model_dump()}
+
+    def skip(self, context: StageContext) -> str | None:
+        return None
+
+    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
+        return missing_path(record, "model")
+
+    def work(self, context: StageContext, folder: Path) -> Outcome:
+        from posttrain.export.convert import ConversionSettings, convert
+        from posttrain.export.model_reference import WEIGHTS
+
+        settings = context.config.convert
+        checkpoint = context.before["train"].path("checkpoint")
+        has_adapter = (checkpoint / WEIGHTS / "adapter_config.json").is_file()
+        merge = settings.merge_lora and has_adapter
+        done = convert(
+            str(checkpoint),
+            folder / MODEL_FOLDER,
+            ConversionSettings(merge_lora=merge, dtype=settings.dtype, verify=settings.verify),
+            shown_as=f"{context.config.pipeline.name}, iteration {context.iteration.number}",
+            say=context.say,
+        )
+        check = done.verification
+        verified = "not verified" if check is None else f"logits equal the source's within {check.max_difference:.2g}"
+        what = "adapter" if done.is_adapter else "model"
+        return Outcome(
+            digest=digest([context.before["train"].outcome.digest, settings.model_dump()]),
+            headline=f"{what} of {done.num_bytes / 1e6:,.1f} MB; {verified}",
+            values={"model": MODEL_FOLDER, "num_bytes": done.num_bytes},
+            report=f"{MODEL_FOLDER}/README.md",
+        )

@@ -1,0 +1,86 @@
+"""gate: promote, reject, or more samples needed, from the evaluations alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from posttrain.checkpointing import durable
+from posttrain.config.gate import GateConfig
+from posttrain.config.pipeline import PipelineConfig
+from posttrain.config.standalone import load_standalone
+from posttrain.errors import InputError
+from posttrain.pipeline.content import digest
+from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about
+from posttrain.pipeline.stage import StageContext, missing_path
+
+GATE_FILE, GATE_PAGE = "gate.json", "gate.html"
+WORDS = {"promote": "promote", "reject": "reject", "needs_more_samples": "needs more samples"}
+
+
+def load_gate(config: PipelineConfig) -> GateConfig:
+    try:
+        return load_standalone(GateConfig, Path(config.gate.config), config.gate.overrides)
+    except InputError as error:
+        raise about("gate", error) from error
+
+
+def verdict_of(context: StageContext) -> str | None:
+    """What the gate has said in this iteration, if it has spoken."""
+    record = context.before.get("gate")
+    return None if record is None else str(record.outcome.values["verdict"])
+
+
+class GateStage:
+    name: StageName = "gate"
+    version = 1
+    reads: tuple[StageName, ...] = ("evaluate",)
+    goes_on = False
+
+    def check(self, config: PipelineConfig) -> None:
+        for name, check in load_gate(config).checks.items():
+            if check.evaluation not in config.evaluate:
+                raise PipelineError(
+                    f"gate: {config.gate.config}: checks.{name}.evaluation is {check.evaluation!r}, and `evaluate` has "
+                    f"{', '.join(config.evaluate)}"
+                )
+
+    def inputs(self, context: StageContext) -> dict[str, Any]:
+        return {"settings": load_gate(context.config).model_dump()}
+
+    def skip(self, context: StageContext) -> str | None:
+        return None
+
+    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
+        return missing_path(record, "file")
+
+    def work(self, context: StageContext, folder: Path) -> Outcome:
+        from posttrain.evaluation.gate import judge
+        from posttrain.evaluation.gate.report import as_html, as_json
+        from posttrain.evaluation.results import read_evaluation
+
+        config, measured = load_gate(context.config), context.before["evaluate"]
+        values = measured.outcome.values
+        candidate = {name: read_evaluation(measured.folder / path) for name, path in values["candidate"].items()}
+        incumbent = values["incumbent"]
+        production = None
+        if incumbent is not None:
+            production = {name: read_evaluation(measured.folder / path) for name, path in incumbent.items()}
+        result = judge(config, candidate, production)
+        report = as_json(result, config, candidate, production)
+        durable.write_text(folder / GATE_FILE, json.dumps(report, indent=2) + "\n")
+        durable.write_text(folder / GATE_PAGE, as_html(report, result))
+        reasons = "; ".join(result.reasons[:2])
+        return Outcome(
+            digest=digest([result.verdict, [asdict(rule) for rule in result.rules]]),
+            headline=f"{WORDS[result.verdict]}{f': {reasons}' if reasons else ''}",
+            values={
+                "file": GATE_FILE,
+                "verdict": result.verdict,
+                "reasons": result.reasons,
+                "needed_problems": result.needed_problems,
+            },
+            report=GATE_PAGE,
+        )

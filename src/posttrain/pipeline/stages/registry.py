@@ -1,0 +1,89 @@
+"""registry: the model as the next version, a candidate, with its lineage and the gate's verdict.
+
+A rejected model is registered too: the history shows what was tried. Without a decision nothing is. Adding a version and
+writing down that it was added are two steps; the key of the stage in the version's note makes sure that a kill between them
+does not add it twice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from posttrain.checkpointing import durable
+from posttrain.config.pipeline import PipelineConfig
+from posttrain.pipeline.content import digest
+from posttrain.pipeline.models import registry_of, versions_of
+from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, key_of
+from posttrain.pipeline.stage import StageContext
+from posttrain.pipeline.stages.gate import verdict_of
+from posttrain.registry.version import ModelVersion, as_row
+
+
+class RegistryStage:
+    name: StageName = "registry"
+    version = 1
+    reads: tuple[StageName, ...] = ("dataset", "train", "convert", "evaluate", "gate")
+    goes_on = False
+
+    def check(self, config: PipelineConfig) -> None:
+        if importlib.util.find_spec("mlflow") is None:
+            raise PipelineError("registry: needs MLflow: pip install 'posttrain[registry]'; or stop with --until gate")
+
+    def inputs(self, context: StageContext) -> dict[str, Any]:
+        location = registry_of(context.config).location
+        return {"settings": {"name": context.config.pipeline.name, "location": str(location.folder or location.text)}}
+
+    def skip(self, context: StageContext) -> str | None:
+        undecided = verdict_of(context) == "needs_more_samples"
+        return "the gate has not decided: more samples are needed" if undecided else None
+
+    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
+        number = record.outcome.values["version"]
+        known = any(version.version == number for version in versions_of(config))
+        return None if known else f"version {number} in the registry"
+
+    def work(self, context: StageContext, folder: Path) -> Outcome:
+        mark = f"pipeline stage {self._mark(context)}"
+        version = next((one for one in versions_of(context.config) if mark in one.note), None) or self._add(
+            context, mark
+        )
+        row = {key: value for key, value in as_row(version).items() if key != "stage"}  # a stage is not for ever
+        durable.write_text(folder / "version.json", json.dumps(row, indent=2, default=str) + "\n")
+        return Outcome(
+            digest=digest([version.name, version.version, self.inputs(context)]),
+            headline=f"{version.reference}, candidate",
+            values={"version": version.version, "reference": version.reference},
+            report="version.json",
+        )
+
+    def _mark(self, context: StageContext) -> str:
+        """The same for the same work, however often it is tried."""
+        outcomes = {name: context.before[name].outcome.digest for name in self.reads}
+        redone = context.iteration.redone.get(self.name, 0)
+        return key_of({"inputs": self.inputs(context), "outcomes": outcomes, "redone": redone})[:16]
+
+    def _add(self, context: StageContext, mark: str) -> ModelVersion:
+        from posttrain.registry import gather_lineage
+
+        before, iteration = context.before, context.iteration
+        measured = before["evaluate"]
+        trained = before["train"]
+        value = trained.outcome.values["value"]
+        lineage = gather_lineage(
+            before["convert"].path("model"),
+            base_model=iteration.start.text,
+            config=trained.folder / "train.yaml",
+            data=[str(before["dataset"].path("file"))],
+            evaluations={name: measured.folder / path for name, path in measured.outcome.values["candidate"].items()},
+            metrics={} if value is None else {f"training/{trained.outcome.values['metric']}": value},
+            gate=before["gate"].path("file"),
+        )
+        return registry_of(context.config).add(
+            context.config.pipeline.name,
+            before["convert"].path("model"),
+            lineage,
+            note=f"iteration {iteration.number} of the pipeline in {context.home}; {mark}",
+        )

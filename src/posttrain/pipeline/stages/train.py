@@ -1,0 +1,179 @@
+"""train: GRPO or DPO on the dataset, in a process of its own that goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from posttrain.checkpointing import CheckpointStore, durable
+from posttrain.config import LoadedConfig, load_config
+from posttrain.config.named_files import files_named_in
+from posttrain.config.pipeline import PipelineConfig
+from posttrain.errors import InputError
+from posttrain.pipeline.models import trainable_folder
+from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about
+from posttrain.pipeline.stage import StageContext, Stop, missing_path
+from posttrain.pipeline.training_process import run_training
+
+DATASETS = {"pairs": "PreferenceDataset", "groups": "TraceGroups", "prompts": "ResponseDataset"}
+# What the pipeline sets itself; the file of the run may name others, which count for nothing.
+OWN_KEYS = ("policy.model_name", "data.train", "checkpointing.checkpoint_dir", "logger.log_dir")
+PLACEHOLDER = "chosen-by-the-pipeline"
+RUN_FOLDER = "run"
+LAST_STEPS = 10  # the training metric of an iteration is the mean of this many
+
+
+class TrainStage:
+    name: StageName = "train"
+    version = 1
+    reads: tuple[StageName, ...] = ("dataset",)
+    goes_on = True
+
+    def check(self, config: PipelineConfig) -> None:
+        loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
+        if not loaded.config.checkpointing.enabled:
+            raise PipelineError("train: checkpointing.enabled is false: there would be nothing to convert")
+
+    def inputs(self, context: StageContext) -> dict[str, Any]:
+        config = context.config
+        loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
+        settings = {key: value for key, value in loaded.flat().items() if not key.startswith(OWN_KEYS)}
+        files = {str(file): context.hashes.of(file) for file in files_named_in(settings)}
+        chosen = {"algorithm": config.train.algorithm, "checkpoint": config.train.checkpoint}
+        return {
+            "settings": {**chosen, **settings},
+            "files": files,
+            "models": {"start": context.iteration.start.identity},
+        }
+
+    def skip(self, context: StageContext) -> str | None:
+        return None
+
+    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
+        return missing_path(record, "checkpoint")
+
+    def work(self, context: StageContext, folder: Path) -> Outcome:
+        config, algorithm = context.config, context.config.train.algorithm
+        run = folder / RUN_FOLDER
+        model, tokenizer = trainable_folder(context.iteration.start, config)
+        data = str(context.before["dataset"].path("file"))
+        loaded = load_training(config, model=model, tokenizer=tokenizer, data=data, folder=str(run))
+        for warning in loaded.warnings:
+            context.say(f"warning: train: {warning}")
+        file = folder / "train.yaml"
+        durable.write_text(file, loaded.to_yaml())
+        code = run_training(algorithm, file, quiet=context.quiet, lock=context.lock, heartbeat=context.heartbeat)
+        if code:
+            raise Stop(*_ended(code, algorithm))
+        checkpoint = choose_checkpoint(run, loaded, config.train.checkpoint)
+        step = int(checkpoint.name.removeprefix("step_"))
+        metric, value, seconds = _training_metric(run, algorithm)
+        shown = "" if value is None else f"; {metric} {value:.4g} over the last steps"
+        return Outcome(
+            digest=_weights_digest(checkpoint),
+            headline=f"{algorithm.upper()} of {context.iteration.start.text}, checkpoint at step {step}{shown}",
+            values={
+                "checkpoint": f"{RUN_FOLDER}/{checkpoint.name}",
+                "step": step,
+                "metric": metric,
+                "value": value,
+                "logged_seconds": seconds,
+                "num_devices": loaded.config.cluster.num_workers,
+            },
+            report=f"{RUN_FOLDER}/report.html",
+        )
+
+
+def load_training(
+    config: PipelineConfig, *, model: str, tokenizer: str | None, data: str, folder: str
+) -> LoadedConfig[Any]:
+    """The config of the run: the file, the overrides, and over both what the pipeline sets."""
+    train = config.train
+    for text in train.overrides:
+        key = text.lstrip("+~").partition("=")[0].strip()
+        if key.startswith(OWN_KEYS):
+            where = {"policy.model_name": "base_model", "data.train": "traces and dataset"}.get(key, "pipeline.folder")
+            raise PipelineError(f"train.overrides: `{text}`: the pipeline sets {key} itself; see {where}")
+    path = None if train.config is None else Path(train.config)
+    own = [
+        f"policy.model_name={model}",
+        f"data.train={{dataset_name: {DATASETS[config.dataset_kind]}, data_path: {_quoted(data)}}}",
+        f"checkpointing.checkpoint_dir={folder}",
+        "logger.log_dir=null",
+    ]
+    if tokenizer is not None and tokenizer != model and not _names_tokenizer(config, path):
+        own.append(f"policy.tokenizer.name={tokenizer}")
+    try:
+        return load_config(train.algorithm, path, [*train.overrides, *own])
+    except InputError as error:
+        raise about("train", error) from error
+
+
+def _names_tokenizer(config: PipelineConfig, path: Path | None) -> bool:
+    loaded = load_config(config.train.algorithm, path, config.train.overrides)
+    return loaded.origins.get("policy.tokenizer.name", "default") != "default"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _ended(code: int, algorithm: str) -> tuple[int, str]:
+    again = "the same command goes on from its newest checkpoint"
+    if code in (85, 130):
+        return code, f"train: stopped, saved; {again}"
+    if code == 64:
+        return code, f"train: `posttrain {algorithm}` did not like its input; what is wrong stands above"
+    if code < 0:
+        return 1, f"train: the training was killed by signal {-code}; {again}"
+    return 1, f"train: the training crashed (exit code {code}), and the error stands above; {again}"
+
+
+def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
+    settings = loaded.config.checkpointing
+    store = CheckpointStore(
+        run,
+        keep_top_k=None,
+        metric_name=settings.metric_name,
+        higher_is_better=settings.higher_is_better,
+        save_period=settings.save_period,
+        say=lambda line: None,
+    )
+    newest = store.latest()
+    if newest is None:
+        raise PipelineError(f"train: {run} has no checkpoint that is whole")
+    if which == "newest":
+        return newest
+    sign = 1.0 if settings.higher_is_better else -1.0
+    infos = {run / f"step_{step}": store.read_info(run / f"step_{step}") for step in store.steps()}
+    ranked = {
+        path: sign * float(info[settings.metric_name])
+        for path, info in infos.items()
+        if isinstance(info.get(settings.metric_name or ""), int | float) and math.isfinite(info[settings.metric_name])
+    }
+    if not ranked:
+        raise PipelineError(
+            f"train.checkpoint: best: no checkpoint in {run} has the metric {settings.metric_name} "
+            "(checkpointing.metric_name); validate when saving, or take newest"
+        )
+    return max(ranked, key=lambda path: (ranked[path], int(path.name.removeprefix("step_"))))
+
+
+def _weights_digest(checkpoint: Path) -> str:
+    from posttrain.evaluation.identity import folder_fingerprint
+    from posttrain.export.model_reference import TOKENIZER, WEIGHTS
+
+    return folder_fingerprint(*(path for path in (checkpoint / WEIGHTS, checkpoint / TOKENIZER) if path.is_dir()))
+
+
+def _training_metric(run: Path, algorithm: str) -> tuple[str, float | None, float]:
+    """The headline metric of the training, its mean over the last steps, and the time of all steps."""
+    from posttrain.reporting.run_data import load_run
+    from posttrain.reporting.wording import headline_metric
+
+    data = load_run(run)
+    key, _ = headline_metric(algorithm)
+    values = [value for value in data.series(key).values if value is not None][-LAST_STEPS:]
+    mean = math.fsum(values) / len(values) if values else None
+    return key.removeprefix("train/"), mean, data.logged_seconds

@@ -1,0 +1,95 @@
+"""pipeline.yaml: what is wrong with it is said with the field, and nothing runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines
+import yaml
+
+from posttrain.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_pipelines.save_world(tmp_path_factory.mktemp("world"))
+
+
+def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    *sections, last = path.split(".")
+    place = values
+    for section in sections:
+        place = place[section]
+    place[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("pipeline.start_form", "base", "unknown key `pipeline.start_form`; did you mean `pipeline.start_from`?"),
+        ("train.algorithm", "ppo", "`train.algorithm` = 'ppo': must be 'grpo' or 'dpo'"),
+        ("pipeline.name", "a b", "`pipeline.name` = 'a b': letters, digits"),
+        ("dataset", {"kind": "groups"}, "dataset.kind is groups and train.algorithm is dpo, which takes auto or pairs"),
+        ("dataset", {"pairs": {"preferred": 0.2}}, "dataset.pairs: preferred 0.2 is below rejected_below 0.5"),
+        ("traces", 3, "`traces` = 3: must be a map of settings"),
+        ("traces", {}, "`traces.path` is missing"),
+        ("schedule", "soon", "`schedule` = 'soon': five fields as in cron"),
+        ("evaluate", {}, "`evaluate`: is empty"),
+        ("canary", {"share": 1.5}, "`canary.share` = 1.5: must be less than or equal to 1"),
+        ("train.overrides", ["dpo.max_num_stepz=3"], "train.overrides: unknown key `dpo.max_num_stepz`"),
+        ("train.overrides", ["policy.model_name=x"], "the pipeline sets policy.model_name itself; see base_model"),
+        ("train.overrides", ["checkpointing.enabled=false"], "train: checkpointing.enabled is false"),
+        ("train.config", "nowhere.yaml", "nowhere.yaml"),
+        ("evaluate.main.overrides", ["eval.k_value=4"], "evaluate.main: eval.k_value = 4"),
+        ("evaluate.main.overrides", ["eval.save_path=x"], "evaluate.main.overrides: `eval.save_path=x`"),
+        ("gate.config", "no_gate.yaml", "no_gate.yaml"),
+        (
+            "gate.overrides",
+            ["checks.reward.evaluation=safety"],
+            "checks.reward.evaluation is 'safety', and `evaluate` has",
+        ),
+        ("traces.path", "nothing.jsonl", "traces.path: "),
+        ("base_model", "no/such/model", "base_model: no folder 'no/such/model'"),
+    ],
+)
+def test_a_bad_file_is_an_error_with_the_field(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, words: str
+) -> None:
+    values = changed(tiny_pipelines.settings(world, tmp_path / "home"), path, value)
+    file = tiny_pipelines.write_file(tmp_path / "pipeline.yaml", values)
+    assert main(["pipeline", "run", str(file), "--until", "traces" if path == "base_model" else "canary"]) == 64
+    assert words in capsys.readouterr().err
+    assert not list((tmp_path / "home").glob("iteration_*")), "nothing has begun"
+
+
+def test_unknown_stages_and_a_from_that_cannot_be_are_errors(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tiny_pipelines.write_file(tmp_path / "p.yaml", tiny_pipelines.settings(world, tmp_path / "home"))
+    with pytest.raises(SystemExit) as ended:
+        main(["pipeline", "run", str(file), "--until", "evaluation"])
+    assert ended.value.code == 64
+    assert main(["pipeline", "run", str(file), "--from", "gate"]) == 64
+    assert "--from gate: traces has not run in iteration 1" in capsys.readouterr().err
+    assert main(["pipeline", "run", str(tmp_path / "none.yaml")]) == 64
+
+
+def test_overrides_and_until_are_heard_and_the_schedule_is_the_clusters(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {**tiny_pipelines.settings(world, tmp_path / "home"), "schedule": "0 3 * * *"}
+    file = tiny_pipelines.write_file(tmp_path / "p.yaml", values)
+    assert main(["pipeline", "status", str(file)]) == 0
+    assert "nothing has run yet" in capsys.readouterr().out
+    other = tmp_path / "other"
+    assert main(["pipeline", "run", str(file), "--until", "dataset", f"pipeline.folder={other}"]) == 0
+    assert "the cluster's business" in capsys.readouterr().err
+    assert not (tmp_path / "home").exists()
+    assert main(["pipeline", "status", str(file), f"pipeline.folder={other}"]) == 0
+    shown = capsys.readouterr().out
+    assert "iteration 1, not finished" in shown
+    assert "20 pairs" in shown
+    assert yaml.safe_load((other / "kpi.json").read_text())[0]["dataset"] == "20 pairs"

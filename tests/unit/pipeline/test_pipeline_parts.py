@@ -1,0 +1,159 @@
+"""The lock, the picture, the hashes and the names of files: parts that a whole run shows only from one side."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from posttrain.checkpointing import CheckpointStore
+from posttrain.config import load_config
+from posttrain.config.named_files import files_named_in
+from posttrain.config.pipeline import DemoSection
+from posttrain.pipeline.content import FileHashes
+from posttrain.pipeline.demo_world import demo_traces
+from posttrain.pipeline.kpi import KpiRow
+from posttrain.pipeline.kpi_plot import kpi_svg
+from posttrain.pipeline.lock import only_runner
+from posttrain.pipeline.records import PipelineError
+from posttrain.pipeline.stages.train import choose_checkpoint
+from posttrain.pipeline.training_process import run_training
+
+HOLDS_AND_WAITS = """
+import os, subprocess, sys
+from pathlib import Path
+from posttrain.pipeline.lock import only_runner
+with only_runner(Path(sys.argv[1]), print) as lock:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(float(%r))" % sys.argv[2]], pass_fds=(lock,))
+    print(child.pid, flush=True)
+    if sys.argv[3] == "die":
+        os._exit(1)
+    sys.stdin.read()
+"""
+
+
+def holder(home: Path, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_AND_WAITS, str(home), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    return process
+
+
+def test_a_second_run_of_the_same_pipeline_is_refused(tmp_path: Path) -> None:
+    first = holder(tmp_path / "home", "0", "stay")
+    try:
+        words = f"another process is running this pipeline \\(process {first.pid} on"
+        with pytest.raises(PipelineError, match=words), only_runner(tmp_path / "home", lambda line: None):
+            pass
+    finally:
+        first.communicate("")
+    with only_runner(tmp_path / "home", lambda line: None):
+        pass
+
+
+def test_after_a_kill_its_training_is_waited_for(tmp_path: Path) -> None:
+    holder(tmp_path / "home", "0.6", "die").wait()
+    said: list[str] = []
+    with only_runner(tmp_path / "home", said.append):
+        pass
+    assert said == ["the run before was killed and its training is still saving; waiting for it"]
+
+
+def test_the_exit_code_of_a_training_comes_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text("dpo: {max_num_stepz: 3}\n")
+    assert run_training("dpo", config, quiet=True, lock=None) == 64
+    assert "did you mean `dpo.max_num_steps`" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("which", "higher_is_better", "step"), [("newest", True, 6), ("best", True, 4), ("best", False, 2)]
+)
+def test_the_newest_or_the_best_checkpoint_goes_on(
+    tmp_path: Path, which: str, higher_is_better: bool, step: int
+) -> None:
+    overrides = ["checkpointing.metric_name=val:accuracy", f"checkpointing.higher_is_better={higher_is_better}"]
+    store = CheckpointStore(
+        tmp_path, keep_top_k=None, metric_name=None, higher_is_better=True, save_period=2, say=lambda line: None
+    )
+    for number, accuracy in ((2, 0.1), (4, 0.9), (6, 0.5)):
+        with store.writing(number) as folder:
+            store.save_info(folder, {"val:accuracy": accuracy})
+    loaded = load_config("dpo", None, ["policy.model_name=x", *overrides])
+    assert choose_checkpoint(tmp_path, loaded, which) == tmp_path / f"step_{step}"
+    unknown = load_config("dpo", None, ["policy.model_name=x", "checkpointing.metric_name=val:other"])
+    if which == "best":
+        with pytest.raises(PipelineError, match=r"no checkpoint .* has the metric val:other"):
+            choose_checkpoint(tmp_path, unknown, which)
+
+
+def test_more_prompts_of_the_demo_leave_the_other_traces_as_they_are(tmp_path: Path) -> None:
+    few, many = (DemoSection(folder=str(tmp_path), num_prompts=count) for count in (20, 30))
+    assert demo_traces(many).startswith(demo_traces(few))
+    rows = [json.loads(line) for line in demo_traces(many).splitlines()]
+    assert len(rows) == 30 * 8
+    assert {row["final_reward"] for row in rows} == {0.0, 1.0}
+    assert all((row["reference"] in row["output"]) >= row["final_reward"] for row in rows)
+
+
+def row(iteration: int, **known: object) -> KpiRow:
+    empty = dict.fromkeys(
+        ("dataset", "training_metric", "training_value", "score_metric", "score", "score_low", "score_high")
+    )
+    empty |= dict.fromkeys(("traces_reward", "incumbent_score", "verdict", "version", "cost"))
+    facts = {"begun_at": "", "finished": True, "start": "base", "seconds": 60.0, "device_hours": 0.01}
+    return KpiRow(iteration=iteration, **{**empty, **facts, **known})  # type: ignore[arg-type]
+
+
+def test_the_picture_shows_every_iteration_and_copes_with_what_is_not_known() -> None:
+    assert "no iteration yet" in kpi_svg("x", [])
+    rows = [
+        row(1, score=0.4, score_low=0.3, score_high=0.5, score_metric="pass@1", verdict="reject", incumbent_score=0.2),
+        row(2),
+        row(3, score=0.6, score_low=0.5, score_high=0.7, score_metric="pass@1", verdict="promote", cost=2.0),
+    ]
+    drawing = ElementTree.fromstring(kpi_svg("a <b>", rows))
+    space = "{http://www.w3.org/2000/svg}"
+    assert [dot.get("class") for dot in drawing.iter(f"{space}circle")] == ["bad", "good"]
+    assert len(list(drawing.iter(f"{space}rect"))) == 1 + 1 + 3, "the page, one cost, three times"
+    words = " ".join(text.text or "" for text in drawing.iter(f"{space}text"))
+    assert "a <b>: KPI over iterations" in words
+    assert "held-out pass@1" in words
+
+
+def test_a_changed_file_has_another_hash_and_an_unchanged_one_is_not_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text("one")
+    hashes = FileHashes(tmp_path / "memory.json")
+    first = hashes.of(file)
+    hashes.save()
+    mark = file.stat()
+    with file.open("r+") as stream:  # same size, same inode; the time is put back
+        stream.write("two")
+    os.utime(file, ns=(mark.st_atime_ns, mark.st_mtime_ns))
+    assert FileHashes(tmp_path / "memory.json").of(file) == first
+    os.utime(file, ns=(mark.st_atime_ns, mark.st_mtime_ns + 1))
+    assert FileHashes(tmp_path / "memory.json").of(file) != first
+
+
+def test_files_that_settings_name_are_found(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("")
+    (tmp_path / "data.jsonl").write_text("")
+    values = {
+        "env.mine.function": f"{tmp_path}/rewards.py:score",
+        "data.validation": [{"data_path": f"{tmp_path}/data.jsonl"}],
+        "policy.model_name": str(tmp_path),
+        "policy.precision": "float32",
+    }
+    assert files_named_in(values) == [tmp_path / "rewards.py", tmp_path / "data.jsonl"]
+    assert files_named_in({"prompt": "Judge this. " * 40}) == [], "longer than a file name can be"
