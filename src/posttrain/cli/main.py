@@ -92,7 +92,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     parser = build_parser()
     if not (sys.argv[1:] if arguments is None else arguments):
-        parser.print_help()
+        parser.print_help(sys.stderr)
+        print("\nposttrain: error: no command given", file=sys.stderr)
         return EXIT_BAD_INPUT
     args = parser.parse_args(arguments)
     return report_errors(lambda: int(args.run(args)))
