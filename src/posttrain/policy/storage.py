@@ -69,6 +69,7 @@ class Contents:
     optimizer: Mapping[str, Tensor] | None
     schedule: bytes | None
     files: Mapping[str, bytes]  # small files, by their path in the checkpoint
+    stored_otherwise: bool  # the family's files hold other tensors than the model does
 
 
 def contents(model: nn.Module, optimizer: MixedPrecisionOptimizer | None, files: Mapping[str, bytes]) -> Contents:
@@ -78,8 +79,10 @@ def contents(model: nn.Module, optimizer: MixedPrecisionOptimizer | None, files:
         buffer = io.BytesIO()
         torch.save(optimizer.schedule_state(), buffer)
         schedule = buffer.getvalue()
-    weights = named_adapters(model) if is_adapted(model) else named_weights(model)
-    return Contents(weights, optimizer.state_tensors() if optimizer is not None else None, schedule, files)
+    adapted = is_adapted(model)
+    weights = named_adapters(model) if adapted else named_weights(model)
+    states = optimizer.state_tensors() if optimizer is not None else None
+    return Contents(weights, states, schedule, files, not adapted and is_stored_otherwise(model, weights))
 
 
 def small_files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
@@ -103,7 +106,8 @@ def small_files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[st
 def write(folder: Path, model: nn.Module, saved: Contents, group: Any = None) -> None:
     """Every rank calls this; rank 0 writes what is whole, each rank its shard of the optimizer.
 
-    `group` is a process group that nobody else uses meanwhile. Of the model only its family is looked at.
+    `group` is a process group that nobody else uses meanwhile. The model is not asked for its tensors: a sharded one would
+    give its whole parameters up for that, and in the background somebody may be sampling with them.
     """
     is_first = is_first_rank()
     if is_first:
@@ -114,7 +118,7 @@ def write(folder: Path, model: nn.Module, saved: Contents, group: Any = None) ->
             (folder / path).write_bytes(content)
     if is_adapted(model):
         write_file(folder / WEIGHTS / ADAPTERS, saved.weights, is_first_rank=is_first)
-    elif is_stored_otherwise(model):
+    elif saved.stored_otherwise:
         whole = whole_in_host_memory(saved.weights)
         if is_first:
             model.save_pretrained(folder / WEIGHTS, state_dict=whole, max_shard_size="5GB")  # type: ignore[operator]

@@ -41,11 +41,11 @@ def named_adapters(model: nn.Module) -> dict[str, Tensor]:
     return adapters
 
 
-def is_stored_otherwise(model: nn.Module) -> bool:
+def is_stored_otherwise(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
     """Whether the files of this family hold other tensors than the model does, so that only `save_pretrained` can write them."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named_weights(model).items()}
+    shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in weights.items()}
     try:
         stored = revert_weight_conversion(model, dict(shapes))
     except Exception:  # something that needs the numbers: not for us

@@ -59,7 +59,7 @@ def test_families_whose_files_hold_other_tensors_are_left_to_transformers(tmp_pa
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes, **heads))
-    assert weight_files.is_stored_otherwise(model)
+    assert weight_files.is_stored_otherwise(model, weight_files.named_weights(model))
     CheckpointWriter(model, byte_tokenizer(), None, CPU).save(tmp_path, optimizer=False)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / storage.WEIGHTS)
     for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
@@ -185,6 +185,23 @@ def test_the_files_hold_what_was_there_when_the_save_began(kind: str, tmp_path: 
             assert torch.equal(tensor, then[key]), key
     names = {path.relative_to(at_once) for path in at_once.rglob("*")}
     assert {path.relative_to(tmp_path / "later") for path in (tmp_path / "later").rglob("*")} == names
+
+
+def test_the_thread_that_writes_does_not_ask_the_model_for_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for its state, a sharded model gives up the whole parameters that somebody may be sampling with."""
+    model, optimizer, writer = build("bf16")
+    update(model, optimizer, 0)
+    writer.begin(tmp_path, optimizer=True)
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AssertionError("asked for the model's tensors")
+
+    for name in ("state_dict", "named_parameters", "parameters"):
+        monkeypatch.setattr(model, name, refuse)
+    writer.write()
+    assert (tmp_path / storage.WEIGHTS / "model.safetensors").exists()
 
 
 def test_an_update_waits_for_the_copy_and_says_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
