@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,8 @@ is a paired bootstrap over the problems.
 """
 
 
-class EvalParser(OverridesParser):
-    """Hands `compare …` to a parser of its own; everything else is an evaluation."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        given = list(sys.argv[1:] if args is None else args)
-        if given[:1] == ["compare"]:
-            return _compare_parser(f"{self.prog} compare").parse_known_args(given[1:], namespace)
-        return super().parse_known_args(given, namespace)
-
-
 def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: OverridesParser = commands.add_parser(
         "eval",
         help=SUMMARY,
         description=f"{SUMMARY[0].upper()}{SUMMARY[1:]}.",
@@ -53,7 +40,7 @@ def add_parser(commands: Any) -> None:
         usage="posttrain eval [--config FILE] [options] [MODEL] [key=value …]\n"
         "       posttrain eval compare A B [options]",
     )
-    parser.__class__ = EvalParser
+    parser.actions["compare"] = _compare_parser
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
     parser.add_argument("--list", action="store_true", help="list the benchmarks that are known by name")
     parser.add_argument("--gpu-hour-price", type=float, metavar="PRICE", help="shows what the evaluation cost")

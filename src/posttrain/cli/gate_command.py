@@ -34,20 +34,8 @@ a check with the metric kl_from_base finds it. The evaluation's dataset has to b
 """
 
 
-class GateParser(OverridesParser):
-    """Hands `measure-kl …` to a parser of its own; everything else is a decision."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        given = list(sys.argv[1:] if args is None else args)
-        if given[:1] == ["measure-kl"]:
-            return _kl_parser(f"{self.prog} measure-kl").parse_known_args(given[1:], namespace)
-        return super().parse_known_args(given, namespace)
-
-
 def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser: OverridesParser = subparsers.add_parser(
         "gate",
         help=SUMMARY,
         description=f"{SUMMARY[0].upper()}{SUMMARY[1:]}.",
@@ -56,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         usage="posttrain gate --config FILE --candidate [NAME=]FOLDER … (--production [NAME=]FOLDER … | --no-production) "
         "[options] [key=value …]\n       posttrain gate measure-kl FOLDER --base MODEL [options]",
     )
-    parser.__class__ = GateParser
+    parser.actions["measure-kl"] = _kl_parser
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="gate.yaml: what is demanded")
     parser.add_argument(
         "--candidate", action="append", default=[], metavar="[NAME=]FOLDER", help="evaluation of the new model"

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 EXIT_BAD_INPUT = 64
 
 
 class OverridesParser(argparse.ArgumentParser):
-    """Takes overrides before, between and after options; argparse alone stops at the first option that follows one."""
+    """Takes overrides before, between and after options; argparse alone stops at the first option that follows one.
+
+    `actions`: first words that have a parser of their own, made when it is needed and given its program's name. Beside a
+    command that does something without one, argparse's own subparsers would demand theirs.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.actions: dict[str, Callable[[str], argparse.ArgumentParser]] = {}
 
     def error(self, message: str) -> NoReturn:
         """Like argparse's, with the exit code that every bad input has."""
@@ -21,7 +29,10 @@ class OverridesParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        parsed, rest = super().parse_known_args(args, namespace)
+        given = list(sys.argv[1:] if args is None else args)
+        if given and (make := self.actions.get(given[0])) is not None:
+            return make(f"{self.prog} {given[0]}").parse_known_args(given[1:], namespace)
+        parsed, rest = super().parse_known_args(given, namespace)
         words = [word for word in rest if not word.startswith("-")]
         parsed.words = [*(getattr(parsed, "words", None) or []), *words]
         return parsed, [word for word in rest if word.startswith("-")]

@@ -16,11 +16,11 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
+import posttrain.generation.native.call as call_module
 import posttrain.generation.native.graphs as graphs_module
 import posttrain.generation.native.recording as recording_module
 from posttrain.generation.native import NativeEngine, NativeSettings
 from posttrain.generation.native.attention import PagedDecode
-from posttrain.generation.native.call import GenerationCall
 from posttrain.generation.native.kv_cache import GIB, LayerShape, PagedKvCache
 from posttrain.generation.native.prefixes import SharedPrefixes
 from posttrain.generation.native.recording import Recorder, RecordingError, batch_sizes
@@ -202,16 +202,16 @@ def test_another_adapter_and_weights_in_another_place_are_recorded_anew(monkeypa
         assert num_recorded() == 2 * first
     assert num_recorded() == 2 * first
     moved = next(adapted.parameters())
-    prefill = GenerationCall._prefill
+    prefill = call_module.prefill
 
-    def joining(self: GenerationCall, jobs: Any) -> None:
+    def joining(forward: Any, cache: Any, jobs: Any, max_tokens: int) -> None:
         """As the first pass through layers whose weights are to lie side by side."""
         if jobs and moved.data_ptr() == before:
             moved.data = moved.data.clone()
-        prefill(self, jobs)
+        prefill(forward, cache, jobs, max_tokens)
 
     before = moved.data_ptr()
-    monkeypatch.setattr(GenerationCall, "_prefill", joining)
+    monkeypatch.setattr(call_module, "prefill", joining)
     assert num_recorded() == 3 * first
     assert num_recorded() == 3 * first, "named after where the weights were when it was recorded"
 

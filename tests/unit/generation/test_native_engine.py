@@ -15,8 +15,8 @@ from torch import nn
 import posttrain.generation.native.engine as engine_module
 from posttrain.generation.native import NativeEngine, NativeSettings, SamplingError
 from posttrain.generation.native.attention import PagedDecode
-from posttrain.generation.native.call import packed_rows
 from posttrain.generation.native.kv_cache import GIB, KvCacheTooSmallError, PagedKvCache
+from posttrain.generation.native.prefill import packed_rows
 from posttrain.generation.native.scheduler import Prefill
 from posttrain.policy.attention import PackedAttention, Segment, attention_context
 from posttrain.types import Completion, NoiseKey, Sampling, Task

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from posttrain.generation.native.attention import DenseDecode, PagedDecode, PrefillAttention, PrefillPiece
+from posttrain.generation.native.attention import DenseDecode, PagedDecode
 from posttrain.generation.native.drawing import Drawn, FreshTokens
 from posttrain.generation.native.forward import ForwardPass
 from posttrain.generation.native.graphs import DecodeGraphs
 from posttrain.generation.native.kv_cache import PagedKvCache
+from posttrain.generation.native.prefill import first_logits, prefill
 from posttrain.generation.native.recording import RecordingError
 from posttrain.generation.native.sampler import TokenSampler
-from posttrain.generation.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
+from posttrain.generation.native.scheduler import Admission, Sample, Scheduler
 from posttrain.generation.native.stopping import StopRules
 from posttrain.roles import Progress
 
@@ -78,40 +79,15 @@ class GenerationCall:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def _start(self, admission: Admission) -> list[Drawn]:
-        self._prefill(admission.prompts)
+        prefill(self.forward, self.cache, admission.prompts, self.max_prefill_tokens)
         self.cache.copy_pages(admission.copies)
-        self._prefill(admission.resumed)
+        prefill(self.forward, self.cache, admission.resumed, self.max_prefill_tokens)
         fresh = [sample for sample in admission.samples if not sample.token_ids]
         if resumed := [sample for sample in admission.samples if sample.token_ids]:
             self.fresh.add_known(resumed, self.cache.device)
         if not fresh:
             return []
-        # All samples of a group draw their first token from one row of logits.
-        groups = list(dict.fromkeys(sample.group for sample in fresh))
-        row_of = {group: row for row, group in enumerate(groups)}
-        logits = self.forward.head.logits(torch.stack([_last_hidden(group) for group in groups]))
-        rows = torch.tensor([row_of[sample.group] for sample in fresh]).to(self.cache.device)
-        return [self._draw(fresh, logits.index_select(0, rows), joins=True)]
-
-    def _prefill(self, jobs: Sequence[Prefill]) -> None:
-        """Several prompts in one packed row; one that is longer than a row goes through in pieces."""
-        for row in packed_rows(jobs, self.max_prefill_tokens):
-            tokens: list[int] = []
-            positions: list[int] = []
-            pieces: list[PrefillPiece] = []
-            ends: list[tuple[Prefill, int]] = []
-            for job, begin, end in row:
-                pieces.append(PrefillPiece(len(tokens), end - begin, job.start + begin, job.pages))
-                tokens += job.token_ids[begin:end]
-                positions += range(job.start + begin, job.start + end)
-                if job.group is not None and end == len(job.token_ids):
-                    ends.append((job, len(tokens) - 1))
-            inputs = torch.tensor([tokens, positions], dtype=torch.long).to(self.cache.device)
-            hidden = self.forward.hidden(PrefillAttention(self.cache, pieces), inputs[0], inputs[1])
-            last = hidden.index_select(0, torch.tensor([at for _, at in ends], dtype=torch.long).to(hidden.device))
-            for (job, _), vector in zip(ends, last, strict=True):
-                assert job.group is not None
-                job.group.last_hidden = vector
+        return [self._draw(fresh, first_logits(self.forward, fresh), joins=True)]
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
@@ -173,27 +149,3 @@ class GenerationCall:
         if num_finished and self.progress is not None:
             self.progress(num_finished)
         return []
-
-
-def packed_rows(jobs: Sequence[Prefill], max_tokens: int) -> Iterator[list[tuple[Prefill, int, int]]]:
-    """Rows of at most `max_tokens`, each a list of (job, begin, end). A job is cut only if it is longer than a row."""
-    row: list[tuple[Prefill, int, int]] = []
-    used = 0
-    for job in jobs:
-        length = len(job.token_ids)
-        if row and used + length > max_tokens:
-            yield row
-            row, used = [], 0
-        begin = 0
-        while length - begin > max_tokens:
-            yield [(job, begin, begin + max_tokens)]
-            begin += max_tokens
-        row.append((job, begin, length))
-        used += length - begin
-    if row:
-        yield row
-
-
-def _last_hidden(group: PromptGroup) -> Tensor:
-    assert group.last_hidden is not None, "a prompt is computed before its samples start"
-    return group.last_hidden

@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from posttrain.generation.native.attention import DenseDecode, PagedDecode, PrefillAttention, PrefillPiece
-from posttrain.generation.native.call import packed_rows
+from posttrain.generation.native.attention import DenseDecode, PagedDecode
 from posttrain.generation.native.engine import NativeEngine, SamplingError
 from posttrain.generation.native.graphs import LogitGraphs
 from posttrain.generation.native.kv_cache import PagedKvCache, num_pages_for_call
 from posttrain.generation.native.noise import sequence_key
 from posttrain.generation.native.pages import pages_for
+from posttrain.generation.native.prefill import first_logits, prefill
 from posttrain.generation.native.recording import RecordingError
 from posttrain.generation.native.sampler import TokenSampler
 from posttrain.generation.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
@@ -251,34 +251,11 @@ class GenerationSession:
             self._prefill([resumed[sample] for sample in samples if sample in resumed])
             fresh = [sample for sample in samples if not sample.token_ids]
             if fresh:
-                events += self._keep(fresh, *self._draw(fresh, self._first_logits(fresh)))
+                events += self._keep(fresh, *self._draw(fresh, first_logits(self.forward, fresh)))
         return events
 
     def _prefill(self, jobs: Sequence[Prefill]) -> None:
-        for row in packed_rows(jobs, self.settings.max_prefill_tokens):
-            tokens: list[int] = []
-            positions: list[int] = []
-            pieces: list[PrefillPiece] = []
-            ends: list[tuple[PromptGroup, int]] = []
-            for job, begin, end in row:
-                pieces.append(PrefillPiece(len(tokens), end - begin, job.start + begin, job.pages))
-                tokens += job.token_ids[begin:end]
-                positions += range(job.start + begin, job.start + end)
-                if job.group is not None and end == len(job.token_ids):
-                    ends.append((job.group, len(tokens) - 1))
-            inputs = torch.tensor([tokens, positions], dtype=torch.long).to(self.device)
-            hidden = self.forward.hidden(PrefillAttention(self.cache, pieces), inputs[0], inputs[1])
-            for group, at in ends:
-                group.last_hidden = hidden[at].clone()  # not a view: it would keep the whole row alive
-
-    def _first_logits(self, samples: Sequence[Sample]) -> Tensor:
-        """All samples of a group draw their first token from one row of logits."""
-        groups = list(dict.fromkeys(sample.group for sample in samples))
-        row_of = {group: row for row, group in enumerate(groups)}
-        states = [group.last_hidden for group in groups]
-        logits = self.forward.head.logits(torch.stack([state for state in states if state is not None]))
-        rows = torch.tensor([row_of[sample.group] for sample in samples]).to(self.device)
-        return logits.index_select(0, rows)
+        prefill(self.forward, self.cache, jobs, self.settings.max_prefill_tokens)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
