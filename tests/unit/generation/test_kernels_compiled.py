@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton_without_gpu import WITHOUT_TRITON, Compiled, only_compile
 
-triton = pytest.importorskip("triton", reason="Triton is not installed here (it is on Linux, with the extra dev)")
+pytest.importorskip("triton", reason=WITHOUT_TRITON)
 
 SHARED_MEMORY_BYTES = 232_448  # that one program may have on Hopper
 BF16 = torch.bfloat16
-Compiled = dict[str, Any]
-
-
-class HopperWithoutGpu:
-    """A driver that names its target and can do nothing else."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiled:
-    """Launches compile and do not run; kernels by name."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
     from posttrain.generation.native.kernels import paged, rope_write, sampling
 
-    if triton.knobs.runtime.interpret:
-        pytest.skip("Triton interprets in this process (TRITON_INTERPRET)")
-    kernels: Compiled = {}
-    launch: Callable[..., Any] = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernels[self.__name__] = launch(self, *args, grid=grid, warmup=True, **options)
-        self.device_caches.clear()
-        return kernels[self.__name__]
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(JITFunction, "run", compile_only)
     for module in (paged, rope_write, sampling):
         monkeypatch.setattr(module, "runs_here", lambda tensor: True)
-    monkeypatch.setattr(driver, "_active", HopperWithoutGpu())
-    return kernels
+    return only_compile(monkeypatch, tmp_path)
 
 
 def attention_inputs(heads: int, kv_heads: int, dim: int, rows: int = 16) -> tuple[Tensor, ...]:

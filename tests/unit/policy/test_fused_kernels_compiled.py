@@ -2,55 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from triton_without_gpu import WITHOUT_TRITON, Compiled, only_compile
 
-triton = pytest.importorskip("triton", reason="Triton is not installed here (it is on Linux, with the extra dev)")
+pytest.importorskip("triton", reason=WITHOUT_TRITON)
 
 BF16 = torch.bfloat16
 
 
-class HopperWithoutGpu:
-    """A driver that names its target and can do nothing else."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    if triton.knobs.runtime.interpret:
-        pytest.skip("Triton interprets in this process (TRITON_INTERPRET)")
-    kernels: dict[str, Any] = {}
-    launch: Callable[..., Any] = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernels[self.__name__] = launch(self, *args, grid=grid, warmup=True, **options)
-        self.device_caches.clear()
-        return kernels[self.__name__]
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", HopperWithoutGpu())
-    return kernels
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiled:
+    return only_compile(monkeypatch, tmp_path)
 
 
-def test_kernels_of_a_layer_compile(compiled: dict[str, Any]) -> None:
+def test_kernels_of_a_layer_compile(compiled: Compiled) -> None:
     from posttrain.policy.fused import kernels
 
     rows, width, inner, head = 3, 4096, 14336, 128
@@ -70,7 +38,7 @@ def test_kernels_of_a_layer_compile(compiled: dict[str, Any]) -> None:
     )
 
 
-def test_kernels_of_the_head_compile(compiled: dict[str, Any]) -> None:
+def test_kernels_of_the_head_compile(compiled: Compiled) -> None:
     from posttrain.policy.fused import softmax
 
     logits, targets = torch.empty(3, 128_256), torch.zeros(3, dtype=torch.long)
