@@ -6,8 +6,8 @@
     python bench/decode.py --shape llama-8b --workload long-tail --engines native vllm --profile
     python bench/decode.py --shape tiny                    on a CPU, in a minute: does it all run?
 
-A workload is SAMPLESxPROMPT+NEW tokens, -gN for N samples of each prompt, MIN..MAX for lengths with a long tail. Each engine runs
-in a process of its own, one after the other, on the same prompts. See README.md here for what is measured.
+A workload is SAMPLESxPROMPT+NEW tokens, -gN for N samples of each prompt, MIN..MAX for lengths with a long tail. Each engine is
+started once, in a process of its own, one after the other, and samples all workloads. See README.md here for what is measured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--generate-batch", type=int, default=256, help="rows of a call of generate (default 256)")
     parser.add_argument("--vllm-memory", type=float, default=0.9, help="gpu_memory_utilization of vLLM (default 0.9)")
     parser.add_argument("--native", action="append", default=[], metavar="KEY=VALUE", help="a NativeSettings field")
+    parser.add_argument(
+        "--release", action="store_true", help="the native engine gives its cache up before each run, as for training"
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -91,14 +95,14 @@ def _number(value: str) -> int | float | str:
     return value
 
 
-def jobs(args: argparse.Namespace, name: str) -> list[DecodeJob]:
+def jobs(args: argparse.Namespace, names: Sequence[str]) -> list[DecodeJob]:
     device = resolve_device(args.device)
     engines = args.engines or [engine for engine in ENGINES if engine != VLLM or (has_vllm() and device == "cuda")]
     return [
         DecodeJob(
             engine=engine,
             model=chosen_model(args.shape, args.model),
-            workload=name,
+            workloads=tuple(names),
             device=device,
             dtype=dtype_name(resolve_dtype(args.dtype, device)),
             repeats=args.repeats,
@@ -107,6 +111,7 @@ def jobs(args: argparse.Namespace, name: str) -> list[DecodeJob]:
             generate_batch=args.generate_batch,
             gpu_memory_utilization=args.vllm_memory,
             native=native_options(args.native) if engine == NATIVE else {},
+            release=args.release and engine == NATIVE,
             profile=args.profile and engine == NATIVE,
         )
         for engine in engines
@@ -115,24 +120,25 @@ def jobs(args: argparse.Namespace, name: str) -> list[DecodeJob]:
 
 def do_job(job: dict[str, Any]) -> Result:
     """A side, in this process."""
-    decode_job = DecodeJob(**job)
+    decode_job = DecodeJob(**{**job, "workloads": tuple(job["workloads"])})
     return decode_vllm.measure(decode_job) if decode_job.engine == VLLM else measure(decode_job)
 
 
 def show(name: str, model: str, results: dict[str, Result]) -> str:
     work = workload(name)
-    ours = results.get(NATIVE, {}).get("tokens_per_s")
+    rates = {engine: result["workloads"][name] for engine, result in results.items() if "error" not in result}
     rows = []
     for engine, result in results.items():
-        if "error" in result:
+        if (found := rates.get(engine)) is None:
             rows.append([TITLES[engine], "failed", *[None] * 6])
             continue
-        rate, warm = result["tokens_per_s"], result["warm_up_s"]
-        faster = "" if engine == NATIVE else ratio(ours, rate)
-        rows.append(
-            [TITLES[engine], rate, result["ms_per_step"], result["prompts_s"], result["start_s"], warm]
-            + [result["peak_gib"], faster]
+        faster = (
+            ""
+            if engine == NATIVE or NATIVE not in rates
+            else ratio(rates[NATIVE]["tokens_per_s"], found["tokens_per_s"])
         )
+        columns = [found[column] for column in ("tokens_per_s", "ms_per_step", "prompts_s", "warm_up_s", "peak_gib")]
+        rows.append([TITLES[engine], *columns[:3], result["start_s"], *columns[3:], faster])
     header = ["", "tokens/s", "ms/step", "prompts s", "first token s", "warm-up s", "peak GiB", "native is"]
     title = f"{model}, {name}: {work.num_sequences} sequences, {work.num_new_tokens:,} new tokens, logprobs on"
     return f"\n{title}\n{table(header, rows)}"
@@ -145,28 +151,30 @@ def main(words: list[str] | None = None) -> int:
     names = args.workload or (TINY_WORKLOADS if args.shape == "tiny" and not args.model else ["512x128+256"])
     for name in names:
         workload(name)  # a wrong name is told before an hour has passed
-    device = resolve_device(args.device)
-    report: dict[str, Any] = {"benchmark": "decode", "model": chosen_model(args.shape, args.model), "workloads": {}}
-    failed = False
+    model = chosen_model(args.shape, args.model)
+    results: dict[str, Result] = {}
+    for job in jobs(args, names):
+        print(f"{TITLES[job.engine]} …", file=sys.stderr, flush=True)
+        environment = decode_vllm.ENVIRONMENT if job.engine == VLLM else None
+        results[job.engine] = run_side(__file__, job.as_json(), environment)
     for name in names:
-        results: dict[str, Result] = {}
-        for job in jobs(args, name):
-            print(f"{name} with {TITLES[job.engine]} …", file=sys.stderr, flush=True)
-            environment = decode_vllm.ENVIRONMENT if job.engine == VLLM else None
-            results[job.engine] = run_side(__file__, job.as_json(), environment)
-        print(show(name, report["model"], results), flush=True)
-        if text := results.get(NATIVE, {}).pop("profile_text", None):
-            print(f"\n{text}")
-        show_failures(results)
-        failed |= "error" in results.get(NATIVE, {})
-        report["workloads"][name] = {"engines": results, "ratios": ratios(results)}
-    write_json(args.out, {**facts(device), **report})
-    return 1 if failed else 0
+        print(show(name, model, results), flush=True)
+    if text := results.get(NATIVE, {}).pop("profile_text", None):
+        print(f"\n{names[0]}: {text}")
+    show_failures(results)
+    report = {
+        "benchmark": "decode",
+        "model": model,
+        "engines": results,
+        "ratios": {name: ratios(name, results) for name in names},
+    }
+    write_json(args.out, {**facts(resolve_device(args.device)), **report})
+    return 1 if "error" in results.get(NATIVE, {}) else 0
 
 
-def ratios(results: dict[str, Result]) -> dict[str, float]:
+def ratios(name: str, results: dict[str, Result]) -> dict[str, float]:
     """The native engine's speed over that of each other engine."""
-    rates = {engine: result["tokens_per_s"] for engine, result in results.items() if "error" not in result}
+    rates = {e: result["workloads"][name]["tokens_per_s"] for e, result in results.items() if "error" not in result}
     if NATIVE not in rates:
         return {}
     return {engine: rates[NATIVE] / rate for engine, rate in rates.items() if engine != NATIVE}

@@ -26,8 +26,12 @@ class NativeSampling:
     """posttrain's engine. A prompt is computed once for all its samples."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, settings: NativeSettings) -> None:
+        tokenizer.decode = lambda *_, **__: ""  # no engine turns tokens into text here
         self.engine = NativeEngine(model, tokenizer, settings)
         self.num_calls = 0
+
+    def release(self) -> None:
+        self.engine.release()
 
     def sample(self, prompts: Sequence[Sequence[int]], work: Workload) -> Callable[[], Sampled]:
         tasks = [Task(draw, f"bench:{draw}", "", tuple(prompt)) for draw, prompt in enumerate(prompts)]
@@ -54,10 +58,7 @@ def native_settings(job: DecodeJob) -> NativeSettings:
     known = {field.name: field for field in fields(NativeSettings)}
     if unknown := sorted(set(job.native) - set(known)):
         raise InputError(f"--native {', '.join(unknown)}: the native engine has {', '.join(known)}")
-    room = {
-        "max_batch_size": job.max_batch_size,
-        "max_total_tokens": job.work.prompt_tokens + job.work.longest,
-    }
+    room = {"max_batch_size": job.max_batch_size, "max_total_tokens": job.longest}
     return NativeSettings(**{**room, **job.native})
 
 
@@ -129,11 +130,12 @@ class ContinuousSampling:
     def __init__(self, model: PreTrainedModel, job: DecodeJob) -> None:
         from transformers import ContinuousBatchingConfig
 
+        works = job.works
         options: dict[str, Any] = {"return_logprobs": True}
         if job.device == "cpu":  # where it would take nine tenths of the machine's memory
-            options |= {"num_blocks": 4 * job.work.num_sequences, "max_batch_tokens": 256}
+            options |= {"num_blocks": 4 * max(work.num_sequences for work in works), "max_batch_tokens": 256}
         self._running = model.continuous_batching_context_manager(
-            generation_config=_plain_sampling(job.work.longest),
+            generation_config=_plain_sampling(max(work.longest for work in works)),
             continuous_batching_config=ContinuousBatchingConfig(**options),
         )
         self.manager = self._running.__enter__()
@@ -179,15 +181,12 @@ def measure(job: DecodeJob) -> dict[str, Any]:
         build = lambda: GenerateSampling(model, job.generate_batch)  # noqa: E731
     else:
         build = lambda: ContinuousSampling(model, job)  # noqa: E731
-    result = timed(job, build)
-    engine = result.pop("engine")
+    result, engine = timed(job, build)
     if isinstance(engine, ContinuousSampling):
         engine.close()
-    if isinstance(engine, NativeSampling):
-        result["num_preemptions"] = engine.engine.num_preemptions
     if job.profile:
-        work, prompts = job.work, job.prompts()
-        costs, busy = largest_costs(lambda: engine.sample(prompts, work.cut_to(_PROFILED_TOKENS)), job.device)
+        work = job.works[0]
+        costs, busy = largest_costs(lambda: engine.sample(job.prompts(work), work.cut_to(_PROFILED_TOKENS)), job.device)
         result["profile"] = {"busy": busy, "costs": [vars(cost) for cost in costs]}
         result["profile_text"] = cost_table(costs, busy, job.device)
     return result

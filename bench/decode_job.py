@@ -1,7 +1,8 @@
 """One engine's share of `decode.py`: what it is to sample, and how it is timed. Knows no engine.
 
-Every engine is asked for the same prompts, temperature 1, no stop token, log-probabilities of the sampled tokens. In order:
-the first token of one prompt (start), a few tokens of all (warm-up), one token of all (the prompts alone), the whole.
+Every engine is asked for the same prompts, temperature 1, no stop token, log-probabilities of the sampled tokens, and none turns
+tokens into text. In order: the first token of one prompt (start); then, for each workload, a few tokens of all prompts
+(warm-up), one token of all (the prompts alone), the whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WARM_UP_TOKENS = 8
 class DecodeJob:
     engine: str
     model: str  # a shape or a folder
-    workload: str
+    workloads: tuple[str, ...]
     device: str
     dtype: str
     repeats: int = 2
@@ -32,6 +33,7 @@ class DecodeJob:
     generate_batch: int = 256  # rows of one call of transformers' generate
     gpu_memory_utilization: float = 0.9  # of vLLM
     native: Mapping[str, Any] = field(default_factory=dict)  # settings of the native engine
+    release: bool = False  # the native engine gives up its cache before every measured run, as it does for training
     profile: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -42,11 +44,16 @@ class DecodeJob:
         return resolve_dtype(self.dtype, self.device)
 
     @property
-    def work(self) -> Workload:
-        return workload(self.workload, self.seed)
+    def works(self) -> list[Workload]:
+        return [workload(name, self.seed) for name in self.workloads]
 
-    def prompts(self) -> list[list[int]]:
-        return self.work.prompts(vocab_size_of(self.model), self.seed)
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and answer."""
+        return max(work.prompt_tokens + work.longest for work in self.works)
+
+    def prompts(self, work: Workload) -> list[list[int]]:
+        return work.prompts(vocab_size_of(self.model), self.seed)
 
 
 @dataclass(frozen=True)
@@ -67,30 +74,36 @@ class Engine(Protocol):
         ...
 
 
-def timed(job: DecodeJob, build: Callable[[], Engine]) -> dict[str, Any]:
-    """Start, warm up, sample. What is loaded before `build` is called does not count as start."""
-    work, prompts = job.work, job.prompts()
-    reset_peak()
+def timed(job: DecodeJob, build: Callable[[], Engine]) -> tuple[dict[str, Any], Engine]:
+    """Start, and sample each workload. What is loaded before `build` is called does not count as start."""
+    works = job.works
     begin = time.perf_counter()
     engine = build()
-    first = Workload("first token", 1, work.prompt_tokens, 1, (1,))
-    engine.sample(prompts[:1], first)
+    first = Workload("first token", 1, works[0].prompt_tokens, 1, (1,))
+    engine.sample(job.prompts(works[0])[:1], first)
     start_s = time.perf_counter() - begin
+    return {"start_s": start_s, "workloads": {work.name: sample_timed(job, engine, work) for work in works}}, engine
+
+
+def sample_timed(job: DecodeJob, engine: Engine, work: Workload) -> dict[str, Any]:
+    prompts = job.prompts(work)
+    reset_peak()
     warm_up_s = seconds_of(lambda: engine.sample(prompts, work.cut_to(WARM_UP_TOKENS)))
     prompts_s = seconds_of(lambda: engine.sample(prompts, work.cut_to(1)))
     runs: list[float] = []
+    releases: list[float] = []
     sampled: list[Callable[[], Sampled]] = []
     for _ in range(job.repeats):
         sampled.clear()
+        if job.release:
+            releases.append(seconds_of(engine.release))  # only asked of the engine that has it
         runs.append(seconds_of(lambda: sampled.append(engine.sample(prompts, work))))
-    result = measured(work, sampled[-1](), min(runs), prompts_s)
     return {
-        **result,
-        "start_s": start_s,
+        **measured(work, sampled[-1](), min(runs), prompts_s),
         "warm_up_s": warm_up_s,
         "run_s": runs,
+        "release_s": releases,
         "peak_gib": peak_bytes(job.device) / GIB,
-        "engine": engine,
     }
 
 

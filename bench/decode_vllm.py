@@ -38,15 +38,14 @@ class VllmSampling:
     def __init__(self, job: DecodeJob, folder: Path) -> None:
         from vllm import LLM
 
-        work = job.work
-        self.shares_prompts = work.num_samples > 1
+        self.shares_prompts = any(work.num_samples > 1 for work in job.works)
         self.llm: Any = LLM(
             model=str(model_folder(job.model, job.dtype, folder)),
             skip_tokenizer_init=True,
             load_format="auto" if Path(job.model).is_dir() else "dummy",
             dtype=job.dtype,
             gpu_memory_utilization=job.gpu_memory_utilization,
-            max_model_len=max(2048, work.prompt_tokens + work.longest),
+            max_model_len=max(2048, job.longest),
             max_num_seqs=job.max_batch_size,
             enable_prefix_caching=self.shares_prompts,
             disable_log_stats=True,
@@ -84,8 +83,7 @@ def measure(job: DecodeJob) -> dict[str, Any]:
     import vllm
 
     with tempfile.TemporaryDirectory(prefix="bench-vllm-") as folder:
-        result = timed(job, lambda: VllmSampling(job, Path(folder)))
-    del result["engine"]
+        result, _ = timed(job, lambda: VllmSampling(job, Path(folder)))
     result["version"] = vllm.__version__
     # It takes the share of the memory that it is given, needed or not.
     result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB

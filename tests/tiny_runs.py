@@ -38,7 +38,9 @@ def odd(prompt, response, reference):
 """
 
 
-def save_model(folder: Path, *, hidden_size: int = 32, num_layers: int = 2, seed: int = 0) -> Path:
+def save_model(
+    folder: Path, *, hidden_size: int = 32, num_layers: int = 2, max_length: int = 128, seed: int = 0
+) -> Path:
     """A random Llama with the demo's tokenizer, as a Hugging Face folder."""
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
@@ -50,7 +52,7 @@ def save_model(folder: Path, *, hidden_size: int = 32, num_layers: int = 2, seed
             num_hidden_layers=num_layers,
             num_attention_heads=2,
             num_key_value_heads=1,
-            max_position_embeddings=128,
+            max_position_embeddings=max_length,
             initializer_range=0.2,  # far from uniform: a wrong weight or position shows in every number
             tie_word_embeddings=True,
             eos_token_id=tokenizer.eos_token_id,

@@ -74,7 +74,7 @@ def test_norm(rows: int, width: int, dtype: torch.dtype) -> None:
         TOLERANCE[dtype],
     )
     del inputs["weight"]
-    assert_like_float64(Add.apply, lambda x, delta: x + delta, inputs, TOLERANCE[dtype])
+    assert_like_float64(lambda x, delta: Add.apply(x, delta), lambda x, delta: x + delta, inputs, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -187,7 +187,8 @@ def test_queries_keys_and_values_may_be_views_of_one_product(
         assert whole.grad is not None
         results.append((out.detach(), whole.grad))
     for name, ours, expected in zip(("output", "gradient"), *results, strict=True):
-        assert_near(name, ours, expected, 1e-5 if dtype == torch.float32 else 4e-3)
+        # Gradients of a shared prefix are added up in bf16, in an order left to chance.
+        assert_near(name, ours, expected, 1e-5 if dtype == torch.float32 else 1e-2)
 
 
 # -- models ----------------------------------------------------------------------------------------------------------------

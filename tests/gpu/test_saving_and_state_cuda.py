@@ -46,8 +46,16 @@ def update(model: nn.Module, optimizer: MixedPrecisionOptimizer, seed: int) -> N
 
 
 def everything(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> dict[str, Tensor]:
+    """Copies: some of the state is in host memory already."""
     weights = {f"weight/{name}": p.detach().cpu() for name, p in model.named_parameters()}
-    return {**weights, **{key: tensor.cpu() for key, tensor in optimizer.state_tensors().items()}}
+    return {**weights, **{key: tensor.cpu().clone() for key, tensor in optimizer.state_tensors().items()}}
+
+
+def assert_nearly_all_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Up to the last bit of fp32, which compilers round differently: it may tip a rounding by chance in rare places."""
+    for key, tensor in ours.items():
+        near = torch.isclose(tensor.float(), theirs[key].float(), rtol=1e-4, atol=1e-6)
+        assert near.float().mean() > 0.999, f"{key}: {near.float().mean():.5f} are equal"
 
 
 def test_host_memory_is_pinned() -> None:
@@ -118,13 +126,12 @@ def test_state_in_host_memory_gives_the_numbers_of_state_on_the_device(
                 results[1][key], tensor, rtol=1e-2 if tensor.dtype == torch.bfloat16 else 1e-5, atol=1e-6
             )
     else:
-        assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+        assert_nearly_all_equal(*results)
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("masters", [True, False])
 def test_the_compiled_update_is_the_update(moments: Any, masters: bool) -> None:
-    """Up to the last bit of fp32, which may tip a rounding by chance in rare places."""
     form = StateFormat(moments, masters)
     if form.is_plain:
         pytest.skip("torch's own optimizer")
@@ -137,10 +144,7 @@ def test_the_compiled_update_is_the_update(moments: Any, masters: bool) -> None:
         update(plain, plain_optimizer, step)
     assert isinstance(compiled_optimizer, CompactOptimizer)
     assert compiled_optimizer.optimizer._compute is not update_slice, "it could be compiled"
-    ours, theirs = everything(compiled, compiled_optimizer), everything(plain, plain_optimizer)
-    for key, tensor in ours.items():
-        near = torch.isclose(tensor.float(), theirs[key].float(), rtol=1e-4, atol=1e-6)
-        assert near.float().mean() > 0.999, key
+    assert_nearly_all_equal(everything(compiled, compiled_optimizer), everything(plain, plain_optimizer))
 
 
 def test_state_takes_the_memory_that_it_says_on_the_device() -> None:

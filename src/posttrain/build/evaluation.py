@@ -15,6 +15,7 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.config import EnvironmentConfig, EvalRunConfig, LoadedConfig
+from posttrain.config.evaluation import EvalGenerationConfig
 from posttrain.config.render import plain_values
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
@@ -217,7 +218,7 @@ class EvaluationBuild:
             torch.set_num_threads(generation.num_threads)
         engine, tokenizer = load_for_sampling(
             reference,
-            precision=generation.precision,
+            precision=native_precision(generation),
             device=generation.device,
             max_total_tokens=generation.vllm_cfg.max_model_len,
             native_settings=generation.native_cfg.model_dump(),
@@ -289,6 +290,13 @@ class EvaluationBuild:
             stop_strings=tuple(generation.stop_strings or ()),
             ignore_eos=generation.ignore_eos,
         )
+
+
+def native_precision(generation: EvalGenerationConfig) -> str:
+    """NeMo RL's files name the precision under `vllm_cfg`; float32 said there is meant for every engine."""
+    if generation.precision == "auto" and generation.vllm_cfg.precision == "float32":
+        return "float32"
+    return generation.precision
 
 
 def _adapter_rank(reference: ModelReference) -> int:

@@ -71,7 +71,9 @@ class EvalGenerationConfig(Section):
         description="Model: a folder, an adapter, a checkpoint step_N, a run's folder, a hub name or a server's URL."
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Number format of the weights; auto is bfloat16 on a GPU and float32 on a CPU."
+        default="auto",
+        description="Number format of the weights; auto is vllm_cfg.precision with vLLM, and with the native engine "
+        "float32 on a CPU or where vllm_cfg.precision says so, else bfloat16.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where the model lives; auto prefers cuda."

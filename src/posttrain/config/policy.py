@@ -171,6 +171,10 @@ class PolicyConfig(Section):
     num_threads: PositiveInt | None = Field(
         default=None, description="CPU threads of each worker; null lets PyTorch decide."
     )
+    deterministic: bool = Field(
+        default=False,
+        description="The same bits every time on a GPU too, somewhat slower: a resumed run equals the uninterrupted one.",
+    )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16",
         description="Number format of weights and activations; for that of the optimizer see optimizer.state_dtype.",

@@ -26,6 +26,7 @@ from posttrain.planning.checkpointing_choice import should_checkpoint
 from posttrain.policy import storage
 from posttrain.policy.attention import attention_context
 from posttrain.policy.compact import make_optimizer
+from posttrain.policy.determinism import deterministic_algorithms, prepare_determinism
 from posttrain.policy.fingerprint import model_fingerprint
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
@@ -71,6 +72,8 @@ class PolicyWorker:
         config = self.config = setup.policy
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
+        if config.deterministic:
+            prepare_determinism()
         self.device = _this_rank(resolve_device(config.device))
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.peak_memory = PeakMemory(self.device)
@@ -258,9 +261,9 @@ class PolicyWorker:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """A phase whose memory is measured. A cache that has to go is gone before it begins."""
+        """A phase of training, whose memory is measured. A cache that has to go is gone before it begins."""
         self._make_room()
-        with self.peak_memory.during(name):
+        with self.peak_memory.during(name), deterministic_algorithms(self.config.deterministic):
             yield
 
     @contextmanager

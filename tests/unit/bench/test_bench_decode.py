@@ -17,27 +17,35 @@ from workloads import workload
 
 from posttrain.errors import InputError
 
-JOB = DecodeJob("native", "tiny", "4x6+5-g2", "cpu", "float32", repeats=1)
+NAME, UNEVEN = "4x6+5-g2", "5x6+2..9"
+JOB = DecodeJob("native", "tiny", (NAME,), "cpu", "float32", repeats=1)
 
 
 @pytest.mark.parametrize("engine", ["native", "generate"])
 def test_an_engine_samples_every_token_of_the_workload(engine: str) -> None:
-    result = decode.do_job(replace(JOB, engine=engine).as_json())
+    started = decode.do_job(replace(JOB, engine=engine, workloads=(NAME, "2x4+3")).as_json())
+    assert started["start_s"] > 0
+    assert started["workloads"]["2x4+3"]["num_tokens"] == 2 * 3
+    result = started["workloads"][NAME]
     assert result["num_tokens"] == 4 * 5
     assert result["tokens_per_s"] == pytest.approx(20 / min(result["run_s"]))
-    assert result["start_s"] > 0
     assert result["peak_gib"] > 0
     assert -12 < result["mean_logprob"] < -3  # of 512 tokens, none of them sure
 
 
 def test_lengths_of_their_own_are_asked_of_generate() -> None:
-    job = replace(JOB, engine="generate", workload="5x6+2..9", generate_batch=2)
-    assert decode.do_job(job.as_json())["num_tokens"] == sum(job.work.limits)
+    job = replace(JOB, engine="generate", workloads=(UNEVEN,), generate_batch=2)
+    assert decode.do_job(job.as_json())["workloads"][UNEVEN]["num_tokens"] == sum(job.works[0].limits)
 
 
 def test_lengths_of_their_own_are_asked_of_the_native_engine() -> None:
-    job = replace(JOB, workload="5x6+2..9")
-    assert decode.do_job(job.as_json())["num_tokens"] == sum(job.work.limits)
+    job = replace(JOB, workloads=(UNEVEN,))
+    assert decode.do_job(job.as_json())["workloads"][UNEVEN]["num_tokens"] == sum(job.works[0].limits)
+
+
+def test_the_cache_can_be_given_up_before_every_run() -> None:
+    result = decode.do_job(replace(JOB, repeats=2, release=True).as_json())["workloads"][NAME]
+    assert len(result["release_s"]) == len(result["run_s"]) == 2
 
 
 def test_the_profile_names_the_largest_costs() -> None:
@@ -80,23 +88,16 @@ def test_the_report_has_machine_versions_and_ratios(
     report = json.loads((tmp_path / "r.json").read_text())
     assert {"date", "device", "versions", "python"} <= report.keys()
     assert {"torch", "transformers", "posttrain"} <= report["versions"].keys()
-    found = report["workloads"]["2x4+3"]
-    rates = {engine: result["tokens_per_s"] for engine, result in found["engines"].items()}
-    assert found["ratios"] == {"generate": pytest.approx(rates["native"] / rates["generate"])}
+    rates = {engine: result["workloads"]["2x4+3"]["tokens_per_s"] for engine, result in report["engines"].items()}
+    assert report["ratios"]["2x4+3"] == {"generate": pytest.approx(rates["native"] / rates["generate"])}
     assert f"{rates['native'] / rates['generate']:.2f}x" in capsys.readouterr().out
 
 
 def test_a_peer_that_fails_is_shown_and_does_not_stop_the_rest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fine = {
-        "tokens_per_s": 9.0,
-        "ms_per_step": 1.0,
-        "prompts_s": 0.1,
-        "start_s": 1.0,
-        "warm_up_s": 1.0,
-        "peak_gib": 1.0,
-    }
+    rates = {"tokens_per_s": 9.0, "ms_per_step": 1.0, "prompts_s": 0.1, "warm_up_s": 1.0, "peak_gib": 1.0}
+    fine = {"start_s": 1.0, "workloads": {"2x4+3": rates}}
     sides = {"native": fine, "vllm": {"error": "no such engine", "output": ""}}
     monkeypatch.setattr(decode, "run_side", lambda _, job, environment=None: dict(sides[job["engine"]]))
     words = ["--shape", "tiny", "--workload", "2x4+3", "--engines"]
@@ -156,7 +157,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_vllm_gets_the_same_prompts_the_same_sampling_and_the_same_shape(calls: list[Any]) -> None:
-    job = replace(JOB, engine="vllm", workload="5x6+2..9")
+    job = replace(JOB, engine="vllm", workloads=(UNEVEN,))
     result = decode_vllm.measure(job)
     engine, *generated = calls
     assert engine["load_format"] == "dummy"
@@ -164,11 +165,11 @@ def test_vllm_gets_the_same_prompts_the_same_sampling_and_the_same_shape(calls: 
     assert engine["config"]["architectures"] == ["LlamaForCausalLM"]
     assert engine["enable_prefix_caching"] is False
     prompts, sampling = generated[-1]
-    assert [prompt["prompt_token_ids"] for prompt in prompts] == job.prompts()
-    assert [params.max_tokens for params in sampling] == list(job.work.limits)
+    assert [prompt["prompt_token_ids"] for prompt in prompts] == job.prompts(job.works[0])
+    assert [params.max_tokens for params in sampling] == list(job.works[0].limits)
     assert {(p.temperature, p.ignore_eos, p.logprobs) for p in sampling} == {(1.0, True, 0)}
-    assert result["num_tokens"] == sum(job.work.limits)
-    assert result["mean_logprob"] == -2.0
+    assert result["workloads"][UNEVEN]["num_tokens"] == sum(job.works[0].limits)
+    assert result["workloads"][UNEVEN]["mean_logprob"] == -2.0
 
 
 def test_vllm_shares_prompts_within_a_call_but_not_between_calls(calls: list[Any]) -> None:

@@ -107,6 +107,7 @@ POSTTRAIN_DEFAULTS = {
     "policy.generation.native_cfg.max_prefill_tokens": 8192,
     "policy.generation.native_cfg.kv_cache_gib": None,
     "policy.device": "auto",
+    "policy.deterministic": False,
     "policy.num_threads": None,
     "cluster.launcher": "auto",
     "env.math.timeout_s": None,

@@ -1,0 +1,20 @@
+"""The number format of the native engine, whichever of the two places names it."""
+
+import pytest
+
+from posttrain.build.evaluation import native_precision
+from posttrain.config import load_config
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "auto"),
+        (["generation.precision=bfloat16"], "bfloat16"),
+        (["generation.vllm_cfg.precision=float32"], "float32"),
+        (["generation.vllm_cfg.precision=bfloat16"], "auto"),
+        (["generation.precision=bfloat16", "generation.vllm_cfg.precision=float32"], "bfloat16"),
+    ],
+)
+def test_float32_under_vllm_cfg_holds_for_the_native_engine(words: list[str], expected: str) -> None:
+    assert native_precision(load_config("eval", None, words).config.generation) == expected
