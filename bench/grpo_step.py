@@ -145,7 +145,8 @@ def remarks(result: Result) -> list[str]:
     ]
     if "train_mfu" in rates:
         lines.append(
-            f"training {rates['train_flops_per_gpu']:.0f} TFLOP/s, {rates['train_mfu']:.1%} of the data sheet's peak"
+            f"training {rates['train_flops_per_gpu']:.0f} TFLOP/s, {rates['train_mfu']:.1%} of the data sheet's peak, of the "
+            "plain algorithm's work: shared prompts and frozen weights count in full"
         )
     if "token_mult_prob_error" in metrics:
         lines.append(f"sampler against trainer: mean exp(|difference|) {metrics['token_mult_prob_error']:.4f}")

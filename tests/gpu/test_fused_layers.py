@@ -77,6 +77,16 @@ def test_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     assert_like_float64(lambda x, delta: Add.apply(x, delta), lambda x, delta: x + delta, inputs, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("count", [1, 4097, 3_000_000])
+def test_gradients_in_bf16_are_added_up_exactly(count: int) -> None:
+    from posttrain.policy.fused.accumulate import add_into
+
+    total, addend = device_noise(count), device_noise(count, dtype=BF16, seed=1)
+    expected = total + addend.float()
+    add_into(total, addend)
+    assert torch.equal(total, expected)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("frozen", [[], ["w1"], ["w0", "w1"]], ids=["all", "one frozen", "both frozen"])
 @pytest.mark.parametrize(("rows", "width", "sizes"), [(300, 200, (130, 70)), (1, 512, (64, 64))])

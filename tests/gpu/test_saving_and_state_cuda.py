@@ -15,6 +15,7 @@ from posttrain.policy import host_memory, storage
 from posttrain.policy.adam import StateFormat, new_state, update_slice
 from posttrain.policy.compact import CompactOptimizer
 from posttrain.policy.optimizer import MixedPrecisionOptimizer
+from posttrain.policy.peak_memory import let_memory_change_hands
 from posttrain.policy.saving import CheckpointWriter
 
 pytestmark = [
@@ -56,6 +57,14 @@ def assert_nearly_all_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) 
     for key, tensor in ours.items():
         near = torch.isclose(tensor.float(), theirs[key].float(), rtol=1e-4, atol=1e-6)
         assert near.float().mean() > 0.999, f"{key}: {near.float().mean():.5f} are equal"
+
+
+def test_memory_is_taken_in_segments_that_can_change_hands() -> None:
+    let_memory_change_hands()
+    held = torch.empty(64 * 2**20, dtype=torch.uint8, device=CUDA)
+    place = held.data_ptr()
+    segments = [s for s in torch.cuda.memory_snapshot() if s["address"] <= place < s["address"] + s["total_size"]]
+    assert [segment["is_expandable"] for segment in segments] == [True]
 
 
 def test_host_memory_is_pinned() -> None:

@@ -69,7 +69,7 @@ class _Slice:
 
 
 class CompactAdam(Optimizer):
-    """Over the trainable parameters of a model, by name. Set `gradients` before each `step`.
+    """Over the trainable parameters of a model, by name. Set `gradients` and `gradient_scale` before each `step`.
 
     The state of a parameter is made in its first update: `step`, `exp_avg`, `exp_avg_sq` as torch names them, with 8 bits
     also `exp_avg_scale` and `exp_avg_sq_scale`, and `master` where there is one. Of a sharded parameter it is this rank's part.
@@ -102,6 +102,7 @@ class CompactAdam(Optimizer):
         self.seed = seed
         self.decoupled = decoupled
         self.gradients: dict[str, Tensor] = {}  # fp32, where the parameters are
+        self.gradient_scale = 1.0  # they are multiplied with it on their way
         self._compute: Callable[..., None] = _compiled() if _on_cuda(self.named.values()) else update_slice
 
     @torch.no_grad()
@@ -163,7 +164,8 @@ class CompactAdam(Optimizer):
         step = float(self.state[self.named[name]]["step"])
         keep, coupled = (1 - rate * decay, 0.0) if self.decoupled else (1.0, decay)
         step_size = rate / (1 - beta1**step)
-        return [keep, coupled, 1 - beta1, beta2, 1 - beta2, -step_size, math.sqrt(1 - beta2**step), group["eps"]]
+        root = math.sqrt(1 - beta2**step)
+        return [self.gradient_scale, keep, coupled, 1 - beta1, beta2, 1 - beta2, -step_size, root, group["eps"]]
 
     def _keys(self, name: str) -> list[int]:
         """For rounding the weight and the two moments."""
@@ -233,13 +235,13 @@ def update_slice(
     keys: Tensor,
 ) -> None:
     """One update of some numbers of one parameter, in place. With 8-bit moments every tensor is [blocks, size]."""
-    keep, coupled, weight1, beta2, weight2, minus_step, root, eps = numbers.unbind()
+    scale, keep, coupled, weight1, beta2, weight2, minus_step, root, eps = numbers.unbind()
     index = start + torch.arange(weight.numel(), device=weight.device).view(weight.shape)
     value = weight.float() if master is None else master
     moment = first.float() if first_scales is None else decode_first_moment(first, first_scales)
     square = second.float() if second_scales is None else decode_second_moment(second, second_scales)
 
-    gradient = gradient.float() + coupled * value
+    gradient = gradient.float() * scale + coupled * value
     moment = moment + weight1 * (gradient - moment)
     square = square * beta2 + weight2 * gradient * gradient
     value = value * keep + minus_step * (moment / (square.sqrt() / root + eps))

@@ -15,6 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from posttrain.config.policy import OptimizerConfig
 from posttrain.errors import InputError
 from posttrain.policy.adam import CompactAdam, StateFormat
+from posttrain.policy.fused.accumulate import add_into
 from posttrain.policy.optimizer import MixedPrecisionOptimizer, class_name, parameter_of, resolve
 from posttrain.policy.parallel import as_shard, local_part
 
@@ -63,7 +64,7 @@ class CompactOptimizer(MixedPrecisionOptimizer):
             return
         gradients = self.optimizer.gradients
         if name in gradients:
-            gradients[name].add_(gradient)
+            add_into(gradients[name], gradient)
         else:
             gradients[name] = gradient.float()  # the same tensor where it is fp32 already
         self.parameters[name].grad = None
@@ -72,7 +73,8 @@ class CompactOptimizer(MixedPrecisionOptimizer):
         self.collect_gradients()
         return self.optimizer.gradients
 
-    def _apply(self) -> None:
+    def _apply(self, scale: float) -> None:
+        self.optimizer.gradient_scale = scale
         self.optimizer.step()
 
     def _forget_gradients(self) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 MAX_BLOCK = 256  # numbers that share a scale
 _MIN_BLOCK = 16
-_WORD = 0xFFFFFFFF
 
 
 def noise_key(*parts: int | str) -> int:
@@ -33,27 +32,31 @@ def noise_key(*parts: int | str) -> int:
 
 
 def random_words(key: Tensor, index: Tensor) -> Tensor:
-    """A 32-bit word for every index, as int64. `key` is an int64 tensor of one number, as from `noise_key`."""
-    low, high = key & _WORD, key >> 32
+    """A word of 32 bits for every index, as int32. `key` is an int64 tensor of one number, as from `noise_key`.
+
+    Products of int32 wrap around, on CPUs and GPUs alike. A GPU has no int64 of its own, and this is most of what an update
+    of bf16 state computes.
+    """
+    low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
     # Indices beyond 2³² differ in their high word, which must not be lost.
-    mixed = _mix((index + low + (index >> 32) * 0x1B873593) & _WORD)
-    return _mix(mixed ^ ((high * 0x2C1B3C6D) & _WORD))
+    mixed = _mix(index.to(torch.int32) + low + (index >> 32).to(torch.int32) * 0x1B873593)
+    return _mix(mixed ^ (high * 0x2C1B3C6D))
 
 
 def _mix(word: Tensor) -> Tensor:
     """A bijection of 32-bit words that scatters (the constants are from Chris Wellons' search, "lowbias32").
 
-    Factors below 2³¹ keep every product within int64.
+    Shifting an int32 repeats its sign: the masks make it a shift of the bits alone.
     """
-    word = ((word ^ (word >> 16)) * 0x21F0AAAD) & _WORD
-    word = ((word ^ (word >> 15)) * 0x735A2D97) & _WORD
-    return word ^ (word >> 15)
+    word = (word ^ ((word >> 16) & 0xFFFF)) * 0x21F0AAAD
+    word = (word ^ ((word >> 15) & 0x1FFFF)) * 0x735A2D97
+    return word ^ ((word >> 15) & 0x1FFFF)
 
 
 def round_to_bf16(values: Tensor, words: Tensor) -> Tensor:
     """fp32 to bf16, up or down by chance; what bf16 can hold stays as it is."""
     # A bf16 is the upper half of an fp32: adding 16 random bits to the lower half carries with the right probability.
-    bits = values.view(torch.int32) + (words & 0xFFFF).to(torch.int32)
+    bits = values.view(torch.int32) + (words & 0xFFFF)
     return (bits & -65536).view(torch.float32).to(torch.bfloat16)
 
 
@@ -110,4 +113,4 @@ def _divisor(scales: Tensor) -> Tensor:
 
 def _uniform(words: Tensor) -> Tensor:
     """In [0, 1), with the 24 bits that fp32 can hold."""
-    return (words >> 8).float() * 2.0**-24
+    return ((words >> 8) & 0xFFFFFF).float() * 2.0**-24

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from posttrain.checkpointing.errors import CheckpointError
 from posttrain.errors import InputError
+from posttrain.policy.fused.accumulate import add_into
 
 
 def resolve(dotted: str, field: str) -> Any:
@@ -117,7 +118,10 @@ class MixedPrecisionOptimizer:
         parameter, master = self.parameters[name], self.masters[name]
         if master is parameter or parameter.grad is None:
             return
-        master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            add_into(master.grad, parameter.grad)
         parameter.grad = None
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -125,20 +129,21 @@ class MixedPrecisionOptimizer:
 
     def step(self, max_grad_norm: float | None) -> tuple[float, bool]:
         """Clip, step, forget the gradients. Returns the norm before clipping, and whether the step was taken."""
-        gradients = list(self._gradients().values())
-        norm = gradient_norm(gradients)
+        norm = gradient_norm(list(self._gradients().values()))
         taken = math.isfinite(norm)
         if taken:
-            if max_grad_norm is not None and norm > max_grad_norm:
-                for gradient in gradients:
-                    gradient.mul_(max_grad_norm / (norm + 1e-6))
             if self.before_change is not None:
                 self.before_change()
-            self._apply()
+            clips = max_grad_norm is not None and norm > max_grad_norm
+            self._apply(max_grad_norm / (norm + 1e-6) if clips and max_grad_norm is not None else 1.0)
         self._forget_gradients()
         return norm, taken
 
-    def _apply(self) -> None:
+    def _apply(self, scale: float) -> None:
+        """One update with the gradients times `scale`."""
+        if scale != 1.0:
+            for gradient in self._gradients().values():
+                gradient.mul_(scale)
         self.optimizer.step()
         self._round_back()
 
@@ -262,7 +267,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> float:
     if not gradients:
         return 0.0
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    squares = torch.stack([part.float().square().sum() for part in local]).sum()
+    squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in local]).square().sum()
     if isinstance(first := gradients[0], DTensor):
         dist.all_reduce(squares, group=first.device_mesh.get_group())
     return float(squares.sqrt())

@@ -1,16 +1,28 @@
-"""The most memory that tensors held on a GPU in each phase of a step. On a CPU nothing is measured.
+"""A GPU's memory, which sampling and training take from each other, and the most that each of them held.
 
-Values are the device's (`torch.cuda.max_memory_allocated`): what a phase found there, and what it added.
+On a CPU nothing is measured. Values are the device's (`torch.cuda.max_memory_allocated`): what a phase found there, and what it
+added.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 _GIB = 2**30
+
+
+def let_memory_change_hands() -> None:
+    """Before training, in a process with a GPU: what one phase gives back must be of use to the next, whatever the sizes.
+
+    Otherwise torch keeps blocks of the sizes that it was asked for. One small tensor that stays, such as an optimizer's, keeps
+    the whole block that it was cut from: a quarter of the GPU was lost to a KV cache that way.
+    """
+    if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 class PeakMemory:

@@ -44,7 +44,7 @@ from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import MixedPrecisionOptimizer, trainable
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.parallel import data_parallel_mesh, shard, whole_parameters
-from posttrain.policy.peak_memory import PeakMemory
+from posttrain.policy.peak_memory import PeakMemory, let_memory_change_hands
 from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
 from posttrain.policy.saving import CheckpointWriter
 from posttrain.roles import Objective, Progress
@@ -330,6 +330,7 @@ def _this_rank(device: torch.device) -> torch.device:
         return device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
+    let_memory_change_hands()
     # Small batches, as in decoding, are split along the inner dimension; adding the parts up in bf16 would make the
     # sampler's numbers differ from the trainer's.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

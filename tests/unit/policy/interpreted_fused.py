@@ -102,6 +102,15 @@ def test_norm_between_two_precisions() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 4096, 10_000])
+def test_gradients_are_added_up_exactly(count: int, dtype: torch.dtype) -> None:
+    total, addend = noise(count), noise(count, seed=1).to(dtype)
+    expected = total + addend.float()
+    kernels.add_into(total, addend)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 1000), (1, 1), (0, 5), (2, 1024)])
 def test_sum(shape: tuple[int, int], dtype: torch.dtype) -> None:
     inputs = {"x": noise(*shape), "delta": noise(*shape, seed=1).to(dtype)}

@@ -33,9 +33,9 @@ def test_kernels_of_a_layer_compile(compiled: Compiled) -> None:
     gate_up = torch.empty(rows, 2 * inner, dtype=BF16)
     product = kernels.swiglu_forward(*gate_up.chunk(2, dim=1))
     kernels.swiglu_backward(product, *gate_up.chunk(2, dim=1), *gate_up.chunk(2, dim=1), again=True)
-    assert {"_norm_forward", "_norm_apply", "_norm_backward", "_rotate", "_swiglu_forward", "_swiglu_backward"} == set(
-        compiled
-    )
+    kernels.add_into(x, delta)
+    layer = {"_norm_forward", "_norm_apply", "_norm_backward", "_rotate", "_swiglu_forward", "_swiglu_backward"}
+    assert {*layer, "_add_into"} == set(compiled)
 
 
 def test_kernels_of_the_head_compile(compiled: Compiled) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 _NORM_BACKWARD_PROGRAMS = 264  # two per multiprocessor of an H200: each adds up the weight's gradient over many rows
 _SWIGLU_BLOCK = 1024
+_ADD_BLOCK = 4096
 
 
 def runs_on(device: torch.device) -> bool:
@@ -244,3 +245,22 @@ def swiglu_backward(
             grad_gate.stride(0), grad_up.stride(0), width, HAS_OUT=again, BLOCK=_SWIGLU_BLOCK, num_warps=4,
         )  # fmt: skip
     return out
+
+
+# -- adding up gradients ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_into(total_ptr, addend_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.load(total_ptr + at, mask=inside, other=0.0)
+    addend = tl.load(addend_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total_ptr + at, total + addend, mask=inside)
+
+
+def add_into(total: Tensor, addend: Tensor) -> None:
+    """`total += addend`, contiguous, fp32 and anything: torch reads mixed types one number at a time."""
+    count = total.numel()
+    if count:
+        _add_into[(triton.cdiv(count, _ADD_BLOCK),)](total, addend, count, BLOCK=_ADD_BLOCK, num_warps=8)
