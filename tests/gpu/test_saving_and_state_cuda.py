@@ -140,20 +140,20 @@ def test_state_in_host_memory_gives_the_numbers_of_state_on_the_device(
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("masters", [True, False])
-def test_the_compiled_update_is_the_update(moments: Any, masters: bool) -> None:
+def test_the_kernel_is_the_update(moments: Any, masters: bool) -> None:
     form = StateFormat(moments, masters)
     if form.is_plain:
         pytest.skip("torch's own optimizer")
-    compiled, compiled_optimizer, _ = build(form, hidden_size=256, intermediate_size=512, head_dim=64)
+    ours, our_optimizer, _ = build(form, hidden_size=256, intermediate_size=512, head_dim=64)
     plain, plain_optimizer, _ = build(form, hidden_size=256, intermediate_size=512, head_dim=64)
     assert isinstance(plain_optimizer, CompactOptimizer)
     plain_optimizer.optimizer._compute = update_slice
     for step in range(3):
-        update(compiled, compiled_optimizer, step)
+        update(ours, our_optimizer, step)
         update(plain, plain_optimizer, step)
-    assert isinstance(compiled_optimizer, CompactOptimizer)
-    assert compiled_optimizer.optimizer._compute is not update_slice, "it could be compiled"
-    assert_nearly_all_equal(everything(compiled, compiled_optimizer), everything(plain, plain_optimizer))
+    assert isinstance(our_optimizer, CompactOptimizer)
+    assert our_optimizer.optimizer._compute is not update_slice
+    assert_nearly_all_equal(everything(ours, our_optimizer), everything(plain, plain_optimizer))
 
 
 def test_state_takes_the_memory_that_it_says_on_the_device() -> None:

@@ -3,8 +3,8 @@ host memory. Any of the three, in any combination.
 
 The arithmetic is that of torch.optim.AdamW in fp32, on slices of a tensor at a time: what is kept in fewer bits is made fp32,
 updated, and rounded by chance (`low_precision`). The chance is keyed by (seed, parameter, number of the update, index of the
-number), so a resumed run rounds as the uninterrupted one would have, on any number of ranks. On CUDA the work on a slice
-is compiled into one kernel.
+number), so a resumed run rounds as the uninterrupted one would have, on any number of ranks. On CUDA an update is one kernel
+(`fused/adam_kernels.py`).
 
 State in host memory passes through the device in slices: one is fetched and one taken back while a third is computed. The
 numbers are those of a run that keeps its state on the device.
@@ -13,10 +13,8 @@ numbers are those of a run that keeps its state on the device.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -38,7 +36,8 @@ from posttrain.policy.low_precision import (
 from posttrain.policy.parallel import first_row, local_part
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
-_SLICE = 2**23  # numbers; bounds what exists in fp32 at a time
+_SLICE = 2**23  # numbers; bounds what exists in fp32, or passes through the device, at a time
+_WHOLE = 2**30  # of state on the device, whose kernel needs no memory of its own
 _HOW_TO_COMPUTE = ("foreach", "fused", "capturable", "differentiable")  # arguments of torch's that change no result
 
 
@@ -63,7 +62,7 @@ class _Slice:
     weight: Tensor
     gradient: Tensor
     state: tuple[Tensor | None, ...]  # master, first moment, second moment, scales of the first, scales of the second
-    start: Tensor  # index of its first number in the whole parameter
+    start: int  # index of its first number in the whole parameter
     numbers: Tensor
     keys: Tensor
 
@@ -103,7 +102,9 @@ class CompactAdam(Optimizer):
         self.decoupled = decoupled
         self.gradients: dict[str, Tensor] = {}  # fp32, where the parameters are
         self.gradient_scale = 1.0  # they are multiplied with it on their way
-        self._compute: Callable[..., None] = _compiled() if _on_cuda(self.named.values()) else update_slice
+        kernel = _kernel() if _on_cuda(self.named.values()) else None
+        self._compute: Callable[..., None] = kernel or update_slice
+        self._slice = _WHOLE if kernel is not None and not form.offload else _SLICE
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -121,15 +122,7 @@ class CompactAdam(Optimizer):
         run_through_device(slices, lambda part: part.state, self._update, device)
 
     def _update(self, part: _Slice, state: Sequence[Tensor | None]) -> None:
-        try:
-            self._compute(part.weight, part.gradient, *state, part.start, part.numbers, part.keys)
-        except Exception as error:
-            if self._compute is update_slice:
-                raise
-            # The compiler fails before it has run anything, so nothing is half updated.
-            warnings.warn(f"the optimizer's update could not be compiled and runs uncompiled: {error}", stacklevel=2)
-            self._compute = update_slice
-            self._update(part, state)
+        self._compute(part.weight, part.gradient, *state, part.start, part.numbers, part.keys)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -182,7 +175,7 @@ class CompactAdam(Optimizer):
         row_size = math.prod(parameter.shape[1:])
         in_blocks = state["exp_avg"].dtype == torch.int8
         size = (block_size(tuple(weight.shape)) if in_blocks else None) or 1
-        per_slice = max(1, _SLICE // size)
+        per_slice = max(1, self._slice // size)
         for begin in range(0, weight.numel() // size, per_slice):
             end = begin + per_slice
 
@@ -195,7 +188,7 @@ class CompactAdam(Optimizer):
                 weight=cut(weight),
                 gradient=cut(gradient),
                 state=(*[None if entry is None else cut(entry) for entry in entries[:3]], *scales),
-                start=torch.full((), first, dtype=torch.int64, device=weight.device),
+                start=first,
                 numbers=numbers,
                 keys=keys,
             )
@@ -230,7 +223,7 @@ def update_slice(
     second: Tensor,
     first_scales: Tensor | None,
     second_scales: Tensor | None,
-    start: Tensor,
+    start: int,
     numbers: Tensor,
     keys: Tensor,
 ) -> None:
@@ -268,11 +261,13 @@ def update_slice(
         second.copy_(square)
 
 
-@cache
-def _compiled() -> Callable[..., None]:
-    """Compiled when it is first called, once for each combination of formats."""
-    compiled: Callable[..., None] = torch.compile(update_slice, dynamic=True)
-    return compiled
+def _kernel() -> Callable[..., None] | None:
+    """The same as one kernel; None where Triton is missing."""
+    try:
+        from posttrain.policy.fused import adam_kernels
+    except ImportError:
+        return None
+    return adam_kernels.update
 
 
 def _on_cuda(parameters: Iterable[Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,3 +46,17 @@ def test_kernels_of_the_head_compile(compiled: Compiled) -> None:
     normalisers, chosen = softmax.logprobs(logits, targets, 0.5)
     softmax.logit_gradient(logits, targets, normalisers, chosen, 0.5, BF16)
     assert set(compiled) == {"_logprobs", "_gradient"}
+
+
+@pytest.mark.parametrize("masters", [True, False], ids=["masters", "no masters"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+def test_an_update_of_adam_compiles(moments: Any, masters: bool, compiled: Compiled) -> None:
+    from posttrain.policy import adam
+    from posttrain.policy.fused import adam_kernels
+
+    weight = torch.zeros(4, 256, dtype=BF16)
+    state = adam.new_state(weight, adam.StateFormat(moments, masters))
+    entries = [state.get(entry) for entry in adam.ENTRIES]
+    numbers, keys = torch.zeros(9), torch.zeros(3, dtype=torch.long)
+    adam_kernels.update(weight, weight.float(), *entries, 0, numbers, keys)  # type: ignore[arg-type]
+    assert set(compiled) == {"_update_blocks" if moments == "int8" else "_update"}
