@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import GIB, peak_bytes, reset_peak, resolve_dtype, synchronise
+from machine import GIB, peak_bytes, reset_peak, resolve_dtype
 from pair_lengths import PairLengths, random_pairs
 from shapes import as_text, make_tokenizer, open_model, vocab_size_of
 
@@ -31,6 +30,7 @@ class DpoJob:
     max_tokens: int  # of a sequence
     micro_batch_tokens: int  # of posttrain
     micro_batch_pairs: int  # of TRL
+    trl_weights: str = "float32"
     lora: bool = False
     checkpointing: bool = False
     beta: float = 0.1
@@ -113,27 +113,11 @@ def trl_side(job: DpoJob) -> dict[str, Any]:
     """TRL's DPOTrainer with its defaults, but for what the job fixes; pairs in the given order."""
     import datasets
     from torch.utils.data import SequentialSampler
-    from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer
+    from trl_common import Watch, trainer_settings
 
     datasets.disable_progress_bars()
-    step_s: list[float] = []
-    losses: list[float] = []
-    norms: list[float] = []
-
-    class Watch(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            synchronise()
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            synchronise()
-            step_s.append(time.perf_counter() - self.start)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if logs and "loss" in logs:
-                losses.append(float(logs["loss"]))
-                norms.append(float(logs["grad_norm"]))
+    watch = Watch()
 
     class InOrder(DPOTrainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,8 +127,9 @@ def trl_side(job: DpoJob) -> dict[str, Any]:
         chosen, rejected = (f" {as_text(ids)}" for ids in (pair.chosen_ids, pair.rejected_ids))
         return {"prompt": as_text(pair.prompt_ids), "chosen": chosen, "rejected": rejected}
 
-    # fp32 weights under bf16 autocast, as posttrain's fp32 masters: otherwise small updates are rounded away.
-    model, _ = open_model(job.model, job.device, torch.float32, job.seed, attention="sdpa")
+    # fp32 under bf16 autocast is what posttrain's fp32 masters are; in bf16 small updates are rounded away.
+    weights = torch.bfloat16 if job.trl_weights == "bfloat16" else torch.float32
+    model, _ = open_model(job.model, job.device, weights, job.seed, attention="sdpa")
     peft_config, reference = None, None
     if not job.lora:
         reference = copy.deepcopy(model)
@@ -154,30 +139,20 @@ def trl_side(job: DpoJob) -> dict[str, Any]:
         peft_config = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear")
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
         config = DPOConfig(
-            output_dir=folder,
+            **trainer_settings(folder, job.device, job.torch_dtype, checkpointing=job.checkpointing),
             per_device_train_batch_size=job.micro_batch_pairs,
             gradient_accumulation_steps=job.pairs_per_step // job.micro_batch_pairs,
             max_steps=job.num_steps,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            weight_decay=0.01,
             beta=job.beta,
             max_length=job.max_tokens,
-            bf16=job.torch_dtype is torch.bfloat16,
-            use_cpu=job.device == "cpu",
-            gradient_checkpointing=job.checkpointing,
-            save_strategy="no",
-            report_to=[],
-            logging_steps=1,
-            disable_tqdm=True,
-            seed=0,
         )
         data = datasets.Dataset.from_list([row(pair) for pair in job.pairs()])
         tokenizer = make_tokenizer(vocab_size_of(job.model))
         reset_peak()
         trainer = InOrder(
             model=model, ref_model=reference, args=config, train_dataset=data, processing_class=tokenizer,
-            callbacks=[Watch()], peft_config=peft_config,
+            callbacks=[watch], peft_config=peft_config,
         )  # fmt: skip
         trainer.train()
-    return {"step_s": step_s, "losses": losses, "grad_norms": norms, "peak_gib": peak_bytes(job.device) / GIB}
+    measured = {"step_s": watch.step_s, "losses": watch.losses, "grad_norms": watch.grad_norms}
+    return {**measured, "peak_gib": peak_bytes(job.device) / GIB}

@@ -44,6 +44,12 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help="of a sequence; longer pairs are left out (default 1024)")
     parser.add_argument("--micro-tokens", type=int, help="of posttrain's micro-batch (default 16384)")
     parser.add_argument("--micro-pairs", type=int, help="of TRL's micro-batch (default 8: as many tokens, padded)")
+    parser.add_argument(
+        "--trl-weights",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of TRL: fp32 under bf16 autocast (default), or bf16, which is faster and loses small updates",
+    )
     parser.add_argument("--pairs-file", type=Path, help="take the lengths of these pairs (prompt, chosen, rejected)")
     parser.add_argument("--tokenizer", type=Path, help="that counts the tokens of --pairs-file (default: of --model)")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 8 instead of all weights")
@@ -97,6 +103,7 @@ def job_of(args: argparse.Namespace, side: str, lengths: list[PairLengths]) -> D
         max_tokens=args.max_tokens,
         micro_batch_tokens=args.micro_tokens,
         micro_batch_pairs=args.micro_pairs,
+        trl_weights=args.trl_weights,
         lora=args.lora,
         checkpointing=args.checkpointing,
         seed=args.seed,

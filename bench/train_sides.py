@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import GIB, peak_bytes, reset_peak, seconds_of, synchronise
+from machine import GIB, peak_bytes, reset_peak, seconds_of
 from profiling import cost_table, largest_costs
 from shapes import EOS, PAD, open_model
 from torch import Tensor
@@ -162,55 +161,29 @@ def trl_side(job: TrainJob) -> dict[str, Any]:
     """TRL's SFTTrainer with its defaults, but for what the job fixes. No log-probabilities: it has no such pass."""
     from datasets import Dataset
     from shapes import make_tokenizer, vocab_size_of
-    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
+    from trl_common import Watch, trainer_settings
 
     model = _padded_model(job)
     flops = flops_of(model)
-    times: list[float] = []
-    losses: list[float] = []
-
-    class Watch(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            synchronise()
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            synchronise()
-            times.append(time.perf_counter() - self.start)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if logs and "loss" in logs:
-                losses.append(float(logs["loss"]))
-
+    watch = Watch()
     rows = job.sequences()
     size = job.rows_per_micro_batch
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
         config = SFTConfig(
-            output_dir=folder,
+            **trainer_settings(folder, job.device, job.torch_dtype, checkpointing=job.checkpointing),
             per_device_train_batch_size=size,
             gradient_accumulation_steps=-(-len(rows) // size),
             max_steps=job.steps + 1,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            weight_decay=0.01,
             max_length=None,
-            bf16=job.torch_dtype is torch.bfloat16,
-            use_cpu=job.device == "cpu",
-            gradient_checkpointing=job.checkpointing,
-            save_strategy="no",
-            report_to=[],
-            logging_steps=1,
-            disable_tqdm=True,
-            seed=0,
         )
         tokenizer = make_tokenizer(vocab_size_of(job.model))
         assert tokenizer.eos_token_id == EOS
         data = Dataset.from_list([{"input_ids": row} for row in rows])
         reset_peak()
         trainer = SFTTrainer(
-            model=model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[Watch()]
+            model=model, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[watch]
         )
         trainer.train()
-    result = _rates(job, flops, times[1:], [])
-    return {**result, "loss": losses[0], "peak_gib": peak_bytes(job.device) / GIB, "logprobs_peak_gib": None}
+    result = _rates(job, flops, watch.step_s[1:], [])
+    return {**result, "loss": watch.losses[0], "peak_gib": peak_bytes(job.device) / GIB, "logprobs_peak_gib": None}

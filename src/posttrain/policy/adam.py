@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -56,15 +56,18 @@ class StateFormat:
 
 
 @dataclass(frozen=True)
-class _Slice:
-    """A part of a parameter's numbers. The weight and its gradient are on the device, `state` may be in host memory."""
+class Slice:
+    """A part of a parameter's numbers. The weight and its gradient are on the device, `state` may be in host memory.
+
+    With 8-bit moments weight, gradient, master and moments are [blocks, size]; otherwise everything has one dimension.
+    """
 
     weight: Tensor
     gradient: Tensor
-    state: tuple[Tensor | None, ...]  # master, first moment, second moment, scales of the first, scales of the second
+    state: Sequence[Tensor | None]  # master, first moment, second moment, scales of the first, scales of the second
     start: int  # index of its first number in the whole parameter
-    numbers: Tensor
-    keys: Tensor
+    numbers: Tensor  # what the update multiplies with, see `_numbers`
+    keys: Tensor  # of the noise that rounds weight, first and second moment
 
 
 class CompactAdam(Optimizer):
@@ -103,7 +106,7 @@ class CompactAdam(Optimizer):
         self.gradients: dict[str, Tensor] = {}  # fp32, where the parameters are
         self.gradient_scale = 1.0  # they are multiplied with it on their way
         kernel = _kernel() if _on_cuda(self.named.values()) else None
-        self._compute: Callable[..., None] = kernel or update_slice
+        self._compute: Callable[[Slice], None] = kernel or update_slice
         self._slice = _WHOLE if kernel is not None and not form.offload else _SLICE
 
     @torch.no_grad()
@@ -121,8 +124,8 @@ class CompactAdam(Optimizer):
         slices = (part for row, name in enumerate(names) for part in self._slices(name, numbers[row], keys[row]))
         run_through_device(slices, lambda part: part.state, self._update, device)
 
-    def _update(self, part: _Slice, state: Sequence[Tensor | None]) -> None:
-        self._compute(part.weight, part.gradient, *state, part.start, part.numbers, part.keys)
+    def _update(self, part: Slice, state: Sequence[Tensor | None]) -> None:
+        self._compute(replace(part, state=state))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -165,7 +168,7 @@ class CompactAdam(Optimizer):
         step = int(self.state[self.named[name]]["step"])
         return [noise_key(self.seed, name, step, what) for what in ("weight", "exp_avg", "exp_avg_sq")]
 
-    def _slices(self, name: str, numbers: Tensor, keys: Tensor) -> Iterator[_Slice]:
+    def _slices(self, name: str, numbers: Tensor, keys: Tensor) -> Iterator[Slice]:
         parameter = self.named[name]
         state = self.state[parameter]
         entries = [state.get(entry) for entry in ENTRIES]
@@ -184,7 +187,7 @@ class CompactAdam(Optimizer):
 
             scales = [None if scale is None else scale.view(-1)[begin:end] for scale in entries[3:]]
             first = first_row(parameter) * row_size + begin * size
-            yield _Slice(
+            yield Slice(
                 weight=cut(weight),
                 gradient=cut(gradient),
                 state=(*[None if entry is None else cut(entry) for entry in entries[:3]], *scales),
@@ -215,21 +218,14 @@ def new_state(weight: Tensor, form: StateFormat) -> dict[str, Tensor]:
     return state
 
 
-def update_slice(
-    weight: Tensor,
-    gradient: Tensor,
-    master: Tensor | None,
-    first: Tensor,
-    second: Tensor,
-    first_scales: Tensor | None,
-    second_scales: Tensor | None,
-    start: int,
-    numbers: Tensor,
-    keys: Tensor,
-) -> None:
-    """One update of some numbers of one parameter, in place. With 8-bit moments every tensor is [blocks, size]."""
-    scale, keep, coupled, weight1, beta2, weight2, minus_step, root, eps = numbers.unbind()
-    index = start + torch.arange(weight.numel(), device=weight.device).view(weight.shape)
+def update_slice(part: Slice) -> None:
+    """One update of some numbers of one parameter, in place, in plain torch."""
+    weight, gradient = part.weight, part.gradient
+    master, first, second, first_scales, second_scales = part.state
+    assert first is not None
+    assert second is not None
+    scale, keep, coupled, weight1, beta2, weight2, minus_step, root, eps = part.numbers.unbind()
+    index = part.start + torch.arange(weight.numel(), device=weight.device).view(weight.shape)
     value = weight.float() if master is None else master
     moment = first.float() if first_scales is None else decode_first_moment(first, first_scales)
     square = second.float() if second_scales is None else decode_second_moment(second, second_scales)
@@ -243,25 +239,25 @@ def update_slice(
         master.copy_(value)
         weight.copy_(value)
     elif weight.dtype == torch.bfloat16:
-        weight.copy_(round_to_bf16(value, random_words(keys[0], index)))
+        weight.copy_(round_to_bf16(value, random_words(part.keys[0], index)))
     else:
         weight.copy_(value)
     if first_scales is not None and second_scales is not None:
         for codes, scales, encoded in (
-            (first, first_scales, encode_first_moment(moment, random_words(keys[1], index))),
-            (second, second_scales, encode_second_moment(square, random_words(keys[2], index))),
+            (first, first_scales, encode_first_moment(moment, random_words(part.keys[1], index))),
+            (second, second_scales, encode_second_moment(square, random_words(part.keys[2], index))),
         ):
             codes.copy_(encoded[0])
             scales.copy_(encoded[1])
     elif first.dtype == torch.bfloat16:
-        first.copy_(round_to_bf16(moment, random_words(keys[1], index)))
-        second.copy_(round_to_bf16(square, random_words(keys[2], index)))
+        first.copy_(round_to_bf16(moment, random_words(part.keys[1], index)))
+        second.copy_(round_to_bf16(square, random_words(part.keys[2], index)))
     else:
         first.copy_(moment)
         second.copy_(square)
 
 
-def _kernel() -> Callable[..., None] | None:
+def _kernel() -> Callable[[Slice], None] | None:
     """The same as one kernel; None where Triton is missing."""
     try:
         from posttrain.policy.fused import adam_kernels

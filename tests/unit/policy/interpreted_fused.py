@@ -136,7 +136,7 @@ def test_an_update_of_adam_is_the_one_in_plain_torch(
             gradient = noise(*shape, seed=step).view_as(tensors[0]) * 10.0**-step
             rest = [0.5, 0.99, 0.1, 0.1, 0.999, 0.001, -0.1 / step, 0.03 * step, 1e-8]
             keys = torch.tensor([noise_key(step, what) for what in range(3)])
-            update(tensors[0], gradient, *tensors[1:], 2**33 + 5, torch.tensor(rest), keys)
+            update(adam.Slice(tensors[0], gradient, tensors[1:], 2**33 + 5, torch.tensor(rest), keys))
         results.append(tensors)
     for ours, theirs in zip(*results, strict=True):
         assert (ours is None) == (theirs is None)

@@ -58,5 +58,5 @@ def test_an_update_of_adam_compiles(moments: Any, masters: bool, compiled: Compi
     state = adam.new_state(weight, adam.StateFormat(moments, masters))
     entries = [state.get(entry) for entry in adam.ENTRIES]
     numbers, keys = torch.zeros(9), torch.zeros(3, dtype=torch.long)
-    adam_kernels.update(weight, weight.float(), *entries, 0, numbers, keys)  # type: ignore[arg-type]
+    adam_kernels.update(adam.Slice(weight, weight.float(), entries, 0, numbers, keys))
     assert set(compiled) == {"_update_blocks" if moments == "int8" else "_update"}

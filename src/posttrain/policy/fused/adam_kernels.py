@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from posttrain.policy.adam import Slice
 
 _BLOCK = 1024
 
@@ -139,25 +140,17 @@ def _update_blocks(
     tl.store(second_scales_ptr + row, scale, mask=whole)
 
 
-def update(
-    weight: Tensor,
-    gradient: Tensor,
-    master: Tensor | None,
-    first: Tensor,
-    second: Tensor,
-    first_scales: Tensor | None,
-    second_scales: Tensor | None,
-    start: int,
-    numbers: Tensor,
-    keys: Tensor,
-) -> None:
+def update(part: Slice) -> None:
     """`adam.update_slice`. Every tensor is contiguous."""
+    weight, start, numbers, keys = part.weight, part.start, part.numbers, part.keys
+    master, first, second, first_scales, second_scales = part.state
+    assert first is not None
     kept = weight if master is None else master
     options = {"HAS_MASTER": master is not None, "WEIGHT_BY_CHANCE": weight.dtype == torch.bfloat16, "num_warps": 4}
-    if first_scales is None or second_scales is None:
+    if first_scales is None:
         count = weight.numel()
         _update[(triton.cdiv(count, _BLOCK),)](
-            weight, gradient, kept, first, second, numbers, keys, start, count,
+            weight, part.gradient, kept, first, second, numbers, keys, start, count,
             MOMENTS_BY_CHANCE=first.dtype == torch.bfloat16, BLOCK=_BLOCK, **options,
         )  # fmt: skip
         return
@@ -165,6 +158,6 @@ def update(
     columns = triton.next_power_of_2(size)
     rows = max(1, _BLOCK // columns)
     _update_blocks[(triton.cdiv(num_blocks, rows),)](
-        weight, gradient, kept, first, second, first_scales, second_scales, numbers, keys, start, num_blocks, size,
+        weight, part.gradient, kept, first, second, first_scales, second_scales, numbers, keys, start, num_blocks, size,
         ROWS=rows, COLUMNS=columns, **options,
     )  # fmt: skip
