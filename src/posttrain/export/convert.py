@@ -68,8 +68,6 @@ def convert(
         raise ConversionError(f"dtype {settings.dtype!r} is not known; accepted: {', '.join(DTYPES)}")
     source = open_input(reference, config=config, base=base, say=say)
     as_adapter = source.has_adapter and not settings.merge_lora
-    if settings.merge_lora and not source.has_adapter:
-        say(f"{reference} has no LoRA adapter, so there is nothing to merge")
     with new_folder(target, settings.force) as folder:
         if as_adapter:
             assert source.adapter is not None
