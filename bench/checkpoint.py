@@ -170,7 +170,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             store = CheckpointStore(
                 folder, keep_top_k=None, metric_name=None, higher_is_better=True, save_period=1, say=print
             )
+            start = time.perf_counter()
             save(training, store, step, ways[name])
+            took = f"held up {ways[name].held_up_s[-1]:.2f} s, all of it {time.perf_counter() - start:.1f} s"
+            print(f"save {step} of {args.saves}, {name}: {took}", file=sys.stderr, flush=True)
             files = json.loads((folder / f"step_{step}" / "checksums.json").read_text())["files"]
             # DCP's index names the folder, which differs; it is read when a checkpoint is loaded, and has no state.
             digests = {path: entry["sha256"] for path, entry in files.items() if not path.endswith(".metadata")}
