@@ -135,6 +135,10 @@ def test_from_an_evaluation_to_production(
     shown = capsys.readouterr().out
     for words in ("registry:sums@1  production", "old", "sums.jsonl", "main/pass@1", "files are what was registered"):
         assert words in shown
+    assert main(["registry", "show", "sums", "2"]) == 0
+    assert "sums@2" in capsys.readouterr().out
+    assert main(["registry", "show", "sums@2", "1"]) == 64
+    assert "names a version already" in capsys.readouterr().err
     assert main(["registry", "list", "sums"]) == 0
     assert "archived" in capsys.readouterr().out
     assert main(["registry", "diff", "sums", "1", "2"]) == 0
@@ -148,5 +152,7 @@ def test_from_an_evaluation_to_production(
     assert "damaged: model.safetensors" in capsys.readouterr().out
     assert main(["registry", "resolve", "registry:sums"]) == 64
     assert "is not what was registered" in capsys.readouterr().err
-    assert main(["registry", "show", "sums", "what"]) == 64
+    assert main(["registry", "show", "sums", "1", "what"]) == 64
     assert "unexpected: what" in capsys.readouterr().err
+    assert main(["registry", "show", "sums", "what"]) == 64
+    assert "'what'" in capsys.readouterr().err

@@ -98,9 +98,8 @@ def _add_reading(commands: Any) -> None:
     listing = _command(commands, "list", _list)
     listing.add_argument("name", nargs="?", metavar="NAME", help="only this model")
     show = _command(commands, "show", _show)
-    show.add_argument(
-        "name", metavar="NAME[@WHICH]", help="WHICH: a number, production or canary (default: the newest)"
-    )
+    show.add_argument("name", metavar="NAME", help="may also name the version: NAME@WHICH")
+    show.add_argument("which", nargs="?", metavar="WHICH", help="a number, production or canary (default: the newest)")
     show.add_argument("--verify", action="store_true", help="compare every file with its checksum")
     history = _command(commands, "history", _history)
     history.add_argument("name", metavar="NAME")
@@ -213,6 +212,9 @@ def _show(registry: Registry, args: argparse.Namespace) -> int:
     from posttrain.registry.version import as_row
 
     name, _, which = args.name.removeprefix("registry:").partition("@")
+    if which and args.which:
+        raise InputError(f"{args.name} names a version already; what is {args.which!r}?")
+    which = which or args.which
     version = registry.get(name, which) if which else registry.versions(name)[-1]
     damage = registry.verify(version) if args.verify else None
     if args.json:
