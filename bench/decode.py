@@ -126,7 +126,7 @@ def do_job(job: dict[str, Any]) -> Result:
 
 def show(name: str, model: str, results: dict[str, Result]) -> str:
     work = workload(name)
-    rates = {engine: result["workloads"][name] for engine, result in results.items() if "error" not in result}
+    rates = finished(name, results)
     rows = []
     for engine, result in results.items():
         if (found := rates.get(engine)) is None:
@@ -162,6 +162,8 @@ def main(words: list[str] | None = None) -> int:
     if text := results.get(NATIVE, {}).pop("profile_text", None):
         print(f"\n{names[0]}: {text}")
     show_failures(results)
+    for engine, result in results.items():
+        show_failures({f"{TITLES[engine]}, {name}": found for name, found in result.get("workloads", {}).items()})
     report = {
         "benchmark": "decode",
         "model": model,
@@ -169,12 +171,18 @@ def main(words: list[str] | None = None) -> int:
         "ratios": {name: ratios(name, results) for name in names},
     }
     write_json(args.out, {**facts(resolve_device(args.device)), **report})
-    return 1 if "error" in results.get(NATIVE, {}) else 0
+    return 1 if NATIVE in results and any(NATIVE not in finished(name, results) for name in names) else 0
+
+
+def finished(name: str, results: dict[str, Result]) -> dict[str, Result]:
+    """What each engine measured of the workload; of those that did it."""
+    found = {engine: result["workloads"][name] for engine, result in results.items() if "error" not in result}
+    return {engine: result for engine, result in found.items() if "error" not in result}
 
 
 def ratios(name: str, results: dict[str, Result]) -> dict[str, float]:
     """The native engine's speed over that of each other engine."""
-    rates = {e: result["workloads"][name]["tokens_per_s"] for e, result in results.items() if "error" not in result}
+    rates = {engine: result["tokens_per_s"] for engine, result in finished(name, results).items()}
     if NATIVE not in rates:
         return {}
     return {engine: rates[NATIVE] / rate for engine, rate in rates.items() if engine != NATIVE}

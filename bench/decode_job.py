@@ -8,6 +8,7 @@ tokens into text. In order: the first token of one prompt (start); then, for eac
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -82,7 +83,16 @@ def timed(job: DecodeJob, build: Callable[[], Engine]) -> tuple[dict[str, Any], 
     first = Workload("first token", 1, works[0].prompt_tokens, 1, (1,))
     engine.sample(job.prompts(works[0])[:1], first)
     start_s = time.perf_counter() - begin
-    return {"start_s": start_s, "workloads": {work.name: sample_timed(job, engine, work) for work in works}}, engine
+    found = {}
+    for work in works:
+        if hasattr(engine, "release"):
+            engine.release()  # a cache made for the workload before may be larger than this one needs
+        try:
+            found[work.name] = sample_timed(job, engine, work)
+        except Exception as error:
+            traceback.print_exc()
+            found[work.name] = {"error": f"{type(error).__name__}: {error}"[:200]}
+    return {"start_s": start_s, "workloads": found}, engine
 
 
 def sample_timed(job: DecodeJob, engine: Engine, work: Workload) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class VllmSampling:
     def sample(self, prompts: Sequence[Sequence[int]], work: Workload) -> Callable[[], Sampled]:
         from vllm import SamplingParams
 
-        if self.shares_prompts:
+        if work.num_samples > 1:
             self.llm.reset_prefix_cache()  # the prompts of an earlier call must be computed again
         sampling = [
             SamplingParams(

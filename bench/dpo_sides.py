@@ -114,7 +114,7 @@ def trl_side(job: DpoJob) -> dict[str, Any]:
     import datasets
     from torch.utils.data import SequentialSampler
     from trl import DPOConfig, DPOTrainer
-    from trl_common import Watch, trainer_settings
+    from trl_trainer import Watch, trainer_settings
 
     datasets.disable_progress_bars()
     watch = Watch()

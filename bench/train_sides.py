@@ -162,7 +162,7 @@ def trl_side(job: TrainJob) -> dict[str, Any]:
     from datasets import Dataset
     from shapes import make_tokenizer, vocab_size_of
     from trl import SFTConfig, SFTTrainer
-    from trl_common import Watch, trainer_settings
+    from trl_trainer import Watch, trainer_settings
 
     model = _padded_model(job)
     flops = flops_of(model)

@@ -5,13 +5,14 @@ Each run is a process of its own: cuBLAS reads its setting once in a process.
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import LORA, command, dpo, grpo, results_of, save_data, save_model, weights_of
+from tiny_runs import LORA, command, dpo, grpo, questions, results_of, save_data, save_model, weights_of, write_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,8 +21,9 @@ pytestmark = [
 STEPS, RESUMED_FROM = 6, 2
 # Sequences of several blocks of attention whose prompts are shared: both add up with atomics unless told not to.
 ON_GPU = ["policy.device=cuda", "policy.precision=bfloat16", "policy.deterministic=true"]
+# Prompts differ in length: how attention is divided must not depend on the longest that a process has seen.
 LONG = [
-    "policy.max_total_sequence_length=512",
+    "policy.max_total_sequence_length=1700",
     "policy.generation.max_new_tokens=400",
     "policy.generation.ignore_eos=true",
     "grpo.num_generations_per_prompt=8",
@@ -41,8 +43,11 @@ def finish(arguments: list[str]) -> None:
     ids=["grpo", "grpo with adapters", "dpo"],
 )
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(kind: str, settings: list[str], tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", hidden_size=256, num_layers=4, max_length=1024)
+    model = save_model(tmp_path / "model", hidden_size=256, num_layers=4, max_length=2048)
     data = save_data(tmp_path)
+    rng = random.Random(0)
+    rows = [{**row, "input": row["input"] + " and" * rng.randrange(300)} for row in questions(22)]
+    write_rows(data / "questions.jsonl", rows)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
 
     def arguments(folder: Path, steps: int) -> list[str]:

@@ -61,6 +61,7 @@ def assert_nearly_all_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) 
 
 def test_memory_is_taken_in_segments_that_can_change_hands() -> None:
     let_memory_change_hands()
+    torch.cuda.empty_cache()  # an ordinary block that is free would be taken again
     held = torch.empty(64 * 2**20, dtype=torch.uint8, device=CUDA)
     place = held.data_ptr()
     segments = [s for s in torch.cuda.memory_snapshot() if s["address"] <= place < s["address"] + s["total_size"]]
@@ -135,7 +136,8 @@ def test_state_in_host_memory_gives_the_numbers_of_state_on_the_device(
                 results[1][key], tensor, rtol=1e-2 if tensor.dtype == torch.bfloat16 else 1e-5, atol=1e-6
             )
     else:
-        assert_nearly_all_equal(*results)
+        for key, tensor in results[0].items():
+            assert torch.equal(results[1][key], tensor), key
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])

@@ -155,4 +155,4 @@ def test_from_an_evaluation_to_production(
     assert main(["registry", "show", "sums", "1", "what"]) == 64
     assert "unexpected: what" in capsys.readouterr().err
     assert main(["registry", "show", "sums", "what"]) == 64
-    assert "'what'" in capsys.readouterr().err
+    assert "sums@what: no such version" in capsys.readouterr().err

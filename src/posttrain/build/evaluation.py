@@ -101,11 +101,12 @@ class EvaluationBuild:
         judge = self.environment_config.model_dump(exclude={"num_workers", "timeout_s"})
         template = [config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs]
         engine = "openai_url" if self.config.server_url is not None else generation.backend
+        precision = vllm_precision(generation) if engine == "vllm" else native_precision(generation)
         return {
             "model": generation.model_name if self.fingerprint is None else None,
             "model_fingerprint": self.fingerprint,
             "server": self.config.server_url and [self.config.server_url, generation.openai_cfg.model_dump()],
-            "engine": [engine, self.device, generation.precision],
+            "engine": [engine, self.device, precision],
             "dataset": self.problem_set.name,
             "problem_set_hash": problem_set_hash((p.id, p.prompt, p.expected) for p in problems),
             "prompts_hash": prompts_hash(problems),
@@ -239,7 +240,7 @@ class EvaluationBuild:
             max_model_len=length,
             adapter=reference.adapter,
             adapter_rank=_adapter_rank(reference),
-            **vllm_options(generation.vllm_cfg, generation.vllm_kwargs, generation.precision),
+            **vllm_options(generation.vllm_cfg, generation.vllm_kwargs, vllm_precision(generation)),
         )
         return engine, tokenizer
 
@@ -290,6 +291,10 @@ class EvaluationBuild:
             stop_strings=tuple(generation.stop_strings or ()),
             ignore_eos=generation.ignore_eos,
         )
+
+
+def vllm_precision(generation: EvalGenerationConfig) -> str:
+    return generation.precision if generation.precision != "auto" else generation.vllm_cfg.precision or "auto"
 
 
 def native_precision(generation: EvalGenerationConfig) -> str:

@@ -105,7 +105,7 @@ class VllmEngine:
 def vllm_options(config: Any, extra: Mapping[str, Any], precision: str) -> dict[str, Any]:
     """Arguments of `vllm.LLM` from the section `vllm_cfg`; `extra` (`vllm_kwargs`) goes along as it is."""
     options = {
-        "dtype": precision if precision != "auto" else config.precision or "auto",
+        "dtype": precision,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,

@@ -7,7 +7,7 @@ number), so a resumed run rounds as the uninterrupted one would have, on any num
 (`fused/adam_kernels.py`).
 
 State in host memory passes through the device in slices: one is fetched and one taken back while a third is computed. The
-numbers are those of a run that keeps its state on the device.
+numbers are those of state on the device, as long as this class has it there too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Nothing of posttrain's own adds up in an order left to chance. Three of torch's operations do on a GPU: the backward pass of
 attention and of a lookup add with atomics, and cuBLAS may choose another workspace for a stream. Sampling uses none of them
-but the last, so only the passes of training are run with torch's deterministic algorithms.
+but the last, so only the passes of training are run with torch's deterministic algorithms; what sampling has to be told is in
+`NativeSettings.deterministic`.
 """
 
 from __future__ import annotations

@@ -54,10 +54,11 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def round_to_bf16(values: Tensor, words: Tensor) -> Tensor:
-    """fp32 to bf16, up or down by chance; what bf16 can hold stays as it is."""
+    """fp32 to bf16, up or down by chance; what bf16 can hold stays as it is, and so does what is no number."""
     # A bf16 is the upper half of an fp32: adding 16 random bits to the lower half carries with the right probability.
     bits = values.view(torch.int32) + (words & 0xFFFF)
-    return (bits & -65536).view(torch.float32).to(torch.bfloat16)
+    rounded = (bits & -65536).view(torch.float32)
+    return torch.where(values.isnan(), values, rounded).to(torch.bfloat16)
 
 
 def block_size(shape: tuple[int, ...]) -> int | None:

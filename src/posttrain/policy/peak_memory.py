@@ -22,7 +22,10 @@ def let_memory_change_hands() -> None:
     the whole block that it was cut from: a quarter of the GPU was lost to a KV cache that way.
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        change = (
+            getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+        )
+        change("expandable_segments:True")
 
 
 class PeakMemory:

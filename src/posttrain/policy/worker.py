@@ -103,7 +103,11 @@ class PolicyWorker:
             self.engine = NativeEngine(
                 self.model,
                 self.tokenizer,
-                NativeSettings(**native.model_dump(), max_total_tokens=config.max_total_sequence_length),
+                NativeSettings(
+                    **native.model_dump(),
+                    max_total_tokens=config.max_total_sequence_length,
+                    deterministic=config.deterministic,
+                ),
             )
 
     def _load_model(self, setup: WorkerSetup) -> nn.Module:

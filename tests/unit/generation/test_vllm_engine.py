@@ -107,7 +107,7 @@ def test_an_adapter_goes_along(vllm: FakeVllm) -> None:
 def test_settings_become_arguments_of_vllm(vllm: FakeVllm) -> None:
     overrides = ["generation.vllm_cfg.tensor_parallel_size=8", "generation.vllm_kwargs={max_num_seqs: 64}"]
     generation = load_config("eval", None, overrides).config.generation
-    VllmEngine("m", "t", max_model_len=9, **vllm_options(generation.vllm_cfg, generation.vllm_kwargs, "auto"))
+    VllmEngine("m", "t", max_model_len=9, **vllm_options(generation.vllm_cfg, generation.vllm_kwargs, "bfloat16"))
     expected = {"tensor_parallel_size": 8, "dtype": "bfloat16", "gpu_memory_utilization": 0.9, "max_num_seqs": 64}
     assert expected.items() <= vllm.arguments.items()
     assert vllm.arguments["logprobs_mode"] == "processed_logprobs"

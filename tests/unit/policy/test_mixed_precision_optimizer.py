@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.checkpointing import CheckpointError
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
+from posttrain.policy.optimizer import MixedPrecisionOptimizer, gradient_norm
 
 ADAMW = ("torch.optim.AdamW", {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8})
 SGD = ("torch.optim.SGD", {"lr": 1.0})
@@ -340,3 +340,9 @@ def test_the_same_kinds_with_other_numbers_are_accepted_and_so_are_older_checkpo
     build(torch.float32, slower, {**COSINE, "kwargs": {"T_max": 20}})[1].check_kinds(state)
     del state["kinds"]
     build(torch.float32, SGD, None)[1].check_kinds(state)
+
+
+def test_the_norm_of_many_numbers_is_right() -> None:
+    numbers = torch.randn(2**24, generator=torch.Generator().manual_seed(0))
+    exact = float(numbers.double().square().sum().sqrt())
+    assert gradient_norm([numbers]) == pytest.approx(exact, rel=1e-6)

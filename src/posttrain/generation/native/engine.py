@@ -45,6 +45,8 @@ class NativeSettings:
     kv_cache_gib: float | None = None  # None: what a call needs, at most 2 GiB on a CPU or what follows on a GPU
     gpu_memory_utilization: float = 0.9  # of a GPU's memory, for everything on it: weights, training's state, cache
     max_total_tokens: int = 4096  # prompt and completion together
+    # Whatever was sampled before, and however much memory happens to be free, the same call computes the same bits.
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_size", "max_prefill_tokens", "max_total_tokens"):
@@ -189,6 +191,8 @@ class NativeEngine:
             return held
         self.release()
         if self._keeps_workspace:
+            if settings.deterministic:
+                longest = settings.max_total_tokens  # how attention is divided among processors depends on it
             # Calls of many sizes take turns, a conversation's turns for instance: the largest so far fits them all.
             wanted, longest = self._largest = max(wanted, self._largest[0]), max(longest, self._largest[1])
         layers = self.forward.layers()
@@ -197,6 +201,13 @@ class NativeEngine:
             gpu_memory_utilization=settings.gpu_memory_utilization,
             reserve=self.forward.working_bytes(settings.max_prefill_tokens, settings.max_batch_size),
         )  # fmt: skip
+        by_chance = self._keeps_workspace and settings.kv_cache_gib is None and num_pages < wanted
+        if settings.deterministic and by_chance:
+            raise SamplingError(
+                "deterministic sampling wants room for all answers that run together, and the memory that is free allows for "
+                f"{num_pages / wanted:.0%} of it: who waits for whom would depend on what else is there. Set kv_cache_gib, "
+                "or lower max_batch_size"
+            )
         cache = PagedKvCache(layers, num_pages + 1, settings.page_size, device)  # one that belongs to nobody
         if not self._keeps_workspace:
             return Workspace(cache, num_pages, num_pages < wanted, longest, DenseDecode(cache, longest))

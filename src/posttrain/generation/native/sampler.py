@@ -127,6 +127,8 @@ def _smallest_kept(scores: Tensor, top_k: int, top_p: float) -> Tensor:
 def _nucleus_end(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
     """The score that carries the mass of the tokens before it to `top_p`; at least the best one is kept."""
     probabilities = (ordered - total).exp_()
-    before = probabilities.cumsum(dim=-1) - probabilities
+    # A single row would be added up by many processors of a GPU at once, in an order left to chance.
+    rows = probabilities.expand(2, -1) if len(probabilities) == 1 and probabilities.is_cuda else probabilities
+    before = rows.cumsum(dim=-1)[: len(probabilities)] - probabilities
     kept = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
     return ordered.gather(1, kept - 1)

@@ -40,7 +40,7 @@ def _words(keys_ptr, which: tl.constexpr, index):
 def _by_chance(value, words):
     """low_precision.round_to_bf16, still as fp32."""
     bits = value.to(tl.int32, bitcast=True) + (words & 0xFFFF).to(tl.int32)
-    return (bits & -65536).to(tl.float32, bitcast=True)
+    return tl.where(value == value, (bits & -65536).to(tl.float32, bitcast=True), value)
 
 
 @triton.jit

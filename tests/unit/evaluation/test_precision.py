@@ -1,8 +1,8 @@
-"""The number format of the native engine, whichever of the two places names it."""
+"""The number format of the engines, whichever of the two places names it."""
 
 import pytest
 
-from posttrain.build.evaluation import native_precision
+from posttrain.build.evaluation import native_precision, vllm_precision
 from posttrain.config import load_config
 
 
@@ -18,3 +18,16 @@ from posttrain.config import load_config
 )
 def test_float32_under_vllm_cfg_holds_for_the_native_engine(words: list[str], expected: str) -> None:
     assert native_precision(load_config("eval", None, words).config.generation) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "bfloat16"),
+        (["generation.precision=float32"], "float32"),
+        (["generation.vllm_cfg.precision=float32"], "float32"),
+        (["generation.vllm_cfg.precision=null"], "auto"),
+    ],
+)
+def test_vllm_reads_both(words: list[str], expected: str) -> None:
+    assert vllm_precision(load_config("eval", None, words).config.generation) == expected
