@@ -116,8 +116,12 @@ def test_from_an_evaluation_to_production(
     assert main(["registry", "promote", "sums", "1", "--why", "gate passed"]) == 0
     assert main(["registry", "promote", "sums", "1", "--why", "canary was quiet", "--by", "ann"]) == 0
     assert main(["registry", "add", "sums", "old", "--metric", "mine=0.5"]) == 0
+    assert main(["registry", "add", "sums", "eval-old"]) == 64
+    assert "eval-old is a folder without config.json" in capsys.readouterr().err
     assert main(["registry", "promote", "sums", "2", "--to", "production", "--why", "x"]) == 64
     assert "it has no gate verdict" in capsys.readouterr().err
+    assert main(["registry", "rollback", "sums", "--to", "2", "--why", "x"]) == 64
+    assert "has never been in production" in capsys.readouterr().err, "no way around the gate"
     assert main(["registry", "promote", "sums", "2", "--to", "production", "--why", "emergency", "--force"]) == 0
     assert main(["registry", "rollback", "sums", "--why", "it was worse"]) == 0
     capsys.readouterr()
@@ -143,8 +147,17 @@ def test_from_an_evaluation_to_production(
     assert "archived" in capsys.readouterr().out
     assert main(["registry", "diff", "sums", "1", "2"]) == 0
     assert "metrics" in capsys.readouterr().out
+    # What is in production can be measured by that name.
+    again = evaluation(folder, "new")
+    again[1], again[4] = "registry:sums@production", "eval.save_path=eval-production"
+    assert main(again) == 0
+    registered, original = (read_evaluation(Path(name)) for name in ("eval-production", "eval-new"))
+    assert registered.summary.metrics == original.summary.metrics
+    capsys.readouterr()
     assert main(["registry", "resolve", "registry:sums@production"]) == 0
     path = Path(capsys.readouterr().out.strip())
+    assert main(["registry", "resolve", "sums@production"]) == 0
+    assert Path(capsys.readouterr().out.strip()) == path
     assert AutoModelForCausalLM.from_pretrained(path) is not None
 
     (path / "model.safetensors").write_bytes(b"tampered")

@@ -53,7 +53,14 @@ class EvaluationBuild:
     @cached_property
     def reference(self) -> ModelReference | None:
         """The model, unless a server has it."""
-        return resolve_model(self.config.generation.model_name) if self.config.server_url is None else None
+        name = self.config.generation.model_name
+        if self.config.server_url is not None:
+            return None
+        if name.startswith("registry:"):
+            from posttrain.registry import resolve_version
+
+            return resolve_model(resolve_version(name).path)
+        return resolve_model(name)
 
     @cached_property
     def environment_config(self) -> EnvironmentConfig:

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 DEFAULT_WAIT_S = 30.0
 EXIT_DAMAGED = 2
 SIZE_WITH_A_BAR = 200 * 2**20  # bytes; less is done before anybody looks
+# A model is looked at while it is new, and loaded once it is in use: the two commands have different defaults.
+WHICH_SHOWN = "a number, production or canary (default: the newest version; `resolve` and `serve` take production)"
+WHICH_RESOLVED = (
+    "NAME@production, NAME@canary or NAME@3 (default: production; `show` takes the newest), with or without registry:"
+)
+ROLLBACK_TO = "go back to this one, which was in production before (default: the last that was)"
 
 EPILOG = """\
 examples:
@@ -70,14 +76,20 @@ def _run(run: Any, args: argparse.Namespace) -> int:
     if args.words:
         raise InputError(f"unexpected: {' '.join(args.words)}; see `posttrain registry --help`")
     from posttrain.registry import Registry
+    from posttrain.registry.resolve import PREFIX
 
+    if getattr(args, "name", None):
+        # As `serve` writes it; nobody should have to know where it is needed.
+        args.name = args.name.removeprefix(PREFIX)
     return int(run(Registry(args.registry, wait_s=args.wait_s), args))
 
 
 def _add_add(commands: Any) -> None:
     add = _command(commands, "add", _add)
     add.add_argument("name", metavar="NAME", help="name of the model; the first version makes it")
-    add.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder, adapter or checkpoint step_N")
+    add.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="Hugging Face folder, adapter or checkpoint step_N, whole"
+    )
     add.add_argument("--base-model", metavar="MODEL", help="what it was trained from (default: as its config says)")
     add.add_argument("--config", type=Path, metavar="FILE", help="config of the run (default: config.yaml of FOLDER)")
     add.add_argument(
@@ -99,7 +111,7 @@ def _add_reading(commands: Any) -> None:
     listing.add_argument("name", nargs="?", metavar="NAME", help="only this model")
     show = _command(commands, "show", _show)
     show.add_argument("name", metavar="NAME", help="may also name the version: NAME@WHICH")
-    show.add_argument("which", nargs="?", metavar="WHICH", help="a number, production or canary (default: the newest)")
+    show.add_argument("which", nargs="?", metavar="WHICH", help=WHICH_SHOWN)
     show.add_argument("--verify", action="store_true", help="compare every file with its checksum")
     history = _command(commands, "history", _history)
     history.add_argument("name", metavar="NAME")
@@ -110,7 +122,7 @@ def _add_reading(commands: Any) -> None:
     for parser in (listing, show, history, diff):
         parser.add_argument("--json", action="store_true", help="print JSON")
     resolve = _command(commands, "resolve", _resolve)
-    resolve.add_argument("reference", metavar="REFERENCE", help="registry:NAME@production, @canary or @3")
+    resolve.add_argument("reference", metavar="REFERENCE", help=WHICH_RESOLVED)
 
 
 def _add_promote(commands: Any) -> None:
@@ -127,7 +139,7 @@ def _add_rollback(commands: Any) -> None:
     rollback = _command(commands, "rollback", _rollback)
     rollback.add_argument("name", metavar="NAME")
     rollback.add_argument("--stage", choices=("production", "canary"), default="production", help="what to take back")
-    rollback.add_argument("--to", type=int, metavar="VERSION", help="go back to this one (default: the one before)")
+    rollback.add_argument("--to", type=int, metavar="VERSION", help=ROLLBACK_TO)
     _add_reason(rollback)
 
 
@@ -146,11 +158,14 @@ def _add(registry: Registry, args: argparse.Namespace) -> int:
     The files are copied into the registry and their checksums recorded, with the lineage.
     """
     from posttrain.registry import gather_lineage
+    from posttrain.registry.model_folder import check_model_folder
     from posttrain.registry.version import as_row
 
+    folder: Path = args.folder.expanduser()
+    check_model_folder(folder)
     metrics = {name: _number(name, value) for name, value in _pairs("--metric", args.metric).items()}
     lineage = gather_lineage(
-        args.folder,
+        folder,
         base_model=args.base_model,
         config=args.config,
         data=args.data,
@@ -160,7 +175,6 @@ def _add(registry: Registry, args: argparse.Namespace) -> int:
     )
     from posttrain.reporting.console import Console
 
-    folder: Path = args.folder
     if other := lineage.judged_another:
         print(
             f"warning: the gate judged {other}, whose files are not those in {folder}: promoting needs --force",
@@ -211,7 +225,7 @@ def _show(registry: Registry, args: argparse.Namespace) -> int:
     from posttrain.cli.registry_views import show_version
     from posttrain.registry.version import as_row
 
-    name, _, which = args.name.removeprefix("registry:").partition("@")
+    name, _, which = args.name.partition("@")
     if which and args.which:
         raise InputError(f"{args.name} names a version already; what is {args.which!r}?")
     which = which or args.which

@@ -68,7 +68,8 @@ class EvalGenerationConfig(Section):
         default="native", description="Engine that samples: native, vllm, or openai_url for a server."
     )
     model_name: str = Field(
-        description="Model: a folder, an adapter, a checkpoint step_N, a run's folder, a hub name or a server's URL."
+        description="Model: a folder, an adapter, a checkpoint step_N, a run's folder, a hub name, registry:NAME@STAGE or "
+        "a server's URL."
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",

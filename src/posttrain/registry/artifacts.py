@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -20,8 +21,8 @@ from posttrain.checkpointing import durable
 from posttrain.registry.errors import RegistryError
 
 _MAX_THREADS = 8
-_CHECKPOINT_FILES = ("config.yaml", "training_info.json", "policy/model.json")
-_CHECKPOINT_FOLDERS = (("policy", "weights"), ("policy", "tokenizer"))
+CHECKPOINT_FILES = ("config.yaml", "training_info.json", "policy/model.json")
+CHECKPOINT_FOLDERS = (("policy", "weights"), ("policy", "tokenizer"))
 
 
 @dataclass(frozen=True)
@@ -83,48 +84,94 @@ def find_damage(folder: Path, files: Files, *, strangers: bool, contents: bool =
         return [problem for problem in checks if problem]
 
 
-def keep_copy(folder: Path, files: Files, root: Path, progress: Progress = no_progress) -> Path:
-    """A copy of `folder` under `root`, named by its content: equal content is kept once. Whole, or not there at all."""
-    target = root / content_digest(files)[:24]
-    if target.exists() and not find_damage(target, files, strangers=True):
-        return target
-    durable.make_folder(root)
-    partial = root / f".partial-{uuid4().hex}"
-    try:
-        for name, record in files.items():
-            copy = partial / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / name, copy)
-            durable.sync_file(copy)
-            progress(record.size)
-        if damage := find_damage(partial, files, strangers=True):
-            raise RegistryError(f"{folder} changed while it was copied: {damage[0]}; is something still writing to it?")
-        _put_in_place(partial, target, files)
-    except OSError as error:
-        raise RegistryError(f"{folder} cannot be copied to {target}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    durable.sync_folder(root)
-    return target
+class Copy:
+    """A copy of a folder on its way into the registry, named by its content: equal content is kept once.
+
+    Files are copied under a name of the copy's own, which may take long. `keep` and `withdraw` are quick and are called by the
+    registry's only writer: nobody else can have come to rely on what `withdraw` takes away. Leaving the block removes what
+    was not kept.
+    """
+
+    def __init__(self, folder: Path, files: Files, root: Path, progress: Progress = no_progress) -> None:
+        self.target = root / content_digest(files)[:24]
+        self._folder, self._files, self._root, self._progress = folder, files, root, progress
+        self._partial = root / f".partial-{uuid4().hex}"
+        self._is_new = False
+
+    def __enter__(self) -> Copy:
+        if not self.target.exists() or find_damage(self.target, self._files, strangers=True):
+            try:
+                self._copy()
+            except BaseException:
+                self._tidy()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tidy()
+
+    def keep(self) -> None:
+        """Put the copy in its place: whole, or not there at all."""
+        if not self._partial.exists():
+            if self.target.exists():
+                return
+            self._copy()  # the same content was there a moment ago, from somebody who has withdrawn it since
+        try:
+            self._is_new = _put_in_place(self._partial, self.target, self._files)
+            durable.sync_folder(self._root)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def withdraw(self) -> None:
+        """Take away what `keep` put there; what was there before, or has mended it, stays."""
+        if self._is_new:
+            shutil.rmtree(self.target, ignore_errors=True)
+
+    def _copy(self) -> None:
+        try:
+            durable.make_folder(self._root)
+            for name, record in self._files.items():
+                copy = self._partial / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self._folder / name, copy)
+                durable.sync_file(copy)
+                self._progress(record.size)
+        except OSError as error:
+            raise self._failed(error) from error
+        if damage := find_damage(self._partial, self._files, strangers=True):
+            raise RegistryError(
+                f"{self._folder} changed while it was copied: {damage[0]}; is something still writing to it?"
+            )
+
+    def _failed(self, error: OSError) -> RegistryError:
+        return RegistryError(f"{self._folder} cannot be copied to {self.target}: {error.strerror or error}")
+
+    def _tidy(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        with suppress(OSError):  # they hold other versions, as a rule
+            self._root.rmdir()
+            self._root.parent.rmdir()
 
 
-def _put_in_place(partial: Path, target: Path, files: Files) -> None:
+def _put_in_place(partial: Path, target: Path, files: Files) -> bool:
+    """Whether there was nothing in the place before."""
     try:
         os.rename(partial, target)
-        return
+        return True
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     if not find_damage(target, files, strangers=True):
-        return  # somebody else has just copied the same content
+        return False  # somebody else has just copied the same content
     damaged = target.with_name(f".replaced-{uuid4().hex}")
     os.rename(target, damaged)
     os.rename(partial, target)
     shutil.rmtree(damaged, ignore_errors=True)
+    return False
 
 
 def _is_of_the_model(path: Path) -> bool:
-    return path.as_posix() in _CHECKPOINT_FILES or path.parts[:2] in _CHECKPOINT_FOLDERS
+    return path.as_posix() in CHECKPOINT_FILES or path.parts[:2] in CHECKPOINT_FOLDERS
 
 
 def _walk(folder: Path) -> list[Path]:

@@ -11,12 +11,13 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from posttrain.data.errors import nearest
-from posttrain.registry.artifacts import Files, Progress, find_damage, keep_copy, measure, no_progress
+from posttrain.registry.artifacts import Copy, Files, Progress, find_damage, measure, no_progress
 from posttrain.registry.errors import RegistryConflict, RegistryError
 from posttrain.registry.lineage import Lineage
 from posttrain.registry.stages import (
@@ -102,7 +103,10 @@ class Registry:
         self._check_name(name)
         folder = Path(folder).expanduser().absolute()
         files = measure(folder, progress)
-        path, run_id, uploaded_to = self._place(name, folder, files, in_place, progress)
+        home = self.location.folder
+        copy = Copy(folder, files, home / ARTIFACTS / name, progress) if home and not in_place else None
+        run_id, uploaded_to = (None, None) if in_place or copy else self._upload(name, folder, files)
+        path = copy.target if copy else folder
         new = ModelVersion(
             name=name,
             version=NO_VERSION,
@@ -118,9 +122,9 @@ class Registry:
         )
         # A tracking server refuses local paths as sources, for good reasons; the record has the path.
         source = uploaded_to or (f"posttrain-folder://folder/{name}" if self.location.is_server else str(path))
-        with self._store.writing():
-            record = record_of(new, self.location.folder)
-            number = self._store.add_version(name, source, record, run_id)
+        record = record_of(new, home)
+        with copy or nullcontext(), self._store.writing():
+            number = self._write_version(name, source, record, run_id, copy)
         return self._version(name, number, record, Stages())
 
     def promote(
@@ -169,11 +173,14 @@ class Registry:
         to: int | None = None,
         verify: bool = True,
     ) -> Entry:
-        """Production goes back to the version before (or to `to`); a canary is taken away. The loser is archived."""
+        """Production goes back to the version before (or to `to`); a canary is taken away. The loser is archived.
+
+        `to` must have been in production before: a rollback asks no gate, so it leads nowhere that is new.
+        """
         if stage not in ("production", "canary"):
             raise RegistryError(f"only production and canary can be rolled back, not {stage}")
-        stages, _ = self._replayed(name)
         records = self._records(name)
+        stages, entries = self._replayed(name)
         if stage == "canary":
             if not stages.canary:
                 raise RegistryError(f"{name} has no canary")
@@ -185,12 +192,35 @@ class Registry:
         chosen = self._version(name, self._number(name, str(target), records, stages), records[target], stages)
         if chosen.stage == "production":
             raise RegistryError(f"{chosen.reference} is in production already")
+        if not any(move.version == target and move.after == "production" for entry in entries for move in entry.moves):
+            raise RegistryError(
+                f"{chosen.reference} has never been in production, so there is no going back to it. Use: posttrain registry "
+                f"promote {name} {target} --to production --why … (against the gate: --force)"
+            )
         if verify and (damage := self.verify(chosen)):
             raise RegistryError(_damaged(chosen, damage))
         change = Change("rollback", target, "production", by or who(), now(), _reason(why), stages.production)
         return self._append(name, change)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _write_version(
+        self, name: str, source: str, record: Mapping[str, Any], run_id: str | None, copy: Copy | None
+    ) -> int:
+        """The number of the new version. Its files are kept only if it was written."""
+        if copy is None:
+            return self._store.add_version(name, source, record, run_id)
+        before = set(
+            self._store.versions(name)
+        )  # a database that cannot be read is found before the files are put there
+        copy.keep()
+        try:
+            return self._store.add_version(name, source, record, run_id)
+        except BaseException:
+            # An interrupt may come after the database has the version: then its files must stay.
+            if set(self._store.versions(name)) == before:
+                copy.withdraw()
+            raise
 
     def _append(self, name: str, change: Change) -> Entry:
         with self._store.writing():
@@ -238,17 +268,11 @@ class Registry:
     def _version(self, name: str, number: int, record: Mapping[str, Any], stages: Stages) -> ModelVersion:
         return version_from_record(name, number, record, stages, self.location.folder)
 
-    def _place(
-        self, name: str, folder: Path, files: Files, in_place: bool, progress: Progress
-    ) -> tuple[Path, str | None, str | None]:
-        """(folder, run id, address on the server) of the files of a new version."""
-        if in_place:
-            return folder, None, None
-        if self.location.folder:
-            return keep_copy(folder, files, self.location.folder / ARTIFACTS / name, progress), None, None
+    def _upload(self, name: str, folder: Path, files: Files) -> tuple[str, str]:
+        """(run id, address on the server) of the files of a new version."""
         if self.location.is_server:
             uploaded_to, run_id = self._store.upload(name, folder, files)
-            return folder, run_id, uploaded_to
+            return run_id, uploaded_to
         raise RegistryError(
             f"{self.location.text} is a database without a place for files; say --in-place to leave them in {folder}"
         )

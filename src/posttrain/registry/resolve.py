@@ -18,14 +18,15 @@ def is_registry_reference(text: str) -> bool:
 def resolve_version(
     reference: str, *, registry: str | Path | None = None, verify: bool = True, wait_s: float = DEFAULT_WAIT_S
 ) -> ModelVersion:
-    """The version that `registry:NAME@WHICH` names; WHICH is production (the default), canary or a number.
+    """The version that `registry:NAME@WHICH` or `NAME@WHICH` names; WHICH is production (the default), canary or a number.
 
     Its files are at `.path`, compared with their checksums (`verify` False: only with their sizes). `registry` is where
     the registry is: POSTTRAIN_REGISTRY, or ./registry, if it is not given.
     """
     name, at, which = reference.removeprefix(PREFIX).partition("@")
-    if not is_registry_reference(reference) or not name or (at and not which):
+    if not name or (at and not which):
         raise RegistryError(
-            f"{reference!r}: expected registry:NAME@production, registry:NAME@canary or registry:NAME@3"
+            f"{reference!r}: expected registry:NAME@production, registry:NAME@canary or registry:NAME@3 ('registry:' may be "
+            "left out)"
         )
     return Registry(registry, wait_s=wait_s).resolve(name, which or "production", verify=verify)

@@ -39,6 +39,7 @@ _MLFLOW_SETTINGS = {  # environment variables, unless the user has set them
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # standard output is for results
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",  # its own 7 wait for minutes before they say that there is no server
 }
+_NO_DATABASE = ("file is not a database", "disk image is malformed")  # words of SQLite
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ class MlflowStore:
                     f"{self.location.text}: there is no registry here yet; `posttrain registry add` makes one "
                     "(another place: --registry, or the variable POSTTRAIN_REGISTRY)"
                 )
-            self._client = _client(self.location.uri)
+            self._client = self._call(lambda: _client(self.location.uri))
         return self._client
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -220,13 +221,16 @@ class MlflowStore:
         """`call`, again while the database is locked or a number was taken by another writer, until `wait_s` is over."""
         _require_mlflow()
         from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import DatabaseError
 
         deadline = time.monotonic() + self.wait_s
         while True:
             try:
                 return call()
-            except MlflowException as error:
-                if raw_if and error.error_code == raw_if:
+            except (MlflowException, DatabaseError) as error:
+                if any(said in str(error) for said in _NO_DATABASE):
+                    raise RegistryError(self._no_database()) from error
+                if isinstance(error, MlflowException) and raw_if and error.error_code == raw_if:
                     raise
                 message = str(error).split("\n")[0]
                 is_busy = "database is locked" in str(error) or "Giving up after" in message
@@ -239,6 +243,13 @@ class MlflowStore:
                         f"{self.location.text}: another process is writing to the registry; waited {self.wait_s:g} s"
                     ) from error
             time.sleep(_RETRY_S)
+
+    def _no_database(self) -> str:
+        folder = self.location.folder
+        return (
+            f"{folder / DATABASE if folder else self.location.text}: this is no registry database, or a damaged one; bring "
+            "it back from a backup, or name another registry (--registry)"
+        )
 
 
 def _require_mlflow() -> None:
@@ -263,7 +274,10 @@ def _client(uri: str) -> Any:
     try:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except Exception as error:
-        raise RegistryError(f"{uri}: not a registry that MLflow can open ({error})") from error
+        if any(said in str(error) for said in _NO_DATABASE):
+            raise  # said in one line, with the name of the file, by whoever calls
+        first_line = str(error).split("\n")[0]
+        raise RegistryError(f"{uri}: not a registry that MLflow can open ({first_line})") from error
 
 
 def _to_tags(record: Mapping[str, Any]) -> dict[str, str]:

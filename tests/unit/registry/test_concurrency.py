@@ -99,6 +99,7 @@ def test_a_registry_that_another_process_writes_to_is_busy_until_that_one_dies(
         with pytest.raises(RegistryBusy, match=rf"being written by process {holder.pid} on .*; waited 0.2 s"):
             Registry(registry_folder, wait_s=0.2).add("m", make_model("a"), passed)
         assert registry.names() == [], "reading needs no lock, and nothing was written"
+        assert not (registry_folder / "artifacts").exists(), "the copy is gone, too"
         assert holder.pid is not None
         os.kill(holder.pid, signal.SIGKILL)
         holder.join()

@@ -97,6 +97,26 @@ def test_the_way_through_the_stages_and_back(registry: Registry, make_model: Mak
         registry.rollback("m", why="again")
 
 
+def test_a_rollback_leads_only_to_what_was_in_production(
+    registry: Registry, make_model: Make, passed: Lineage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content, lineage in zip("abc", (passed, passed, Lineage()), strict=True):
+        registry.add("m", make_model(content), lineage)
+    registry.promote("m", 1, "production", why="x")
+    registry.promote("m", 2, "canary", why="x")
+    where = str(registry.location.folder)
+    for version in ("2", "3"):
+        assert main(["registry", "rollback", "m", "--to", version, "--why", "x", "--registry", where]) == 64
+        said = capsys.readouterr().err
+        assert f"registry:m@{version} has never been in production" in said
+        assert f"promote m {version} --to production" in said
+    assert (registry.get("m").version, len(registry.history("m"))) == (1, 2)
+    registry.promote("m", 2, "production", why="x")
+    registry.rollback("m", why="x")
+    assert main(["registry", "rollback", "m", "--to", "2", "--why", "it was good", "--registry", where]) == 0
+    assert registry.get("m").version == 2, "taken out by a rollback, but it was in production"
+
+
 def test_a_canary_can_be_rolled_back(registry: Registry, make_model: Make, passed: Lineage) -> None:
     registry.add("m", make_model("a"), passed)
     with pytest.raises(RegistryError, match="m has no canary"):
@@ -236,8 +256,9 @@ def test_references_resolve_to_a_version(registry: Registry, make_model: Make, p
         registry.add("m", make_model(content), passed)
     registry.promote("m", 1, "production", why="x")
     registry.promote("m", 2, "canary", why="x")
-    found = {text: resolve_version(f"registry:m{text}", registry=where).version for text in ("", "@canary", "@3")}
-    assert found == {"": 1, "@canary": 2, "@3": 3}
+    for prefix in ("registry:", ""):
+        found = {text: resolve_version(f"{prefix}m{text}", registry=where).version for text in ("", "@canary", "@3")}
+        assert found == {"": 1, "@canary": 2, "@3": 3}
     assert resolve_version("registry:m@production", registry=where).path.is_dir()
     assert is_registry_reference("registry:m")
     assert not is_registry_reference("models/m")
@@ -246,7 +267,7 @@ def test_references_resolve_to_a_version(registry: Registry, make_model: Make, p
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("m@1", "expected registry:NAME@production"),
+        ("@1", "expected registry:NAME@production"),
         ("registry:", "expected registry:NAME@production"),
         ("registry:m@", "expected registry:NAME@production"),
         ("registry:m@7", "m@7: no such version; versions are 1, or say production or canary"),
@@ -357,3 +378,119 @@ def test_numbers_that_are_none_are_refused(registry: Registry, make_model: Make,
         registry.get("m", "²")
     for words in (["add", "m", "f", "--metric", "x=nan"], ["promote", "m", "1", "--why", "w", "--expect", "²"]):
         assert main(["registry", *words, "--registry", str(registry.location.folder)]) == 64
+
+
+def artifacts(registry: Registry) -> list[Path]:
+    assert registry.location.folder is not None
+    return sorted((registry.location.folder / "artifacts").rglob("*"))
+
+
+@pytest.mark.parametrize("failing", ["_ensure_model", "_append", "versions"])
+def test_an_addition_that_fails_leaves_no_files(
+    registry: Registry, make_model: Make, passed: Lineage, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail(*args: object) -> None:
+        raise RegistryError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowStore, failing, fail)
+        with pytest.raises(RegistryError, match="the disk is full"):
+            registry.add("m", make_model("a"), passed)
+        assert artifacts(registry) == []
+    version = registry.add("m", make_model("b"), passed)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowStore, failing, fail)
+        for folder in (version.path, make_model("c")):
+            with pytest.raises(RegistryError, match="the disk is full"):
+                registry.add("m", folder, passed)
+    assert registry.verify(version) == [], "the files of another version with the same content stay"
+    assert [path for path in artifacts(registry) if path.parent.name == "m"] == [version.path]
+
+
+def test_an_interrupt_after_the_version_was_written_keeps_its_files(
+    registry: Registry, make_model: Make, passed: Lineage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = MlflowStore._append
+
+    def interrupted(self: MlflowStore, *args: object) -> int:
+        append(self, *args)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowStore, "_append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            registry.add("m", make_model("a"), passed)
+    assert registry.verify(registry.get("m", 1)) == []
+
+
+def test_content_that_its_first_owner_withdraws_is_copied_again(
+    registry: Registry, make_model: Make, passed: Lineage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when the second one looked, and is gone when that one may write."""
+    folder = make_model("a")
+    first = registry.add("n", folder, passed)
+    assert registry.location.folder is not None
+    target = registry.location.folder / "artifacts" / "m" / first.path.name
+    shutil.copytree(first.path, target)
+    versions = MlflowStore.versions
+
+    def withdrawn(self: MlflowStore, name: str) -> object:
+        shutil.rmtree(target, ignore_errors=True)
+        return versions(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowStore, "versions", withdrawn)
+        version = registry.add("m", folder, passed)
+    assert version.path == target
+    assert registry.verify(version) == []
+
+
+@pytest.mark.parametrize("content", [b"this is no database, but long enough to be looked at", None])
+def test_a_file_that_is_no_database_is_named_in_one_line(
+    registry_folder: Path, make_model: Make, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    database = registry_folder / "registry.db"
+    database.write_bytes(content or database.read_bytes()[:20000])
+    for words in (["list"], ["show", "m"], ["promote", "m", "1", "--why", "x"]):
+        assert main(["registry", *words, "--registry", str(registry_folder)]) == 64
+        said = capsys.readouterr().err
+        assert f"{database}: this is no registry database" in said
+        assert len(said.strip().splitlines()) == 1
+        assert "sqlalche" not in said
+    registry = Registry(registry_folder)
+    with pytest.raises(RegistryError, match="this is no registry database"):
+        registry.add("m", make_model("a"), Lineage())
+    assert artifacts(registry) == []
+
+
+def test_every_command_takes_a_name_with_and_without_its_prefix(
+    registry: Registry, make_model: Make, passed: Lineage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in "ab":
+        registry.add("m", make_model(content), passed)
+    where = ["--registry", str(registry.location.folder)]
+    for version in ("1", "2"):
+        assert main(["registry", "promote", "registry:m", version, "--to", "production", "--why", "x", *where]) == 0
+    assert main(["registry", "rollback", "registry:m", "--why", "x", *where]) == 0
+    for words in (["list", "m"], ["show", "m"], ["show", "m@1"], ["history", "m"], ["diff", "m", "1", "2"]):
+        capsys.readouterr()
+        command, name, *rest = words
+        assert main(["registry", command, name, *rest, *where]) == 0
+        plain = capsys.readouterr().out
+        assert main(["registry", command, f"registry:{name}", *rest, *where]) == 0
+        assert capsys.readouterr().out == plain != ""
+    for reference in ("m@production", "registry:m@production", "m"):
+        assert main(["registry", "resolve", reference, *where]) == 0
+        assert capsys.readouterr().out.strip() == str(registry.get("m", 1).path)
+
+
+@pytest.mark.parametrize("command", ["show", "resolve"])
+def test_the_help_tells_the_two_defaults_apart(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["registry", command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    default, other = (
+        ("newest", "`serve` take production") if command == "show" else ("production", "`show` takes the newest")
+    )
+    assert f"default: {'the ' if command == 'show' else ''}{default}" in said
+    assert other in said
