@@ -19,11 +19,21 @@ from posttrain.checkpointing import describe_model
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError
 from posttrain.export.lora import Adapter, adapter_in, open_adapter
-from posttrain.export.model_reference import TOKENIZER, adapter_base, find_checkpoint, looks_like_hub_name
-from posttrain.export.weight_names import ModelShape, is_lora, match_names, plain_name, prefix_of
+from posttrain.export.model_reference import (
+    TOKENIZER,
+    adapter_base,
+    check_model_folder,
+    explain_config_error,
+    find_checkpoint,
+    looks_like_hub_name,
+    read_json,
+)
+from posttrain.export.weight_names import ModelShape, config_file_of, is_lora, match_names, plain_name, prefix_of
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
 
 Say = Callable[[str], None]
+_FILES_OF_A_MODEL = ("*.safetensors", ".metadata", "config.json", "adapter_config.json")
+_BASES = "a Hugging Face folder, or a hub name such as Qwen/Qwen3-0.6B"
 
 
 class ConversionError(InputError):
@@ -62,20 +72,22 @@ class ConversionInput:
         own = self.folder / "config.json"
         if not own.is_file() or self.has_adapter:
             return ModelShape.of(self._base_config(), self.base_origin)
-        config = _model_config(str(self.folder), {}, str(own))
+        config = read_model_config(str(self.folder), {}, str(own))
         if self.base_is_given:
             self._compare_with_base(config, own)
         return ModelShape.of(config, str(own))
 
     def _base_config(self) -> Any:
         overrides = dict((self.run_config.get("policy") or {}).get("hf_config_overrides") or {})
-        return _model_config(self.base, overrides, self.base_origin)
+        return read_model_config(self.base, overrides, self.base_origin)
 
     def _compare_with_base(self, config: Any, own: Path) -> None:
         """The weights' own config is the better witness; one that the user gives must not contradict it."""
         try:
             given = self._base_config()
         except ConversionError:
+            if Path(self.base).is_dir():
+                raise
             return  # the base model has moved, and nothing else is needed of it
         described = [describe_model(each.to_dict(), None) for each in (config, given)]
         kinds = [each["architecture"].get("model_type") for each in described]
@@ -173,11 +185,18 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
     is_sealed = checkpoint is not None and (checkpoint / CHECKSUMS).is_file()
     if checkpoint is not None and is_sealed and (problems := find_damage(checkpoint, below="policy/weights")):
         raise ConversionError(f"{checkpoint} is damaged: {'; '.join(problems[:3])}")
-    folder = _weights_folder(checkpoint / "policy" / "weights" if checkpoint else path)
+    checkpoint_weights = checkpoint / "policy" / "weights" if checkpoint else _weights_outside_step(path)
+    if checkpoint_weights is None:
+        _check_holds_model(path)
+    folder = path if checkpoint_weights is None else _weights_folder(checkpoint_weights)
+    if base is not None:
+        _check_base(base)
     config_file = config
     if config is None and checkpoint is not None and (checkpoint / "config.yaml").is_file():
         config_file = checkpoint / "config.yaml"
     run_config = read_run_config(config_file) if config_file else {}
+    if config is not None:
+        _check_training_config(config, run_config, names_model=base is None)
     is_peft = (folder / "adapter_config.json").is_file()
     found_base = base or _base_model(folder, run_config, config_file, is_peft)
     by_config = config_file is not None and base is None and not is_peft
@@ -187,19 +206,54 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
         base=found_base,
         base_origin=f"{found_base} (policy.model_name of {config_file})" if by_config else found_base,
         base_is_given=config is not None or base is not None,
-        source=None if is_peft else open_weights(folder),
+        source=None if is_peft else open_weights(folder, of_checkpoint=checkpoint_weights is not None),
         run_config=run_config,
         config_file=config_file,
         checkpoint=checkpoint,
     )
 
 
-def _weights_folder(folder: Path) -> Path:
-    """`weights` or `weights/model`: whichever has the files."""
-    known = ("*.safetensors", ".metadata", "config.json", "adapter_config.json")
-    has_files = any(next(folder.glob(pattern), None) for pattern in known)
-    inner = folder / "model"
-    return inner if inner.is_dir() and not has_files else folder
+def _weights_outside_step(path: Path) -> Path | None:
+    """The weights of a checkpoint whose folder was not called step_N, named by its `policy` or `policy/weights`."""
+    parts = path.absolute().parts
+    if parts[-2:] == ("policy", "weights"):
+        return path
+    return path / "weights" if parts[-1:] == ("policy",) and (path / "weights").is_dir() else None
+
+
+def _weights_folder(weights: Path) -> Path:
+    """A checkpoint's `weights` or `weights/model`: whichever has the files."""
+    inner = weights / "model"
+    return inner if inner.is_dir() and not _holds_any(weights, _FILES_OF_A_MODEL) else weights
+
+
+def _check_holds_model(folder: Path) -> None:
+    """Any other folder has to be a model itself: a model somewhere below it is not what the user has named."""
+    if not _holds_any(folder, (*_FILES_OF_A_MODEL, "*.distcp", "iter_*")):
+        check_model_folder(folder)
+
+
+def _holds_any(folder: Path, patterns: tuple[str, ...]) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in patterns)
+
+
+def _check_base(base: str) -> None:
+    """The result names its base model, so a mistyped path must not get there. A hub name is fetched only if needed."""
+    if Path(base).is_dir():
+        if not (Path(base) / "config.json").is_file():
+            raise ConversionError(f"--base {base} is a folder without config.json; accepted: {_BASES}")
+    elif not looks_like_hub_name(base):
+        raise ConversionError(f"--base: no folder {base!r}; accepted: {_BASES}")
+
+
+def _check_training_config(path: Path, run_config: Mapping[str, Any], *, names_model: bool) -> None:
+    """--config is where the model's history comes from; a file without it would lose the history without a word."""
+    if "policy" not in run_config:
+        raise ConversionError(
+            f"{path} is no config of a training run: it has no section policy; accepted: the run's step_N/config.yaml"
+        )
+    if names_model and not (run_config["policy"] or {}).get("model_name"):
+        raise ConversionError(f"{path} has no policy.model_name, so the model that was trained is not known")
 
 
 def _base_model(folder: Path, run_config: Mapping[str, Any], config_file: Path | None, is_peft: bool) -> str:
@@ -232,16 +286,24 @@ def read_run_config(path: Path) -> dict[str, Any]:
         raise ConversionError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConversionError(f"{path} is no config of a run: it holds no sections")
+    if not isinstance(content.get("policy") or {}, dict):
+        raise ConversionError(f"{path} is no config of a run: its policy is no section")
     return content
 
 
-def _model_config(place: str, overrides: Mapping[str, Any], named: str) -> Any:
+def read_model_config(place: str, overrides: Mapping[str, Any], named: str) -> Any:
+    """The config of the model in the folder `place`, or of that name on the hub. `named` is its name in messages."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(place, **overrides)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # a value of the wrong kind shows as anything
+        file = Path(place) / "config.json"
+        if file.is_file():
+            said = explain_config_error(error, {**read_json(file), **overrides})
+            changed = f" (with policy.hf_config_overrides {dict(overrides)})" if overrides else ""
+            raise ConversionError(f"{config_file_of(named)}{changed}: {said}") from error
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(
             f"the config of {named} cannot be read: {first}. Give the folder of the model that was trained with --base."
         ) from error

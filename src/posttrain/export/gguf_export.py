@@ -22,6 +22,7 @@ from torch import Tensor
 
 from posttrain.checkpointing import durable
 from posttrain.errors import InputError
+from posttrain.export.conversion_input import read_model_config
 from posttrain.export.convert import Advance
 from posttrain.export.gguf_import import require_gguf
 from posttrain.export.gguf_tokenizer import add_tokenizer
@@ -89,10 +90,10 @@ def export_gguf(
 ) -> GgufFile:
     """Write the model in `folder` to the new file `file`."""
     import gguf
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     require_gguf()
-    config = AutoConfig.from_pretrained(folder)
+    config = read_model_config(str(folder), {}, str(folder / "config.json"))
     family = _FAMILIES.get(config.model_type)
     if family is None or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
         what = config.model_type if family is None else f"{config.model_type} with a sliding window"

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from posttrain.errors import InputError
 from posttrain.export.lora import Adapter
-from posttrain.export.weight_names import ModelShape, empty_model
+from posttrain.export.model_reference import explain_config_error
+from posttrain.export.weight_names import ModelShape, config_file_of, empty_model
 from posttrain.export.weight_sources import WeightSource
 
 _NUM_TOKENS = 24
@@ -100,7 +101,7 @@ def streamed_logits(shape: ModelShape, weights: WeightSource, adapter: Adapter |
             module.register_forward_hook(_add_adapter(adapter, path))
         if module._parameters:
             module.register_forward_hook(_empty)
-    return _logits(model, shape.config)
+    return _logits(model, shape)
 
 
 def _join(path: str, name: str) -> str:
@@ -138,26 +139,49 @@ def _add_adapter(adapter: Adapter, module_path: str) -> Any:
 @torch.no_grad()
 def loaded_logits(folder: Path, shape: ModelShape, adapter_folder: Path | None = None) -> Tensor:
     """The logits of a Hugging Face folder, loaded as its users load it; with an adapter, through peft."""
+    what = "the converted folder" if adapter_folder is None else f"the base model {folder}"
     try:
-        model, report = shape.model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, report = _loader(shape).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # whatever goes wrong here would go wrong for the folder's users
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise VerificationError(f"transformers cannot load the converted folder: {first}") from error
+        raise VerificationError(f"transformers cannot load {what}: {first}") from error
     wrong = [*map(str, report["missing_keys"]), *map(str, report["mismatched_keys"]), *report["unexpected_keys"]]
     if wrong:
         raise VerificationError(
-            f"transformers finds {len(wrong)} weights of the converted folder missing, unexpected or of another shape, "
+            f"transformers finds {len(wrong)} weights of {what} missing, unexpected or of another shape, "
             f"among them {sorted(wrong)[0]}"
         )
     if adapter_folder is not None:
         from posttrain.export.model_reference import add_adapter
 
         model = add_adapter(model, adapter_folder)
-    return _logits(model.eval(), shape.config)
+    return _logits(model.eval(), shape)
 
 
-def _logits(model: nn.Module, config: Any) -> Tensor:
-    logits: Tensor = model(input_ids=probe_tokens(config), use_cache=False).logits
+def _loader(shape: ModelShape) -> Any:
+    """What users load such a model with. It goes by the folder's model_type, so a config that misleads it shows here."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    def task(model_class: Any) -> str:
+        return str(model_class.__name__).rpartition("For")[2]
+
+    for auto_class in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+        usual = auto_class._model_mapping.get(type(shape.config), None)
+        if usual is not None and task(usual) == task(shape.model_class):
+            return auto_class
+    return shape.model_class
+
+
+def _logits(model: nn.Module, shape: ModelShape) -> Tensor:
+    try:
+        logits: Tensor = model(input_ids=probe_tokens(shape.config), use_cache=False).logits
+    except InputError:
+        raise  # a weight file that cannot be read
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        said = explain_config_error(error, shape.config.to_dict())
+        raise VerificationError(
+            f"{config_file_of(shape.origin)}: the model that it describes does not run: {said}"
+        ) from error
     return logits.float()
 
 

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from posttrain.errors import InputError
+from posttrain.export.model_reference import explain_config_error
 from posttrain.export.weight_sources import WeightSource
 
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
@@ -45,8 +47,13 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any, origin: str) -> ModelShape:
-        model_class = model_class_of(config)
-        model = empty_model(config, model_class)
+        try:
+            model_class = model_class_of(config)
+            model = empty_model(config, model_class)
+        except MismatchError as error:
+            raise MismatchError(f"{config_file_of(origin)}: {error}") from error
+        except Exception as error:  # a value that no model can be built with shows as anything
+            raise MismatchError(f"{config_file_of(origin)}: {explain_config_error(error, config.to_dict())}") from error
         first: dict[int, str] = {}
         tied = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -56,13 +63,25 @@ class ModelShape:
         return cls(config, model_class, origin, shapes, tied, _fuses(model))
 
 
+def config_file_of(origin: str) -> str:
+    """`origin` as the place of a config in messages; it is the file itself, or the model that the file belongs to."""
+    return origin if Path(origin).name == "config.json" else f"config.json of {origin}"
+
+
 def model_class_of(config: Any) -> Any:
     """The class that the config names: a language model, or a reward model."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
-        if (found := getattr(transformers, name, None)) is not None:
-            return found
+        if (found := getattr(transformers, name, None)) is None:
+            continue
+        # Whoever loads the model goes by model_type, so a class of another family would verify what nobody will use.
+        made_for = getattr(found, "config_class", None)
+        if not isinstance(made_for, type) or not isinstance(config, made_for):
+            raise MismatchError(
+                f"architectures names {name}, which is no model of model_type {config.model_type!r}; one of the two is wrong"
+            )
+        return found
     try:
         return transformers.AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:

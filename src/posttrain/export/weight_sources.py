@@ -155,9 +155,9 @@ class RenamedSource:
         return self._source.where(self._names[name])
 
 
-def open_weights(folder: Path) -> WeightSource:
-    """The weights in `folder`, or in its subfolder `model`, in whichever format they are."""
-    for place in (folder, folder / "model"):
+def open_weights(folder: Path, *, of_checkpoint: bool = False) -> WeightSource:
+    """The weights in `folder`, in whichever format they are. Those of a checkpoint may be in its subfolder `model`."""
+    for place in (folder, folder / "model") if of_checkpoint else (folder,):
         if (place / ".metadata").is_file():
             return DcpSource(place)
         if next(place.glob("*.distcp"), None) is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -76,9 +76,10 @@ def load_model(
     except OSError as error:
         raise explain_missing(name, "policy.model_name", error) from error
     except (TypeError, SafetensorError) as error:
-        raise SettingsError(
-            f"policy.model_name {name!r} with policy.hf_config_overrides {overrides}: {error}"
-        ) from error
+        if isinstance(error, SafetensorError) and (damaged := _damaged_file(Path(name))) is not None:
+            raise SettingsError(f"policy.model_name: {damaged} is damaged: {error}") from error
+        changed = f" with policy.hf_config_overrides {dict(overrides)}" if overrides else ""
+        raise SettingsError(f"policy.model_name {name!r}{changed}: {error}") from error
     if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise SettingsError(
             f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "
@@ -86,6 +87,17 @@ def load_model(
         )
     model.config.use_cache = False
     return model.to(device)
+
+
+def _damaged_file(folder: Path) -> Path | None:
+    """The first weight file that cannot be opened: the error of safetensors does not name it."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return file
+    return None
 
 
 def add_lora(model: PreTrainedModel, lora: Any, seed: int, *, task_type: str = "CAUSAL_LM") -> nn.Module:

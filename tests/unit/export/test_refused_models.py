@@ -1,0 +1,215 @@
+"""Folders, configs and weight files that no model can be made of: each is named in one line, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_models import byte_tokenizer, tiny_model
+from tiny_runs import save_model
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from posttrain.cli.main import main
+from posttrain.errors import InputError
+from posttrain.export.model_reference import load_for_sampling, resolve_model
+from posttrain.export.verification import VerificationError, loaded_logits
+from posttrain.export.weight_names import ModelShape
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+Refused = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs convert, which has to fail as bad input; the one line that it says."""
+
+    def run(source: Path, *options: str, to: tuple[str, ...] | None = None) -> str:
+        before = sorted(path.name for path in tmp_path.iterdir())
+        capsys.readouterr()
+        code = main(["convert", str(source), *(to or ("--to", str(tmp_path / "hf"))), *options])
+        error = capsys.readouterr().err.strip()
+        assert (code, "Traceback" in error) == (64, False), error
+        assert error.startswith("posttrain: error: "), error
+        assert "\n" not in error
+        assert sorted(path.name for path in tmp_path.iterdir()) == before, "something half-written was left"
+        return error
+
+    return run
+
+
+def copy_with(model: Path, folder: Path, **changes: Any) -> Path:
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+# -- folders -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", ["", "notes.txt", "config.json"])
+def test_a_model_below_the_named_folder_is_not_what_was_named(
+    model: Path, tmp_path: Path, refused: Refused, own: str
+) -> None:
+    shutil.copytree(model, tmp_path / "demo/model")
+    if own:
+        (tmp_path / "demo" / own).write_text((model / "config.json").read_text())
+    error = refused(tmp_path / "demo")
+    if own != "config.json":
+        with pytest.raises(InputError) as of_eval_and_serve:
+            resolve_model(tmp_path / "demo")
+        assert error == f"posttrain: error: {of_eval_and_serve.value}"
+    else:
+        assert f"{tmp_path / 'demo'} holds no weights" in error
+
+
+@pytest.mark.parametrize(
+    "named", ["step_3", "step_3/policy", "step_3/policy/weights", "copy/policy", "copy/policy/weights"]
+)
+def test_a_checkpoint_may_have_its_weights_in_model(model: Path, tmp_path: Path, named: str) -> None:
+    shutil.copytree(model, tmp_path / named.partition("/")[0] / "policy/weights/model")
+    assert main(["convert", str(tmp_path / named), "--to", str(tmp_path / "hf"), "--no-verify"]) == 0
+    assert load_file(tmp_path / "hf/model.safetensors").keys() == load_file(model / "model.safetensors").keys()
+
+
+# -- config.json ---------------------------------------------------------------------------------------------------------
+
+
+def test_architectures_of_another_family_are_refused(tmp_path: Path, refused: Refused) -> None:
+    tiny_model("llama", vocab_size=260).save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    mixed = copy_with(tmp_path / "llama", tmp_path / "mixed", model_type="qwen2")
+    for options in ((), ("--no-verify",)):
+        error = refused(mixed, *options)
+        assert all(words in error for words in (f"{mixed}/config.json: ", "LlamaForCausalLM", "'qwen2'"))
+
+
+def test_weights_that_transformers_misses_fail_the_verification(tmp_path: Path) -> None:
+    tiny_model("llama", vocab_size=260).save_pretrained(tmp_path / "llama")
+    config = AutoConfig.from_pretrained(tmp_path / "llama")
+    shape = ModelShape.of(config, "llama")
+    assert loaded_logits(tmp_path / "llama", shape).shape[-1] == 260
+    weights = load_file(tmp_path / "llama/model.safetensors")
+
+    save_file({**weights, "stranger": torch.zeros(2)}, tmp_path / "llama/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(VerificationError, match=r"finds 1 weights of the converted folder .* among them stranger"):
+        loaded_logits(tmp_path / "llama", shape)
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "llama/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(VerificationError, match=r"finds 1 weights .* among them model\.norm\.weight"):
+        loaded_logits(tmp_path / "llama", shape)
+
+
+def test_the_verification_loads_by_model_type_as_users_do(tmp_path: Path) -> None:
+    tiny_model("llama", vocab_size=260).save_pretrained(tmp_path / "llama")
+    mixed = copy_with(tmp_path / "llama", tmp_path / "mixed", model_type="qwen2")
+    llama = ModelShape.of(AutoConfig.from_pretrained(tmp_path / "llama"), "llama")
+    shape = ModelShape(AutoConfig.from_pretrained(mixed), LlamaForCausalLM, "mixed", llama.shapes, llama.tied, False)
+    with pytest.raises(VerificationError, match=r"missing.* among them model\.layers\.0\.self_attn\..*bias"):
+        loaded_logits(mixed, shape)
+
+
+BAD_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"rms_norm_eps": "x"}, "Field 'rms_norm_eps' expected float, got str (value: 'x')"),
+    ({"hidden_act": "zork"}, "hidden_act 'zork' is not known to transformers"),
+    ({"num_attention_heads": 3}, "hidden size (32) is not a multiple of the number of attention heads (3)"),
+    ({"hidden_size": "128"}, "Field 'hidden_size' expected int, got str (value: '128')"),
+    ({"rope_theta": "a", "rope_parameters": None}, "unsupported operand"),
+    ({"num_key_value_heads": 0}, "ZeroDivisionError"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_VALUES, ids=[next(iter(changes)) for changes, _ in BAD_VALUES])
+def test_a_value_that_no_model_has_is_quoted(
+    model: Path, tmp_path: Path, refused: Refused, changes: dict[str, Any], words: str
+) -> None:
+    folder = copy_with(model, tmp_path / "bad", **changes)
+    error = refused(folder)
+    assert error.startswith(f"posttrain: error: {folder}/config.json: ")
+    assert words in error
+    with pytest.raises(InputError) as of_eval_and_serve:
+        load_for_sampling(str(folder), device="cpu")
+    assert words in str(of_eval_and_serve.value)
+    assert str(folder) in str(of_eval_and_serve.value)
+    assert "hf_config_overrides" not in str(of_eval_and_serve.value)
+
+
+def test_such_a_value_is_quoted_for_gguf_too(model: Path, tmp_path: Path, refused: Refused) -> None:
+    pytest.importorskip("gguf")
+    folder = copy_with(model, tmp_path / "bad", rms_norm_eps="x")
+    assert f"{folder}/config.json: " in refused(folder, to=("--gguf", str(tmp_path / "model.gguf")))
+
+
+# -- --config and --base -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gate.yaml", "eval.yaml", "pipelines/demo.yaml"])
+def test_a_yaml_of_something_else_is_no_config_of_a_run(model: Path, refused: Refused, name: str) -> None:
+    error = refused(model, "--config", str(CONFIGS / name))
+    assert f"{CONFIGS / name} is no config of a training run" in error
+
+
+def test_a_config_that_names_no_model_is_refused_unless_base_does(
+    model: Path, tmp_path: Path, refused: Refused
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"policy": {"precision": "float32"}}))
+    assert "has no policy.model_name" in refused(model, "--config", str(file))
+    file.write_text("policy: 5\n")
+    assert "its policy is no section" in refused(model, "--config", str(file))
+    file.write_text("policy: {}\n")
+    options = ["--config", str(file), "--base", str(model), "--no-verify"]
+    assert main(["convert", str(model), "--to", str(tmp_path / "hf"), *options]) == 0
+
+
+def test_a_base_that_is_not_here_is_refused_and_a_hub_name_is_kept(
+    model: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "models").mkdir()
+    assert "--base: no folder 'models/mistyped'" in refused(model, "--base", "models/mistyped")
+    assert "--base: no folder '/no/such/model'" in refused(model, "--base", "/no/such/model")
+    assert "--base models is a folder without config.json" in refused(model, "--base", "models")
+    assert main(["convert", str(model), "--to", str(tmp_path / "hf"), "--base", "nope/nope", "--no-verify"]) == 0
+    assert json.loads((tmp_path / "hf/conversion.json").read_text())["base_model"] == "nope/nope"
+
+
+# -- damaged files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept_bytes", [100, -200])
+def test_a_truncated_shard_is_named_when_it_is_loaded(model: Path, tmp_path: Path, kept_bytes: int) -> None:
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    byte_tokenizer().save_pretrained(tmp_path / "sharded")
+    shards = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    assert len(shards) > 1
+    shards[1].write_bytes(shards[1].read_bytes()[:kept_bytes])
+    with pytest.raises(InputError) as error:
+        load_for_sampling(str(tmp_path / "sharded"), device="cpu")
+    assert f"{shards[1]} is damaged: " in str(error.value)
+    assert "hf_config_overrides" not in str(error.value)
+
+
+def test_a_truncated_adapter_is_named_when_it_is_loaded(model: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(model)
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear")).save_pretrained(
+        str(tmp_path / "adapter")
+    )
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(InputError, match=r"adapter_model\.safetensors is damaged: "):
+        load_for_sampling(str(tmp_path / "adapter"), device="cpu")
