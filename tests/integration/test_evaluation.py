@@ -154,6 +154,8 @@ def test_two_evaluations_are_compared_on_the_command_line(
     assert "sign-flip permutation" in shown
     assert "12 problems, avg@1" in shown
     assert page.read_text().startswith("<!doctype html>")
+    assert main(["eval", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--html", str(tmp_path)]) == 64
+    assert not list(tmp_path.parent.glob("*.partial"))
     assert main(["eval", "compare", str(tmp_path / "a")]) == 64
     fewer = arguments(model, data, tmp_path / "fewer", "eval.max_problems=4")
     assert main([*fewer, "--quiet"]) == 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,10 +20,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 from tiny_server import ENGINE, RunningServer, options_for, running, save_adapter, save_model
 
 from posttrain.export.model_reference import load_for_sampling
 from posttrain.serve.canary import CanaryRules
+from posttrain.serve.loading import build_service
+from posttrain.serve.server import DrainingServer, listen
 from posttrain.serve.service import Limits
 from posttrain.types import NoiseKey, Sampling, Task
 
@@ -452,6 +457,39 @@ def test_a_step_that_fails_costs_its_requests_and_a_third_in_a_row_the_server(mo
         assert [client.post("/v1/completions", json=body).status_code for _ in range(4)] == [500, 500, 500, 503]
         assert client.get("/health").status_code == 503
         server.wait_until_empty()
+
+
+def test_a_model_whose_weights_are_damaged_is_not_healthy_for_long(model: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    weights = load_file(damaged / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    with running(options_for(damaged)) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 4}
+        codes = [client.post("/v1/completions", json=body).status_code for _ in range(4)]
+        assert codes == [500, 500, 500, 503]
+        assert client.get("/health").json()["status"] == "failed"
+
+
+def test_answers_that_are_complete_before_the_end_are_not_counted_as_cut_off(model: Path) -> None:
+    service = build_service(options_for(model), lambda _: None)
+    with listen("127.0.0.1", 0) as door:
+        port = door.getsockname()[1]
+        server = DrainingServer(service, "127.0.0.1", port, drain_timeout_s=0.0)  # only the time for the last bytes
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.005)
+        RunningServer(service, "").slow_down(0.01)
+        body = {**LONG, "stream": True, "max_tokens": 40, "ignore_eos": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60) as response:
+            parts = response.iter_lines()
+            next(parts)
+            server.should_exit = True
+            assert "data: [DONE]" in list(parts)
+        thread.join(20)
+    assert server.num_cut == 0
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(model: Path) -> None:

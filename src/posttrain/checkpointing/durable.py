@@ -57,5 +57,9 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         _sync(os.dup(file.fileno()))
-    os.replace(partial, path)
+    try:
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from posttrain.cli.overrides_parser import EXIT_BAD_INPUT
 from posttrain.errors import InputError
 
 DESCRIPTION = """\
@@ -77,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
             raise EOFError
         return line
 
-    converse(conversation, read, _write, _say)
-    return 0
+    all_answered = converse(conversation, read, _write, _say)
+    return 0 if interactive or all_answered else EXIT_BAD_INPUT
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -139,11 +139,10 @@ def run_compare(args: argparse.Namespace) -> int:
     first, second = (read_evaluation(folder) for folder in args.words)
     comparison = compare(first, second, args.metric, confidence=args.confidence, seed=args.seed)
     if args.html is not None:
-        from posttrain.checkpointing.durable import make_folder, write_text
+        from posttrain.cli.written_files import write_for_user
         from posttrain.evaluation.comparison_html import render
 
-        make_folder(args.html.absolute().parent)
-        write_text(args.html, render(comparison))
+        write_for_user(args.html, render(comparison))
     print(comparison_json(comparison) if args.json else "\n".join(comparison_lines(comparison, show=args.show)))
     if args.html is not None and not args.json:
         print(f"\n  page  {args.html}")

@@ -136,13 +136,9 @@ def _named_folders(word: str) -> list[tuple[str, Path]]:
 
 
 def _write(path: Path, text: str) -> None:
-    from posttrain.checkpointing import durable
+    from posttrain.cli.written_files import write_for_user
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_text(path, text)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+    write_for_user(path, text)
     print(f"written to {path}", file=sys.stderr)
 
 

@@ -83,12 +83,20 @@ class EvaluationFolder:
         except ValueError as error:
             raise EvaluationError(f"{file}: not JSON ({error})") from None
         differing = [key for key in {**before, **self.identity} if before.get(key) != self.identity.get(key)]
-        if differing:
-            key = differing[0]
-            raise EvaluationError(
-                f"{self.path} holds another evaluation: {', '.join(differing)} differ ({key} was "
-                f"{before.get(key)!r:.200} and is {self.identity.get(key)!r:.200}); choose another eval.save_path"
-            )
+        if not differing:
+            return
+        if not self._holds_problems():  # an attempt that failed before it had finished any
+            write_text(file, json.dumps(self.identity, indent=2) + "\n")
+            return
+        told = [key for key in differing if before.get(key) is not None and self.identity.get(key) is not None]
+        values = "".join(f" ({key} was {before[key]!r:.200} and is {self.identity[key]!r:.200})" for key in told[:1])
+        raise EvaluationError(
+            f"{self.path} holds another evaluation: {', '.join(differing)} differ{values}; choose another eval.save_path"
+        )
+
+    def _holds_problems(self) -> bool:
+        file = self.path / PROBLEMS_FILE
+        return file.exists() and file.stat().st_size > 0
 
     def _cut_torn_line(self) -> None:
         """A line without its end was being written when the process died."""

@@ -106,7 +106,12 @@ class EngineThread:
             self._failures[id(session)] += 1
             message = f"the engine failed: {_one_line(error)}"
             return [FailureEvent(request_id, message) for request_id in session.reset()]
-        self._failures[id(session)] = 0
+        failures = [event for event in events if isinstance(event, FailureEvent)]
+        if failures and len(failures) == len(events):  # the model gives nobody an answer: its weights are damaged
+            log.error("a step of the engine failed: %s", failures[0].message)
+            self._failures[id(session)] += 1
+        elif events:
+            self._failures[id(session)] = 0
         return events
 
     def _deliver(self, events: Sequence[Event]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 import time
@@ -51,6 +52,9 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
+        if self.force_exit:
+            # Every stream that is cut off would be reported with a traceback.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self.should_exit = True
         self._service.draining = True
 
@@ -65,8 +69,9 @@ class DrainingServer(uvicorn.Server):
         end = time.monotonic() + self._drain_timeout_s
         while self._service.num_inside and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(0.05)
-        self.num_cut = self._service.num_inside
+        self._service.ending = True
         await super().shutdown(sockets)
+        self.num_cut = self._service.num_cut + self._service.num_inside
         await asyncio.to_thread(self._service.engine.stop)
 
 

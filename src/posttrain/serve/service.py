@@ -98,6 +98,8 @@ class Service:
         self.answers = AnswerLog()
         self.created = int(time.time())
         self.draining = False
+        self.ending = False  # nobody waits for answers any more
+        self.num_cut = 0  # samples that were unfinished then
         self.metrics = ServeMetrics()
         versions = [*self.models.values(), *([canary_version] if canary_version else [])]
         self.sessions = list({id(version.session): version.session for version in versions}.values())
@@ -185,6 +187,8 @@ class Service:
             self.metrics.request_seconds.labels(*labels).observe(seconds)
             self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
             self.answers.remember(job.id, job.version.name)
+        if self.ending and outcome != "ok":
+            self.num_cut += job.num_samples
         self._inside[id(job.version.session)] -= job.num_samples  # whoever sees that it has left finds it counted
         if self.canary is not None and outcome in ("ok", "error", "timeout"):
             self.canary.answered(job.version.name, ok=outcome == "ok")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.data.chat import ChatFormat
+from posttrain.errors import InputError
 from posttrain.generation.native.session import GenerationSession
 from posttrain.generation.native.session_values import FailureEvent, SessionRequest
 from posttrain.generation.native.stopping import stop_token_ids
@@ -22,6 +23,10 @@ HELP = """\
 Ctrl-C stops an answer."""
 
 Write = Callable[[str], None]
+
+
+class DamagedModelError(InputError):
+    """The model's weights give no numbers."""
 
 
 @dataclass
@@ -69,7 +74,7 @@ class Conversation:
             while self.session.unfinished:
                 for event in self.session.step():
                     if isinstance(event, FailureEvent):
-                        raise RuntimeError(event.message)
+                        raise DamagedModelError(event.message)
                     piece = choice.push(event).text
                     said += piece
                     if piece:
@@ -91,13 +96,17 @@ class Conversation:
         return forgotten, tuple(ids)
 
 
-def converse(conversation: Conversation, read: Callable[[], str], write: Write, say: Write) -> None:
-    """Until the input ends. `write` is for answers, `say` for everything else; `read` raises EOFError at the end."""
+def converse(conversation: Conversation, read: Callable[[], str], write: Write, say: Write) -> bool:
+    """Until the input ends. `write` is for answers, `say` for everything else; `read` raises EOFError at the end.
+
+    Whether every message had an answer.
+    """
+    all_answered = True
     while True:
         try:
             line = read().strip()
         except EOFError:
-            return
+            return all_answered
         except KeyboardInterrupt:
             say("\n(Ctrl-D or /exit ends the chat)\n")
             continue
@@ -105,12 +114,14 @@ def converse(conversation: Conversation, read: Callable[[], str], write: Write, 
             continue
         if line.startswith("/"):
             if not obey(conversation, line, say):
-                return
+                return all_answered
             continue
-        speak(conversation, line, write, say)
+        all_answered &= speak(conversation, line, write, say)
 
 
-def speak(conversation: Conversation, line: str, write: Write, say: Write) -> None:
+def speak(conversation: Conversation, line: str, write: Write, say: Write) -> bool:
+    """False if the message could not be answered."""
+    answered = True
     pieces = conversation.answer(line)
     try:
         for piece in pieces:
@@ -118,13 +129,17 @@ def speak(conversation: Conversation, line: str, write: Write, say: Write) -> No
     except KeyboardInterrupt:
         pieces.close()  # type: ignore[attr-defined]
         say(" (stopped)")
+    except DamagedModelError:
+        raise
     except ValueError as error:  # the message does not fit, or the template refuses it
         say(f"posttrain: {error}")
+        answered = False
     write("\n")
     if conversation.num_forgotten:
         say(
             f"(the conversation is too long for the model: its {conversation.num_forgotten} oldest messages are forgotten)\n"
         )
+    return answered
 
 
 def obey(conversation: Conversation, line: str, say: Write) -> bool:

@@ -133,6 +133,14 @@ def test_unscored_problems_can_be_tried_again(tmp_path: Path) -> None:
     assert again.batches == [["p3", "p4", "p5"]]
 
 
+def test_an_attempt_that_finished_nothing_does_not_keep_the_folder(tmp_path: Path) -> None:
+    EvaluationFolder.open(tmp_path, {**IDENTITY, "seed": 99}, "").close()
+    run(tmp_path, Source())
+    folder = EvaluationFolder.open(tmp_path, IDENTITY, "")
+    assert folder.finished
+    folder.close()
+
+
 def test_another_evaluation_in_the_folder_is_refused_by_what_differs(tmp_path: Path) -> None:
     run(tmp_path, Source())
     with pytest.raises(EvaluationError, match=r"holds another evaluation: seed differ \(seed was 1 and is 2\)"):

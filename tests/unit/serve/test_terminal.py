@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_server import save_model
 
 from posttrain.data.chat import ChatFormat
 from posttrain.export.model_reference import load_for_sampling
 from posttrain.generation.native.session import GenerationSession
-from posttrain.serve.terminal import Conversation, converse
+from posttrain.serve.terminal import Conversation, DamagedModelError, converse
 from posttrain.types import NoiseKey, Sampling, Task
 
 
@@ -29,7 +30,7 @@ def conversation(session: GenerationSession) -> Conversation:
     return Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed=5)
 
 
-def play(conversation: Conversation, lines: list[str | BaseException]) -> tuple[str, str]:
+def play(conversation: Conversation, lines: list[str | BaseException], *, all_answered: bool = True) -> tuple[str, str]:
     """What was written and what was said."""
     written: list[str] = []
     said: list[str] = []
@@ -41,7 +42,7 @@ def play(conversation: Conversation, lines: list[str | BaseException]) -> tuple[
             raise line
         return line
 
-    converse(conversation, read, written.append, said.append)
+    assert converse(conversation, read, written.append, said.append) == all_answered
     return "".join(written), "".join(said)
 
 
@@ -90,7 +91,7 @@ def test_the_oldest_turns_go_when_there_is_no_room(conversation: Conversation) -
 
 
 def test_a_message_that_can_never_fit_is_refused_and_forgotten(conversation: Conversation) -> None:
-    _, said = play(conversation, ["ok", "w" * 500, "fine"])
+    _, said = play(conversation, ["ok", "w" * 500, "fine"], all_answered=False)
     assert "at most 200 together" in said
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["ok", "fine"]
 
@@ -115,3 +116,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(conversation: Conversat
     assert not conversation.session.unfinished
     _, said_later = play(conversation, [KeyboardInterrupt(), "still there?"])
     assert "Ctrl-D" in said_later
+
+
+def test_a_model_whose_weights_are_damaged_ends_the_chat(tmp_path: Path) -> None:
+    engine, _ = load_for_sampling(str(save_model(tmp_path / "m")), device="cpu", max_total_tokens=200)
+    with torch.no_grad():
+        engine.forward.base.model.norm.weight[0] = float("nan")
+    session = GenerationSession(engine)
+    with pytest.raises(DamagedModelError, match="weights are damaged"):
+        play(Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed=5), ["hello"])
