@@ -70,11 +70,12 @@ class TrainingLoop:
     def run(self) -> int:
         """Train to the end, or until told to stop. Returns the process's exit code."""
         first = self.resume() + 1
-        self.recorder.start(first - 1)
-        if first > self.settings.max_steps:
-            self.recorder.finish(f"nothing to do: the checkpoint is at step {first - 1} of {self.settings.max_steps}")
-            return EXIT_DONE
         with Interruption() as interruption:
+            self.recorder.start(first - 1)
+            if first > self.settings.max_steps:
+                done = f"the checkpoint is at step {first - 1} of {self.settings.max_steps}"
+                self.recorder.finish(f"nothing to do: {done}")
+                return EXIT_DONE
             if first == 1 and self.settings.val_at_start and (validation := self._validate(0)) is not None:
                 self.recorder.record_validation(0, validation)
             if interruption.signal is not None:

@@ -74,16 +74,16 @@ def test_memory_is_prepared_in_the_steps_before_the_first_save(tmp_path: Path) -
 
 def test_a_write_that_fails_is_the_error_of_the_run_at_the_next_step(tmp_path: Path) -> None:
     run = scene(tmp_path, save_period=2, async_save=True)
-    failed = threading.Event()
+    is_in_next_step = threading.Event()
 
     def fail(name: str) -> None:
         if name == "step_4":
-            failed.set()
+            assert is_in_next_step.wait(10)
             raise OSError("no space left on device")
 
     def let_it_fail(step: int) -> None:
         if step == 5:
-            assert failed.wait(10)
+            is_in_next_step.set()
             while not run.loop._background.is_over:
                 time.sleep(0.001)
 
