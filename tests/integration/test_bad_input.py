@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -101,6 +102,24 @@ def test_missing_model_folder(kind: str, inputs: Inputs, capsys: pytest.CaptureF
 def test_folder_that_is_no_model(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = inputs.grpo(f"policy.model_name={inputs.data}")
     assert_refused(arguments, inputs, capsys, "policy.model_name", str(inputs.data), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("model_type", "lama", "lama"),
+        ("num_attention_heads", "many", "num_attention_heads"),
+        ("hidden_act", "silo", "hidden_act 'silo' is not known"),
+    ],
+)
+def test_config_that_makes_no_model(
+    key: str, value: Any, said: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = inputs.folder / "model"
+    shutil.copytree(inputs.model, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    assert_refused(inputs.grpo(f"policy.model_name={folder}"), inputs, capsys, "policy.model_name", str(file), said)
 
 
 @pytest.mark.parametrize("damage", ["no weights", "torn weights"])

@@ -541,6 +541,8 @@ def assert_drains(url: str) -> None:
         (["--adapter", "other={model}"], "an adapter is needed"),
         (["--canary", "nowhere", "--canary-share", "2"], "canary share is 2.0"),
         (["--canary", "./nowhere"], "no folder './nowhere'"),
+        (["--canary-share", "0.2"], "--canary-share needs --canary MODEL"),
+        (["--canary-max-kpi-drop", "0"], "--canary-max-kpi-drop needs --canary MODEL"),
         (["--kv-cache-gib", "0.0000001"], "raise kv_cache_gib"),
         (["--max-batch-size", "0"], "--max-batch-size is 0"),
         (["--backend", "vllm", "--canary", "x"], "no counterpart for --canary"),

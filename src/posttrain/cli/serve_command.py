@@ -113,22 +113,16 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def _add_canary(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("canary: a second version behind the same name")
     group.add_argument("--canary", metavar="MODEL", help="the second version: a model, or the name of an --adapter")
-    group.add_argument(
-        "--canary-share", type=float, default=0.1, metavar="SHARE", help="of users, or of requests (0.1)"
-    )
-    group.add_argument(
-        "--canary-max-error-rate", type=float, default=0.05, metavar="RATE", help="more sends everybody back (0.05)"
-    )
-    group.add_argument("--canary-min-requests", type=int, default=20, metavar="N", help="before that is judged (20)")
+    group.add_argument("--canary-share", type=float, metavar="SHARE", help="of users, or of requests (0.1)")
+    group.add_argument("--canary-max-error-rate", type=float, metavar="RATE", help="more sends everybody back (0.05)")
+    group.add_argument("--canary-min-requests", type=int, metavar="N", help="before that is judged (20)")
     group.add_argument(
         "--canary-max-kpi-drop",
         type=float,
         metavar="X",
         help="mean score of /v1/feedback below production's (default: off)",
     )
-    group.add_argument(
-        "--canary-min-feedback", type=int, default=30, metavar="N", help="scores of each, before that (30)"
-    )
+    group.add_argument("--canary-min-feedback", type=int, metavar="N", help="scores of each, before that (30)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,19 +153,12 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
     from posttrain.serve.models import EngineOptions
     from posttrain.serve.service import Limits
 
-    rules = CanaryRules(
-        share=args.canary_share,
-        max_error_rate=args.canary_max_error_rate,
-        min_requests=args.canary_min_requests,
-        max_kpi_drop=args.canary_max_kpi_drop,
-        min_feedback=args.canary_min_feedback,
-    )
     return ServeOptions(
         model=args.model,
         served_name=args.served_model_name,
         adapters=_adapters(args.adapter),
         canary=args.canary,
-        canary_rules=rules if args.canary else None,
+        canary_rules=CanaryRules(**{"share": 0.1, **_canary_options(args)}) if args.canary else None,
         engine=EngineOptions(
             precision=args.precision,
             device=args.device,
@@ -192,6 +179,13 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         api_keys=_keys(args.api_key, args.api_key_file),
         registry=args.registry,
     )
+
+
+def _canary_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given, by the names of their rules."""
+    names = ("share", "max_error_rate", "min_requests", "max_kpi_drop", "min_feedback")
+    given = {name: getattr(args, f"canary_{name}") for name in names}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _adapters(given: list[str]) -> dict[str, str]:
@@ -226,6 +220,9 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
 def _check(args: argparse.Namespace) -> None:
     if args.words:
         raise InputError(f"serve takes one MODEL, and options; what is {args.words[0]!r}?")
+    if not args.canary and (rules := _canary_options(args)):
+        option = f"--canary-{next(iter(rules)).replace('_', '-')}"
+        raise InputError(f"{option} needs --canary MODEL, the second version")
     at_least_one = ("max_batch_size", "max_prefill_tokens", "max_body_bytes", "max_samples")
     checks = {
         **{name: (getattr(args, name), getattr(args, name) >= 1, "at least 1") for name in at_least_one},

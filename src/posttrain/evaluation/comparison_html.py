@@ -120,7 +120,8 @@ def _answers(problem: Problem) -> str:
     for number, sample in enumerate(problem.samples[:4], start=1):
         reward = "unscored" if sample.reward is None else f"reward {sample.reward:g}"
         cut = ", cut off" if sample.truncated else ""
-        note = f"sample {number}: {reward}, {sample.num_tokens} tokens{cut}"
+        length = "" if sample.num_tokens is None else f", {sample.num_tokens} tokens"
+        note = f"sample {number}: {reward}{length}{cut}"
         text = sample.error or "" if sample.reward is None and not sample.text else sample.text
         text = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}\n… ({len(text) - _MAX_TEXT} more characters)"
         shown.append(f'<p class="note">{escape(note)}</p><pre>{escape(text)}</pre>')

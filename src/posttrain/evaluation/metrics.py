@@ -139,7 +139,7 @@ class Sampled(Protocol):
     @property
     def answer(self) -> str | None: ...
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int | None: ...
     @property
     def finish_reason(self) -> str | None: ...
     @property
@@ -156,7 +156,8 @@ class Answered(Protocol):
 def per_problem(problems: Sequence[Answered], metric: str, pass_threshold: float = 1.0) -> list[float | None]:
     """The metric of each problem, in order. Also knows `mean_length_tokens`, `truncation_rate` and `unscored_rate`."""
     if metric == LENGTH:
-        return [_mean([float(s.num_tokens) for s in p.samples if s.finish_reason]) for p in problems]
+        known = [[s.num_tokens for s in p.samples if s.finish_reason and s.num_tokens is not None] for p in problems]
+        return [_mean([float(length) for length in lengths]) for lengths in known]
     if metric == TRUNCATION:
         return [_mean([float(s.truncated) for s in p.samples if s.finish_reason]) for p in problems]
     if metric == UNSCORED:

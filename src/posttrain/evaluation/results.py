@@ -37,7 +37,7 @@ class Sample:
     """One answer. `reward` None means unscored, and `error` then says why; it is never counted as wrong."""
 
     text: str
-    num_tokens: int
+    num_tokens: int | None  # None: a server that does not tell
     finish_reason: str | None  # "stop" or "length"; None where no answer came (a request that failed)
     reward: float | None
     answer: str | None = None  # what was read out of the text; equal answers vote together in cons@k
@@ -99,7 +99,7 @@ class Summary:
     config: Mapping[str, Any]
     code_version: str
     model_fingerprint: str | None = None  # of the weights, where they are local
-    generated_tokens: int = 0
+    generated_tokens: int | None = 0  # None where an answer's length is unknown
     generation_s: float = 0.0
     wall_s: float = 0.0  # over all attempts, if it was interrupted
     tokens_per_second: float | None = None
@@ -240,6 +240,8 @@ def parse_problem(line: str, where: str) -> Problem:
 
 def _sample(value: Any, where: str) -> Sample:
     sample = _build(Sample, value, where)
+    if sample.num_tokens is not None and not isinstance(sample.num_tokens, int):
+        raise EvaluationError(f"{where}: num_tokens is {sample.num_tokens!r}; expected an integer, or null if unknown")
     if sample.reward is not None and not _is_finite(sample.reward):
         raise EvaluationError(f"{where}: reward is {sample.reward!r}; expected a finite number, or null if unscored")
     if sample.reward is None and not sample.error:

@@ -46,7 +46,7 @@ class EvaluationRunner:
                 {
                     "generation_s": answered - began,
                     "wall_s": time.perf_counter() - began,
-                    "num_tokens": float(sum(answer.num_tokens for row in answers for answer in row)),
+                    "num_tokens": float(sum(answer.num_tokens or 0 for row in answers for answer in row)),
                 },
             )
 

@@ -59,6 +59,8 @@ def summarise(config: EvalRunConfig, problems: Sequence[Problem], facts: Facts) 
             metrics[name], intervals[name] = total[0] / total[1], interval
     samples = [sample for problem in ordered for sample in problem.samples]
     generation_s, wall_s = facts.timings.get("generation_s", 0.0), facts.timings.get("wall_s", 0.0)
+    lengths = [sample.num_tokens for sample in samples if sample.num_tokens is not None]
+    are_known = len(lengths) == len(samples)
     num_tokens = facts.timings.get("num_tokens", 0.0)
     price = wanted.gpu_hour_price
     cost = None if price is None else price * facts.num_devices * wall_s / 3600
@@ -81,10 +83,10 @@ def summarise(config: EvalRunConfig, problems: Sequence[Problem], facts: Facts) 
         config=facts.config,
         code_version=facts.code_version,
         model_fingerprint=facts.model_fingerprint,
-        generated_tokens=sum(sample.num_tokens for sample in samples),
+        generated_tokens=sum(lengths) if are_known else None,
         generation_s=generation_s,
         wall_s=wall_s,
-        tokens_per_second=num_tokens / generation_s if generation_s > 0 else None,
+        tokens_per_second=num_tokens / generation_s if are_known and generation_s > 0 else None,
         cost=cost,
         cost_per_answer=None if cost is None or not samples else cost / len(samples),
     )
@@ -123,6 +125,8 @@ def _more(summary: Summary, num_measured: int) -> list[str]:
     if LENGTH in summary.metrics:
         interval = summary.intervals[LENGTH]
         lines.append(("length", f"{summary.metrics[LENGTH]:.1f} tokens   [{interval.low:.1f}, {interval.high:.1f}]"))
+    else:
+        lines.append(("length", "unknown: no answer came, or the server reports no `usage`"))
     share = counts.truncated / counts.samples
     lines.append(("truncated", f"{counts.truncated} of {counts.samples} samples ({share:.1%})"))
     left_out = counts.problems - num_measured

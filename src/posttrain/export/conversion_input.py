@@ -23,13 +23,13 @@ from posttrain.export.model_reference import (
     TOKENIZER,
     adapter_base,
     check_model_folder,
-    explain_config_error,
     find_checkpoint,
     looks_like_hub_name,
     read_json,
 )
 from posttrain.export.weight_names import ModelShape, config_file_of, is_lora, match_names, plain_name, prefix_of
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
+from posttrain.policy.config_errors import explain_config_error
 
 Say = Callable[[str], None]
 _FILES_OF_A_MODEL = ("*.safetensors", ".metadata", "config.json", "adapter_config.json")

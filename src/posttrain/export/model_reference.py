@@ -208,21 +208,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def explain_config_error(error: Exception, config: Mapping[str, Any]) -> str:
-    """What transformers, building a model by `config`, did not like of it, in one line."""
-    if isinstance(error, KeyError) and error.args:
-        # A look-up by a config's value, such as an activation's name; the error knows the value alone.
-        keys = [key for key, value in config.items() if value == error.args[0]]
-        return f"{keys[0]} {error.args[0]!r} is not known to transformers" if keys else f"KeyError: {error}"
-    lines = str(error).split("\n")
-    if type(error).__name__.startswith("StrictDataclass"):
-        # The first line has the field, the second what is wrong with it.
-        return " ".join(line.strip() for line in lines)
-    first = next((line.strip() for line in lines if line.strip()), "")
-    plain = isinstance(error, (ValueError, OSError)) and first
-    return first if plain else f"{type(error).__name__}: {first}".removesuffix(": ")
-
-
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
@@ -265,20 +250,13 @@ def load_for_sampling(
 
 def load_with_adapter(reference: ModelReference, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model, with its adapter if it has one, in evaluation mode and without gradients."""
-    from huggingface_hub.errors import StrictDataclassError
-
     from posttrain.policy.model import load_model
 
     try:
         model: nn.Module = load_model(reference.model, dtype, device)
-    except ValueError as error:  # also what transformers says of a kind of model that it does not know
+    except ValueError as error:
         said = str(error).strip().splitlines()[0].removeprefix("policy.model_name").lstrip(": ")
         raise ModelReferenceError(f"model {reference.text!r}: {said}") from error
-    except (StrictDataclassError, LookupError, AttributeError, ArithmeticError, AssertionError) as error:
-        # What building the modules raises for a config with impossible values.
-        file = Path(reference.model) / "config.json"
-        said = explain_config_error(error, read_json(file) if file.is_file() else {})
-        raise ModelReferenceError(f"model {reference.text!r}: {file}: {said}") from error
     if reference.adapter is not None:
         model = add_adapter(model, reference.adapter)
     return model.eval().requires_grad_(False)

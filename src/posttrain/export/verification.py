@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from posttrain.errors import InputError
 from posttrain.export.lora import Adapter
-from posttrain.export.model_reference import explain_config_error
 from posttrain.export.weight_names import ModelShape, config_file_of, empty_model
 from posttrain.export.weight_sources import WeightSource
+from posttrain.policy.config_errors import explain_config_error
 
 _NUM_TOKENS = 24
 _ROOM = 1.3  # memory of a loaded model over that of its weights

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from posttrain.errors import InputError
-from posttrain.export.model_reference import explain_config_error
 from posttrain.export.weight_sources import WeightSource
+from posttrain.policy.config_errors import explain_config_error
 
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
 _LORA = re.compile(r"\.lora_[AB]\b|\.lora_embedding_[AB]\b|\.lora_magnitude_vector\b")

@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from posttrain.errors import InputError
 from posttrain.policy.attention import ATTENTION
+from posttrain.policy.config_errors import CONFIG_ERRORS, explain_config_error
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -49,8 +51,10 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> dict[str,
     """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
     try:
         return AutoConfig.from_pretrained(name).to_dict()
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except (OSError, *CONFIG_ERRORS) as error:
+        if not isinstance(error, OSError) and (Path(name) / "config.json").is_file():
+            raise _bad_config(name, field, error) from error
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise explain_missing(name, field, ValueError(first_line)) from error
 
 
@@ -80,6 +84,8 @@ def load_model(
             raise SettingsError(f"policy.model_name: {damaged} is damaged: {error}") from error
         changed = f" with policy.hf_config_overrides {dict(overrides)}" if overrides else ""
         raise SettingsError(f"policy.model_name {name!r}{changed}: {error}") from error
+    except CONFIG_ERRORS as error:
+        raise _bad_config(name, "policy.model_name", error, overrides) from error
     if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise SettingsError(
             f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "
@@ -87,6 +93,15 @@ def load_model(
         )
     model.config.use_cache = False
     return model.to(device)
+
+
+def _bad_config(name: str, field: str, error: Exception, overrides: Mapping[str, Any] | None = None) -> SettingsError:
+    """The config was read, and no model can be built by it."""
+    file = Path(name) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    place = str(file) if file.is_file() else repr(name)
+    changed = f" with policy.hf_config_overrides {dict(overrides)}" if overrides else ""
+    return SettingsError(f"{field}: {place}{changed}: {explain_config_error(error, {**config, **(overrides or {})})}")
 
 
 def _damaged_file(folder: Path) -> Path | None:

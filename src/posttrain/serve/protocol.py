@@ -15,6 +15,7 @@ from posttrain.serve.errors import ApiError, bad_request
 from posttrain.types import Sampling
 
 MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
 # Below this a temperature means greedy: its inverse would overflow.
 _SMALLEST_TEMPERATURE = 1e-5
 _SMALLEST_TOP_P = 1e-6
@@ -43,7 +44,7 @@ class _Body(BaseModel):
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -231,9 +232,11 @@ def _parse(kind: type[AnyBody], body: bytes) -> AnyBody:
 def _explained(error: ValidationError) -> ApiError:
     """The first thing that is wrong, with the name of the field."""
     found = error.errors(include_url=False, include_context=False)
-    # Of a field that may be one thing or another there is an error for each: the deepest says most.
+    # Of a field that may be one thing or another there is an error for each: the deepest says most, and that the value
+    # is not of the other kind says least.
     first = max(
-        (each for each in found if each["loc"][:1] == found[0]["loc"][:1]), key=lambda each: len(_path(each["loc"]))
+        (each for each in found if each["loc"][:1] == found[0]["loc"][:1]),
+        key=lambda each: (len(_path(each["loc"])), not each["type"].endswith("_type")),
     )
     field = ".".join(_path(first["loc"]))
     if first["type"] == "json_invalid":

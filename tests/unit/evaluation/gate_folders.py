@@ -30,7 +30,7 @@ def write_evaluation(
     *,
     first_id: int = 0,
     text: Callable[[int, float | None], str] = lambda index, reward: f"the answer is {reward}",
-    num_tokens: Callable[[int], int] = lambda index: 10,
+    num_tokens: Callable[[int], int | None] = lambda index: 10,
     parts: Callable[[float], Mapping[str, float]] = lambda reward: {},
     cost: float | None = None,
     model: str = "model",

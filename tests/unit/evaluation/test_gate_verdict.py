@@ -192,6 +192,14 @@ def test_unscored_answers_are_left_out_and_many_of_them_decide_nothing(tmp_path:
     assert decided(tolerant, many).verdict == "promote"
 
 
+def test_lengths_that_a_server_did_not_report_are_not_zero(tmp_path: Path) -> None:
+    found = write_evaluation(tmp_path / "a", rewards(0.5, 1), num_tokens=lambda index: None, cost=3.0)
+    with pytest.raises(InputError, match=r"'mean_length_tokens' was not measured .*reports no `usage`"):
+        decided(gate({"a": {"metric": "mean_length_tokens", "at_most": 100}}), found)
+    by_answer = gate({"a": {"metric": "cost_per_answer", "at_most": 1.0}})
+    assert decided(by_answer, found).verdict == "promote", "the cost is known all the same"
+
+
 def test_a_metric_that_was_not_measured_is_an_error_that_lists_the_measured_ones(tmp_path: Path) -> None:
     found = write_evaluation(tmp_path / "a", rewards(0.5, 1, num_samples=4), parts=lambda reward: {"format": reward})
     for metric, said in (

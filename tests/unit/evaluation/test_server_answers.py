@@ -121,6 +121,7 @@ def test_failures_are_tried_again_and_then_unscored_never_wrong(server: Server) 
     assert found["busy"][0].completion.text == "late"
     assert found["cut"][0].completion is not None
     assert found["cut"][0].completion.finish_reason == "length"
+    assert found["cut"][0].num_tokens is None, "the reply has no usage, and an unknown length is not 0"
     for name, said in {
         "down": "HTTP 500",
         "bad": "HTTP 400",

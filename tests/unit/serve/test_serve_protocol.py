@@ -91,6 +91,7 @@ def test_what_would_change_the_answer_and_is_not_computed_is_refused(extra: dict
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
         ({"stop": ""}, "stop", "at least 1 character"),
         ({"stop": ["a", ""]}, "stop.1", "at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),

@@ -103,7 +103,8 @@ def measured_metrics(evaluation: Evaluation) -> list[str]:
     names += [f"cons@{k}" for k in range(1, count + 1)] if has_answers else []
     names += [f"avg@{count}", REWARD]
     names += [f"{PART}{name}" for name in dict.fromkeys(name for sample in samples for name in sample.parts)]
-    names += [LENGTH, TRUNCATION, UNSCORED, REFUSAL, FORMAT]
+    names += [LENGTH] if any(sample.num_tokens is not None for sample in samples) else []
+    names += [TRUNCATION, UNSCORED, REFUSAL, FORMAT]
     names += [COST] if evaluation.summary.cost_per_answer is not None else []
     names += [KL] if (evaluation.folder / KL_FILE).exists() else []
     return names
@@ -172,6 +173,8 @@ def _listed(names: Sequence[str]) -> str:
 def _advice(metric: str) -> str:
     if metric == KL:
         return ". `posttrain gate measure-kl FOLDER --base MODEL` measures it"
+    if metric == LENGTH:
+        return ". The server that answered reports no `usage`, so nobody knows how long its answers are"
     if metric == COST:
         return ". Evaluations know a cost if eval.gpu_hour_price is set"
     if "@" in metric:
@@ -187,11 +190,12 @@ def _costs(evaluation: Evaluation) -> list[float | None]:
     """A problem's share of the cost, per answer. Its mean over problems of equally many samples is the cost per answer."""
     summary = evaluation.summary
     assert summary.cost is not None
-    tokens = sum(sample.num_tokens for problem in evaluation.problems for sample in problem.samples)
-    if tokens == 0:
+    lengths = [[sample.num_tokens for sample in problem.samples] for problem in evaluation.problems]
+    known = [[length for length in of_problem if length is not None] for of_problem in lengths]
+    tokens = sum(map(sum, known))
+    if tokens == 0 or known != lengths:
         return [summary.cost_per_answer for _ in evaluation.problems]
-    per_token = summary.cost / tokens
-    return [_mean([per_token * sample.num_tokens for sample in problem.samples]) for problem in evaluation.problems]
+    return [_mean([summary.cost / tokens * length for length in of_problem]) for of_problem in known]
 
 
 def _range(metric: str, values: Sequence[float]) -> Range | None:
