@@ -87,7 +87,8 @@ class TrainingLoop:
             try:
                 reason = self._train(first, interruption)
             except Exception as error:
-                problem = self._background.let_finish()  # the checkpoint before the failure is worth waiting for
+                self._background.give_up()
+                problem = self._background.wait()  # the checkpoint before the failure is worth waiting for
                 if problem is not None:
                     error.add_note(f"and the checkpoint that was being written is lost: {problem}")
                 raise
@@ -100,7 +101,6 @@ class TrainingLoop:
     def _train(self, first: int, interruption: Interruption) -> str:
         """Steps until there is a reason to stop; the reason, in words."""
         for step in range(first, self.settings.max_steps + 1):
-            self._background.check()  # a checkpoint that could not be written ends the run
             self.recorder.begin_step(step)
             report = self._with_checkpoint_time(self.algorithm.step(step))
             self.total_tokens += report.num_tokens
@@ -110,10 +110,10 @@ class TrainingLoop:
             self._check_metric(step, report, validation)
 
             reason = self._reason_to_stop(step, report, validation, interruption)
-            if self.settings.save and (reason or step % self.settings.save_period == 0):
+            is_due = reason is not None or step % self.settings.save_period == 0 or self._background.has_failed
+            if self.settings.save and is_due:
                 self._save(step, report, validation, is_last=reason is not None)
             if reason:
-                self._background.wait()
                 return reason
             self._prepare_background()
             self.deadline.mark_step()
@@ -171,7 +171,9 @@ class TrainingLoop:
 
     def _save(self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool) -> None:
         start = time.perf_counter()
-        self._background.wait()  # one at a time
+        problem = self._background.wait()  # one at a time
+        if problem is not None:
+            self._stop_saving_in_background(problem)
         in_background = not is_last and self._may_save_in_background()
         self.recorder.stage(f"Saving checkpoint for step {step}{' in the background' if in_background else ''}")
         with ExitStack() as stack:
@@ -217,6 +219,17 @@ class TrainingLoop:
                 )
             self._in_background = not obstacle
         return self._in_background
+
+    def _stop_saving_in_background(self, problem: BaseException) -> None:
+        """It may have been a moment's trouble of the file system. If not, the save that comes now ends the run with its error.
+
+        Threads of other ranks may still be waiting for the one that failed, so there is no second save in the background.
+        """
+        self.recorder.warn(
+            f"a checkpoint could not be written in the background: {problem}. This step is saved instead, and training waits "
+            "for it and for every checkpoint from here on"
+        )
+        self._in_background = False
 
     def _prepare_background(self) -> None:
         """Memory for the first save in the background is taken while the steps before it run."""

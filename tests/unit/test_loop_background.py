@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from loop_scene import scene
+from loop_scene import Scene, scene
 
 from posttrain.checkpointing.state import load_training_state
 
@@ -72,27 +72,61 @@ def test_memory_is_prepared_in_the_steps_before_the_first_save(tmp_path: Path) -
     assert len(run.of_kind("prepare")) == 1
 
 
-def test_a_write_that_fails_is_the_error_of_the_run_at_the_next_step(tmp_path: Path) -> None:
-    run = scene(tmp_path, save_period=2, async_save=True)
-    is_in_next_step = threading.Event()
+def fail_during_step(run: Scene, failing: str, step: int) -> None:
+    """The write of the checkpoint `failing` fails while this step runs."""
+    is_in_step = threading.Event()
 
     def fail(name: str) -> None:
-        if name == "step_4":
-            assert is_in_next_step.wait(10)
-            raise OSError("no space left on device")
+        if name == failing:
+            assert is_in_step.wait(10)
+            raise OSError("stale file handle")
 
-    def let_it_fail(step: int) -> None:
-        if step == 5:
-            is_in_next_step.set()
+    def let_it_fail(current: int) -> None:
+        if current == step:
+            is_in_step.set()
             while not run.loop._background.is_over:
                 time.sleep(0.001)
 
     run.policy.writing, run.algorithm.during_step = fail, let_it_fail
-    with pytest.raises(OSError, match="no space left") as raised:
+
+
+def test_a_write_that_fails_is_made_up_for_after_the_step(tmp_path: Path) -> None:
+    run = scene(tmp_path, save_period=2, max_steps=8, async_save=True)
+    fail_during_step(run, "step_4", 5)
+    assert run.loop.run() == 0
+    assert run.checkpoints() == ["step_2", "step_5", "step_6", "step_8"]
+    saves = [event[:2] for event in run.events if event[0] in ("begin", "save")]
+    assert saves == [("begin", "step_2"), ("begin", "step_4"), *[("save", f"step_{step}") for step in (5, 6, 8)]]
+    assert [warning for warning in run.recorder.warned if "stale file handle" in warning] == run.recorder.warned
+
+
+def test_a_write_that_fails_before_a_signal_costs_nothing(tmp_path: Path) -> None:
+    run = scene(tmp_path, save_period=2, async_save=True)
+    fail_during_step(run, "step_2", 3)
+    let_it_fail = run.algorithm.during_step
+
+    def fail_and_interrupt(step: int) -> None:
+        let_it_fail(step)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.algorithm.during_step = fail_and_interrupt
+    assert run.loop.run() == 85
+    assert run.checkpoints() == ["step_3"]
+
+
+def test_a_disk_that_stays_full_ends_the_run(tmp_path: Path) -> None:
+    run = scene(tmp_path, save_period=2, async_save=True)
+    fail_during_step(run, "step_4", 5)
+
+    def full(folder: Path, *, optimizer: bool) -> None:
+        raise OSError("no space left on device")
+
+    run.policy.save = full  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no space left"):
         run.loop.run()
-    assert "while saving checkpoint" in raised.value.__notes__[0]
     assert [step for _, step in run.of_kind("step")] == [1, 2, 3, 4, 5]
-    assert run.checkpoints() == ["step_2"], "the one before is as it was, and nothing is left of the other"
+    assert run.checkpoints() == ["step_2"], "the one before is as it was, and nothing is left of the others"
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])

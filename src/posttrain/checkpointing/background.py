@@ -42,23 +42,20 @@ class BackgroundWrite:
         finally:
             self._over.set()
 
-    def check(self) -> None:
-        """Raise what a write failed with, once. Does not wait."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is an error that `wait` would return at once."""
+        return self.is_over and self._error is not None
 
-    def wait(self) -> None:
-        """Return when the write is over; raise what it failed with."""
-        self._over.wait()
-        self.check()
-
-    def let_finish(self) -> BaseException | None:
-        """The run has failed: a write that can still end well is let to. Its own error would hide the run's: it is returned."""
-        self._given_up.set()
+    def wait(self) -> BaseException | None:
+        """Return when the write is over: what it failed with, once, or None."""
         self._over.wait()
         error, self._error = self._error, None
         return error
+
+    def give_up(self) -> None:
+        """The run has failed: its write may end well, but does not wait for others that may be gone."""
+        self._given_up.set()
 
     def take_write_s(self) -> float | None:
         """Seconds that the latest complete write took, once."""
