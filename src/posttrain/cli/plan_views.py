@@ -124,8 +124,9 @@ def _cache_lines(found: Estimate) -> list[str]:
         lines.append(f"decoding: {time.num_decode_steps:,} steps of {1e3 * time.mean_step_s:.1f} ms")
     row, count = found.workload.passes(found.workload.train, found.shape.window)
     lines.append(f"training: {count:,.0f} micro-batches of {row.tokens:,.0f} tokens; a prompt is computed once in each")
-    if found.memory.host_bytes:
-        lines.append(f"host memory for the optimizer's state: {found.memory.host_bytes / GIB:.1f} GiB")
+    if items := found.memory.host_items:
+        shown = ", ".join(f"{name} {num_bytes / GIB:.1f} GiB" for name, num_bytes in items.items())
+        lines.append(f"host memory: {shown}")
     return lines
 
 

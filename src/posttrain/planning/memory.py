@@ -17,7 +17,7 @@ from posttrain.planning.workload import Pass, Workload
 
 SAMPLING, SCORING, TRAINING, OPTIMIZER = "sampling", "logprobs", "training", "optimizer"
 PHASES = (SAMPLING, SCORING, TRAINING, OPTIMIZER)
-KEPT_CACHE_SHARE = 0.05  # policy/worker.py: a larger KV cache is given up for training
+KEPT_CACHE_SHARE = 0.1  # of a GPU's memory: a KV cache up to this size stays while training, a larger one is given up
 _SLICE = 2**23  # policy/adam.py: numbers that the compact optimizer works on at a time
 _STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
 
@@ -55,7 +55,7 @@ class CachePlan:
 class MemoryPlan:
     phases: tuple[Phase, ...]
     cache: CachePlan | None
-    host_bytes: float  # pinned memory of the CPU: offloaded state
+    host_items: Mapping[str, float]  # bytes of pinned memory of the CPU
 
     def peak_bytes(self, name: str) -> float:
         return next((phase.peak_bytes for phase in self.phases if phase.name == name), 0.0)
@@ -124,8 +124,15 @@ class MemoryModel:
         if workload.num_scorings:
             phases.append(self._scoring(workload, kept_cache))
         phases += [self._training(workload, kept_cache), self._optimizer(kept_cache)]
-        host = self.state_bytes() / self.settings.ranks if self.settings.optimizer.is_offloaded else 0.0
-        return MemoryPlan(tuple(phases), cache, host)
+        return MemoryPlan(tuple(phases), cache, self._in_host_memory())
+
+    def _in_host_memory(self) -> dict[str, float]:
+        """Of the first rank, which has all the weights in its copy of a checkpoint."""
+        state = self.state_bytes() / self.settings.ranks
+        items = {"optimizer state": state} if self.settings.optimizer.is_offloaded else {}
+        if self.settings.copies_checkpoints:
+            items["copy of a checkpoint"] = self.settings.element * self.num_trained + state
+        return items
 
     def _while_sampling(self) -> dict[str, float]:
         """All but the cache. The working memory is what the engine itself sets aside (generation/native/forward.py)."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.config import GrpoRunConfig, RmRunConfig, RunConfig
+from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.errors import InputError
 from posttrain.planning.calibration import CALIBRATION, GIB, GPUS, MEASURED_ON, Calibration, Gpu
 from posttrain.planning.memory import SAMPLING, MemoryModel, MemoryPlan, Phase
-from posttrain.planning.settings import RunSettings, run_settings
+from posttrain.planning.settings import RunSettings, counts_too_many_adapters, run_settings
 from posttrain.planning.shape import ModelShape, find_shape
 from posttrain.planning.timing import StepTime, TimeModel
 from posttrain.planning.workload import Lengths, Workload, needs_reference, workload_of
@@ -85,6 +86,7 @@ def estimate_run(
             ranks=config.cluster.num_nodes * config.cluster.gpus_per_node,
             scores_answers=isinstance(config, RmRunConfig),
             checkpointing=recomputes,
+            copies_checkpoints=_saves_in_background(config.checkpointing),
         )
         return estimate(shape, settings, workload, gpu)
 
@@ -92,6 +94,11 @@ def estimate_run(
     if config.policy.dtensor_cfg.activation_checkpointing == "auto" and plain.too_large:
         return with_checkpointing(True)
     return plain
+
+
+def _saves_in_background(config: CheckpointingConfig) -> bool:
+    """As loop.py decides it on a GPU, where host memory suffices."""
+    return config.enabled and config.async_save is not False and not config.save_consolidated
 
 
 def assumptions(found: Estimate, config: RunConfig) -> list[str]:
@@ -118,6 +125,12 @@ def assumptions(found: Estimate, config: RunConfig) -> list[str]:
     if not shape.fused:
         said.append(
             f"layers of {shape.family} are not fused: their time and activations are scaled from one measurement"
+        )
+    if counts_too_many_adapters(config.policy.dtensor_cfg.lora_cfg):
+        said.append("adapters are counted on every linear layer, more than policy.dtensor_cfg.lora_cfg makes")
+    if isinstance(config, GrpoRunConfig) and config.grpo.use_dynamic_sampling:
+        said.append(
+            "dynamic sampling is counted as one round that needs no other; how many it takes depends on the data"
         )
     if found.settings.ranks > 1:
         said.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
@@ -155,7 +168,7 @@ def as_json(found: Estimate, config: RunConfig) -> dict[str, Any]:
             }
             for phase in found.memory.phases
         },
-        "host_memory_gib": found.memory.host_bytes / GIB,
+        "host_memory_gib": {name: num_bytes / GIB for name, num_bytes in found.memory.host_items.items()},
         "kv_cache": None
         if cache is None
         else {

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
-from posttrain.errors import InputError
 
 AdamKind = Literal["foreach", "fused", "single", "compact"]
 _ALL_LINEARS = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
@@ -59,6 +58,7 @@ class RunSettings:
     scores_answers: bool  # a reward model: no output head
     ranks: int
     engine: EngineSettings | None
+    copies_checkpoints: bool = False  # into host memory, to write them in the background
 
     @property
     def holds_copy(self) -> bool:
@@ -72,6 +72,7 @@ def run_settings(
     ranks: int,
     scores_answers: bool = False,
     checkpointing: bool | None = None,
+    copies_checkpoints: bool = False,
 ) -> RunSettings:
     """`checkpointing` decides where the config says auto."""
     engine = None
@@ -84,27 +85,23 @@ def run_settings(
             native.kv_cache_gib,
             native.gpu_memory_utilization,
         )
-    said = policy.dtensor_cfg.activation_checkpointing
+    said, lora = policy.dtensor_cfg.activation_checkpointing, policy.dtensor_cfg.lora_cfg
     return RunSettings(
         element=4 if policy.precision == "float32" else 2,
         checkpointing=bool(checkpointing) if said == "auto" else bool(said),
-        lora_rank=_lora_rank(policy.dtensor_cfg.lora_cfg),
+        lora_rank=lora.dim if lora.enabled else None,
         optimizer=OptimizerSettings.of(policy.optimizer),
         has_reference=has_reference,
         chunk_tokens=policy.logprob_chunk_size,
         scores_answers=scores_answers,
         ranks=ranks,
         engine=engine,
+        copies_checkpoints=copies_checkpoints,
     )
 
 
-def _lora_rank(lora: LoraConfig) -> int | None:
-    if not lora.enabled:
-        return None
+def counts_too_many_adapters(lora: LoraConfig) -> bool:
+    """Whether some linear layers have no adapter: the planner counts one on each, an upper bound."""
     targets = {target.rpartition(".")[2] for target in lora.target_modules}
-    if lora.exclude_modules or not (lora.match_all_linear or targets >= _ALL_LINEARS):
-        raise InputError(
-            "policy.dtensor_cfg.lora_cfg: the planner counts adapters on every linear layer "
-            "(match_all_linear: true, no exclude_modules); plan with those to get an upper bound"
-        )
-    return lora.dim
+    is_whole = lora.match_all_linear or not targets or targets >= _ALL_LINEARS
+    return lora.enabled and (bool(lora.exclude_modules) or not is_whole)

@@ -173,6 +173,8 @@ def workload_of(
         num_updates = config.grpo.num_samples_per_step // policy.train_global_batch_size
         checks = config.grpo.seq_logprob_error_threshold is not None or config.loss_fn.use_kl_in_reward
         scorings += int(num_updates > 1 or checks)
+    elif isinstance(config, DpoRunConfig) and not LOSSES[config.dpo.preference_loss].is_paired:
+        scorings += 2  # answers beside other prompts, under the reference and under the policy
     return Workload(
         kind=kind,
         num_groups=groups / ranks,

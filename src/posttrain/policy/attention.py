@@ -78,6 +78,11 @@ def _attend(
         raise InputError(
             "this model's attention has sinks, which posttrain does not compute; it cannot be trained here"
         )
+    if options.get("dropout"):
+        raise InputError(
+            f"this model's attention drops {options['dropout']:g} of its weights in training, which posttrain does not compute; "
+            "set it to 0 in policy.hf_config_overrides (mostly attention_dropout; attn_pdrop in GPT-2)"
+        )
     context = active_context()
     batch, heads, length, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -47,7 +48,7 @@ def run_through_device(
 class _Stream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.incoming, self.outgoing = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.incoming, self.outgoing = _side_streams(device)
         self.current = torch.cuda.current_stream(device)
         self._leaving: deque[torch.cuda.Event] = deque()
 
@@ -75,6 +76,12 @@ class _Stream:
             event = torch.cuda.Event()
             event.record(self.outgoing)
         self._leaving.append(event)
+
+
+@cache
+def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The same ones every time: torch keeps memory that was freed on a stream for that stream."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,7 @@ class MixedPrecisionOptimizer:
             raise
         except (TypeError, ValueError) as error:
             raise InputError(f"policy.optimizer.kwargs do not fit {name}: {error}") from error
+        self._schedule = scheduler
         self.scheduler = build_scheduler(self.optimizer, scheduler)
         self._collect_as_they_come()
 
@@ -184,8 +186,11 @@ class MixedPrecisionOptimizer:
             if tuple(shape) == tuple(parameter.shape):
                 tensors[key] = torch.empty_like(parameter.detach(), dtype=dtype)
             else:
-                device = parameter.device if self._keeps_steps_on_device else "cpu"
-                tensors[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
+                # Numbers of updates are in host memory, as torch has them; Adafactor's rows and columns are not.
+                in_host_memory = not shape and not self._keeps_steps_on_device
+                tensors[key] = torch.empty(
+                    tuple(shape), dtype=dtype, device="cpu" if in_host_memory else parameter.device
+                )
         return tensors
 
     @torch.no_grad()
@@ -237,15 +242,24 @@ class MixedPrecisionOptimizer:
                 )
 
     def load_schedule_state(self, state: Mapping[str, Any]) -> None:
-        """Where the schedule was. Hyperparameters are those of this run: a changed learning rate holds from here on."""
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-            for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
-                # Schedules go on from the current rate, so that is what was reached, at this run's scale.
-                scale = group["initial_lr"] / saved["initial_lr"]
-                group["lr"] = saved["lr"] if scale == 1 else saved["lr"] * scale
-            for part in (self.scheduler, *getattr(self.scheduler, "_schedulers", ())):
-                part.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
+        """This run's schedule, from its start to where the saved one was: a rate or a length that was changed holds.
+
+        Loaded from its state, a schedule would go on with the numbers that it had, and torch's go on from the rate before.
+        """
+        if self.scheduler is None or state["scheduler"] is None:
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.pop("initial_lr")
+        with warnings.catch_warnings(action="ignore"):  # that no update came between
+            self.scheduler = build_scheduler(self.optimizer, self._schedule)
+            assert self.scheduler is not None
+            try:
+                for _ in range(int(state["scheduler"]["last_epoch"])):
+                    self.scheduler.step()
+            except ValueError as error:  # one that has an end
+                raise InputError(
+                    f"policy.scheduler ends before the checkpoint from which this run goes on: {error}"
+                ) from error
 
 
 def class_name(kind: type) -> str:

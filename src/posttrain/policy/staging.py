@@ -21,6 +21,7 @@ from posttrain.policy import host_memory
 
 _SEGMENT_BYTES = 4 * 2**30
 _POLL_S = 0.002
+_LONGEST_COPY_S = 120.0  # a hundred gigabytes take a few seconds
 
 
 class StagingArea:
@@ -125,7 +126,12 @@ class HostCopy:
         try:
             for target, source in self._in_host_memory:
                 target.copy_(source)
+            limit = time.monotonic() + _LONGEST_COPY_S
             while self._mark is not None and int(self._mark.numpy()[0]) == 0:
+                if time.monotonic() > limit:  # after an error of the device nothing comes any more, and nothing says so
+                    raise RuntimeError(
+                        f"the copy of a checkpoint did not arrive in host memory within {_LONGEST_COPY_S:g} s"
+                    )
                 time.sleep(_POLL_S)
         finally:
             self._in_host_memory, self._on_device = [], []

@@ -23,6 +23,7 @@ from posttrain.config import PolicyConfig
 from posttrain.generation.native import NativeEngine, NativeSettings
 from posttrain.generation.native.forward import check_length, evaluation_mode, observe_layers
 from posttrain.planning.checkpointing_choice import should_checkpoint
+from posttrain.planning.memory import KEPT_CACHE_SHARE
 from posttrain.policy import storage
 from posttrain.policy.attention import attention_context
 from posttrain.policy.compact import make_optimizer
@@ -50,7 +51,6 @@ from posttrain.policy.saving import CheckpointWriter
 from posttrain.roles import Objective, Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
 
-_KEPT_CACHE_SHARE = 0.1  # of the GPU's memory: a KV cache up to this size stays while training
 Forward = TokenLogprobs | SequenceScores  # a packed row in, one number per response token out
 
 
@@ -221,13 +221,14 @@ class PolicyWorker:
     ) -> dict[str, float]:
         self.model.eval()
         metrics = []
-        for part in parts:
-            with self._row(part, self.forward) as row:
-                logprobs = self.forward(row, self.temperature)
-            if part is not None:
-                metrics.append(_to_floats(objective(logprobs, part)[1]))
-            if progress is not None:
-                progress(1)
+        with deterministic_algorithms(self.config.deterministic):
+            for part in parts:
+                with self._row(part, self.forward) as row:
+                    logprobs = self.forward(row, self.temperature)
+                if part is not None:
+                    metrics.append(_to_floats(objective(logprobs, part)[1]))
+                if progress is not None:
+                    progress(1)
         return combine_metrics(metrics)
 
     def end_step(self) -> None:
@@ -287,7 +288,7 @@ class PolicyWorker:
             return
         assert self.engine is not None
         total = torch.cuda.get_device_properties(self.device).total_memory
-        if self.engine.num_held_bytes > _KEPT_CACHE_SHARE * total:
+        if self.engine.num_held_bytes > KEPT_CACHE_SHARE * total:
             self.engine.release()
 
     def generate(

@@ -54,6 +54,23 @@ def test_it_depends_on_the_micro_batch() -> None:
     assert chooses(policy("dpo", *lora, *unpacked, "policy.train_global_batch_size=16"), 80)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
+            "policy.dtensor_cfg.lora_cfg.target_modules=[q_proj,v_proj]",
+        ],
+        ["policy.dtensor_cfg.lora_cfg.match_all_linear=false"],
+        ["policy.dtensor_cfg.lora_cfg.exclude_modules=[down_proj]"],
+    ],
+)
+def test_adapters_on_some_layers_count_as_on_all(words: list[str]) -> None:
+    lora = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.sequence_packing.train_mb_tokens=8192"]
+    assert not chooses(policy("grpo", *lora, *words), 80)
+    assert chooses(policy("grpo", *lora, *words), 40)
+
+
 def test_a_model_that_cannot_be_counted_recomputes() -> None:
     assert should_checkpoint({"model_type": "other"}, policy(), memory_bytes=10**15, has_reference=False, ranks=1)
 

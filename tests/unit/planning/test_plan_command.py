@@ -16,7 +16,7 @@ from posttrain.config import load_config
 from posttrain.planning.calibration import GPUS
 from posttrain.planning.measured import compare, read_measured
 from posttrain.planning.memory import SAMPLING, SCORING, TRAINING
-from posttrain.planning.plan import Estimate, estimate_run
+from posttrain.planning.plan import Estimate, assumptions, estimate_run
 from posttrain.planning.proposal import explain, propose, remedies
 
 REPOSITORY = Path(__file__).parents[3]
@@ -122,6 +122,31 @@ def test_every_algorithm_has_a_plan(kind: str, model: str) -> None:
     assert (found.time.logprobs_s > 0) == (kind in ("grpo", "dpo"))
     names = {phase.name for phase in found.memory.phases}
     assert (SAMPLING in names, SCORING in names) == (kind == "grpo", kind in ("grpo", "dpo"))
+
+
+def test_kto_scores_answers_beside_other_prompts_too() -> None:
+    kto = ["policy.model_name=llama-1.5b", "dpo.preference_loss=kto"]
+    assert planned(*kto, kind="dpo").workload.num_scorings == 3
+    assert planned("policy.model_name=llama-1.5b", kind="dpo").workload.num_scorings == 1
+
+
+def test_what_is_not_counted_is_told() -> None:
+    words = [
+        "policy.model_name=llama-1.5b",
+        "grpo.use_dynamic_sampling=true",
+        "policy.dtensor_cfg.lora_cfg.enabled=true",
+        "policy.dtensor_cfg.lora_cfg.exclude_modules=[down_proj]",
+    ]
+    config = load_config("grpo", None, words).config
+    said = "\n".join(assumptions(estimate_run(config, GPUS["h200"]), config))
+    assert "adapters are counted on every linear layer" in said
+    assert "dynamic sampling is counted as one round" in said
+
+
+def test_the_copy_of_a_checkpoint_takes_host_memory() -> None:
+    words = ["policy.model_name=llama-1.5b", "checkpointing.enabled=true"]
+    assert planned(*words).memory.host_items.keys() == {"copy of a checkpoint"}
+    assert not planned(*words, "checkpointing.async_save=false").memory.host_items
 
 
 def test_a_reward_model_has_no_logits() -> None:

@@ -107,7 +107,9 @@ def test_state_of_an_8b_model_by_hand() -> None:
     assert model_of(shortest).state_bytes() == pytest.approx(n * (2 + 8 / 256), rel=1e-3)
     offloaded = replace(PLAIN, optimizer=OptimizerSettings("compact", 2, "bfloat16", False, is_offloaded=True))
     plan = model_of(offloaded).plan(workload())
-    assert plan.host_bytes == 4 * n
+    assert plan.host_items == {"optimizer state": 4 * n}
+    copied = replace(short, copies_checkpoints=True)
+    assert model_of(copied).plan(workload()).host_items == {"copy of a checkpoint": (2 + 4) * n}
     assert all("optimizer state" not in phase.items for phase in plan.phases)
 
 

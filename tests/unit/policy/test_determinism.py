@@ -55,6 +55,14 @@ def test_the_mode_is_on_while_the_policy_is_updated(wanted: bool, tmp_path: Path
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_mode_is_on_while_the_policy_is_validated(wanted: bool, tmp_path: Path) -> None:
+    rank, objective = worker(tmp_path, wanted), Watching()
+    rank.evaluate([BATCH], objective)
+    assert objective.seen == [wanted]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_sampling_is_told_too(tmp_path: Path) -> None:
     rank = worker(tmp_path, True)
     assert rank.engine is not None

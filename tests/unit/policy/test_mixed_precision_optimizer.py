@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.checkpointing import CheckpointError
+from posttrain.errors import InputError
 from posttrain.policy.optimizer import MixedPrecisionOptimizer, gradient_norm
 
 ADAMW = ("torch.optim.AdamW", {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8})
@@ -21,6 +22,7 @@ WARMUP = [
     {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 10000000000}},
     {"milestones": [50]},
 ]
+COSINE = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 10}}
 
 
 class Net(nn.Module):
@@ -285,6 +287,52 @@ def test_saved_and_loaded_the_next_steps_are_bitwise_the_same(
     assert all(torch.equal(again[key], tensor) for key, tensor in optimizer.state_tensors().items())
 
 
+ONE_CYCLE = {"name": "torch.optim.lr_scheduler.OneCycleLR", "kwargs": {"max_lr": 1.0, "total_steps": 8}}
+
+
+def scheduled(kind: tuple[str, dict[str, Any]], scheduler: Any, steps: int) -> MixedPrecisionOptimizer:
+    net, optimizer = build(torch.float32, kind, scheduler)
+    advance(net, optimizer, range(steps))
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (COSINE, {**COSINE, "kwargs": {"T_max": 100}}),
+        (COSINE, {**COSINE, "kwargs": {"T_max": 10, "eta_min": 1e-3}}),
+        (WARMUP, [{**WARMUP[0], "kwargs": {**WARMUP[0]["kwargs"], "total_iters": 9}}, WARMUP[1], {"milestones": [9]}]),
+    ],
+)
+def test_a_schedule_that_was_changed_holds_from_the_checkpoint_on(before: Any, after: Any) -> None:
+    """The rate is what it would be had the schedule been that from the start."""
+    faster = (ADAMW[0], {**ADAMW[1], "lr": 5e-2})
+    state = scheduled(ADAMW, before, 5).schedule_state()
+    net, resumed = build(torch.float32, faster, after)
+    resumed.load_schedule_state(state)
+    assert resumed.learning_rate == scheduled(faster, after, 5).learning_rate
+    advance(net, resumed, range(6))
+    assert resumed.learning_rate == scheduled(faster, after, 11).learning_rate
+
+
+def test_a_schedule_that_is_over_before_the_checkpoint_is_told() -> None:
+    state = scheduled(ADAMW, ONE_CYCLE, 6).schedule_state()
+    shorter = build(torch.float32, ADAMW, {**ONE_CYCLE, "kwargs": {"max_lr": 1.0, "total_steps": 4}})[1]
+    with pytest.raises(InputError, match=r"policy.scheduler ends before the checkpoint"):
+        shorter.load_schedule_state(state)
+
+
+def test_rows_and_columns_of_adafactor_are_loaded_where_the_weights_are() -> None:
+    kind = ("torch.optim.Adafactor", {"lr": 1e-2})
+    net, optimizer = build(torch.float32, kind)
+    advance(net, optimizer, range(2))
+    saved = {key: (tuple(t.shape), t.dtype) for key, t in optimizer.state_tensors().items()}
+    elsewhere = MixedPrecisionOptimizer(Net(torch.float32).to("meta"), *kind, None)
+    places = {key: slot.device.type for key, slot in elsewhere.empty_like_saved(saved).items()}
+    assert {place for key, place in places.items() if key.endswith("_var")} == {"meta"}
+    assert {place for key, place in places.items() if key.endswith("/step")} == {"cpu"}
+
+
 def test_masters_come_back_with_more_digits_than_the_weights_have() -> None:
     net, optimizer = build(torch.bfloat16)
     advance(net, optimizer, range(3))
@@ -312,9 +360,6 @@ def test_a_schedule_state_is_plain_values() -> None:
     torch.save(optimizer.schedule_state(), buffer)
     buffer.seek(0)
     assert torch.load(buffer, weights_only=True)["groups"][0]["lr"] == optimizer.learning_rate
-
-
-COSINE = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 10}}
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,16 @@ def test_tensors_are_copied_into_memory_that_is_used_again(monkeypatch: pytest.M
     assert StagingArea.num_bytes(tensors) == 4 * 5 * 21
 
 
+def test_a_copy_that_never_arrives_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error of the device nothing moves any more; those who wait must not wait for ever."""
+    monkeypatch.setattr(staging, "_LONGEST_COPY_S", 0.05)
+    copy = HostCopy(CPU)
+    copy._mark = torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="did not arrive in host memory"):
+        copy.finish()
+    copy.wait()
+
+
 def test_memory_is_taken_ahead_of_time() -> None:
     tensors = {"a": torch.zeros(1000)}
     area = StagingArea(pin=False)
