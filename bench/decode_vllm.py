@@ -1,7 +1,7 @@
 """vLLM's side of `decode.py`, in a process of its own: the same prompts, the same sampling, dummy weights of the same shape.
 
-The engine runs in this process, without a tokenizer. Its start contains the making of the weights, which takes seconds; the
-import of the package does not count.
+As vLLM starts by default, but without a tokenizer. Its start contains the making of the weights, which takes seconds; the import
+of the package does not count.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from machine import GIB
 from shapes import shape_of
 from workloads import Workload
 
-# Before vLLM is imported. FlashInfer's sampler would be compiled at the first use, with a compiler that may be missing.
+# Before vLLM is imported; what the caller has set wins. FlashInfer's sampler, which is for top-k and top-p, would be compiled
+# at the first use, with a compiler that may be missing.
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -83,8 +83,10 @@ def measure(job: DecodeJob) -> dict[str, Any]:
     import vllm
 
     with tempfile.TemporaryDirectory(prefix="bench-vllm-") as folder:
-        result, _ = timed(job, lambda: VllmSampling(job, Path(folder)))
+        result, _engine = timed(job, lambda: VllmSampling(job, Path(folder)))
+        # It takes the share of the memory that it is given, needed or not, in a process of its own.
+        free, total = torch.cuda.mem_get_info()
+        for found in result["workloads"].values():
+            found["peak_gib"] = (total - free) / GIB
     result["version"] = vllm.__version__
-    # It takes the share of the memory that it is given, needed or not.
-    result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     return result

@@ -178,7 +178,10 @@ def run_posttrain(job: dict[str, Any], packed: bool) -> dict[str, Any]:
     assert code == 0, f"the run ended with exit code {code}"
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     model = folder / f"run/step_{job['steps']}/policy/weights/model"
-    return {"times": times, "losses": [row["train/loss"] for row in rows], "model": str(model)}
+    found = {"times": times, "losses": [row["train/loss"] for row in rows], "model": str(model)}
+    # Each phase of a step is measured by itself, so what torch counts at the end is that of the last one.
+    peaks = [value for row in rows for name, value in row.items() if name.startswith("performance/peak_gib_")]
+    return {**found, "peak_gib": max(peaks)} if peaks else found
 
 
 def run_side(job: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +189,7 @@ def run_side(job: dict[str, Any]) -> dict[str, Any]:
 
     name = job["side"]
     result = run_trl(job) if name == "trl" else run_posttrain(job, packed=name == "posttrain-packed")
-    if job["device"] == "cuda":
+    if job["device"] == "cuda" and name == "trl":
         result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return result
 

@@ -21,7 +21,10 @@ _TAIL_LINES = 30
 
 
 def run_side(script: str | Path, job: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Result:
-    """The result of the side, or {"error": one line, "output": the end of what it printed}."""
+    """The result of the side, or {"error": one line, "output": the end of what it printed}.
+
+    `environment` holds what the side needs unless it is set already.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-side-") as scratch:
         job_file, result_file, log_file = (Path(scratch) / name for name in ("job.json", "result.json", "log.txt"))
         job_file.write_text(json.dumps(job))
@@ -30,7 +33,7 @@ def run_side(script: str | Path, job: Mapping[str, Any], environment: Mapping[st
         with log_file.open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, str(script), "--job", str(job_file)],
-                env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
+                env={**(environment or {}), **os.environ, "PYTHONPATH": paths},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

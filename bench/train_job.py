@@ -47,10 +47,9 @@ class TrainJob:
         lengths = [rng.randint(self.shortest_tokens, self.sequence_tokens) for _ in range(self.num_sequences)]
         return [[rng.randrange(FIRST_WORD, vocab) for _ in range(length)] for length in lengths]
 
-    @property
-    def rows_per_micro_batch(self) -> int:
-        """Of the sides that pad: as many rows as fit the same budget of tokens."""
-        return max(1, self.micro_batch_tokens // self.sequence_tokens)
+    def num_rows(self, max_tokens: int) -> int:
+        """Of a micro-batch of the sides that pad: as many as fit the same budget of tokens."""
+        return max(1, max_tokens // self.sequence_tokens)
 
 
 def flops_of(model: Any) -> float:

@@ -98,6 +98,11 @@ def _padded(rows: list[list[int]], device: str) -> tuple[Tensor, Tensor, Tensor]
     return ids, mask, ids.masked_fill(mask == 0, -100)
 
 
+def _micro_batches(job: TrainJob, max_tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    rows, size = job.sequences(), job.num_rows(max_tokens)
+    return [_padded(rows[start : start + size], job.device) for start in range(0, len(rows), size)]
+
+
 def _padded_model(job: TrainJob) -> Any:
     model, _ = open_model(job.model, job.device, job.torch_dtype, job.seed, attention="sdpa")
     if job.lora:
@@ -117,9 +122,9 @@ def stock_side(job: TrainJob) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=1e-6, weight_decay=0.01, fused=job.device == "cuda"
     )
-    rows, size = job.sequences(), job.rows_per_micro_batch
-    num_targets = sum(len(row) - 1 for row in rows)
-    micro_batches = [_padded(rows[start : start + size], job.device) for start in range(0, len(rows), size)]
+    num_targets = sum(len(row) - 1 for row in job.sequences())
+    micro_batches = _micro_batches(job, job.micro_batch_tokens)
+    without_gradients = _micro_batches(job, job.logprob_tokens)
     losses: list[float] = []
 
     def step() -> None:
@@ -139,7 +144,7 @@ def stock_side(job: TrainJob) -> dict[str, Any]:
     @torch.no_grad()
     def logprobs() -> None:
         model.eval()
-        for ids, mask, _ in micro_batches:
+        for ids, mask, _ in without_gradients:
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
             chosen = logits.gather(2, ids[:, 1:, None]).squeeze(2).float()
             (chosen - torch.stack([row.float().logsumexp(-1) for row in logits])).cpu()
@@ -168,7 +173,7 @@ def trl_side(job: TrainJob) -> dict[str, Any]:
     flops = flops_of(model)
     watch = Watch()
     rows = job.sequences()
-    size = job.rows_per_micro_batch
+    size = job.num_rows(job.micro_batch_tokens)
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as folder:
         config = SFTConfig(
             **trainer_settings(folder, job.device, job.torch_dtype, checkpointing=job.checkpointing),

@@ -122,6 +122,11 @@ def test_config_that_makes_no_model(
     assert_refused(inputs.grpo(f"policy.model_name={folder}"), inputs, capsys, "policy.model_name", str(file), said)
 
 
+def test_dropout_in_attention_is_not_ignored(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
+    drops = inputs.sft("policy.hf_config_overrides={attention_dropout: 0.5}")
+    assert_refused(drops, inputs, capsys, "attention_dropout = 0.5", "policy.hf_config_overrides.attention_dropout=0.0")
+
+
 @pytest.mark.parametrize("damage", ["no weights", "torn weights"])
 def test_model_folder_without_usable_weights(damage: str, inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
     folder = inputs.folder / "model"

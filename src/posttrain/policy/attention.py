@@ -63,6 +63,16 @@ def active_context() -> AttentionContext:
     return _active
 
 
+def refuse_dropout(config: Any) -> None:
+    """Attention here drops nothing. A model that was made to drop in training would silently be trained without."""
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if share := getattr(config, name, None):
+            raise InputError(
+                f"the model's config has {name} = {share:g}, and posttrain's attention drops nothing in training; say so with "
+                f"policy.hf_config_overrides.{name}=0.0"
+            )
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -77,11 +87,6 @@ def _attend(
     if options.get("s_aux") is not None:
         raise InputError(
             "this model's attention has sinks, which posttrain does not compute; it cannot be trained here"
-        )
-    if options.get("dropout"):
-        raise InputError(
-            f"this model's attention drops {options['dropout']:g} of its weights in training, which posttrain does not compute; "
-            "set it to 0 in policy.hf_config_overrides (mostly attention_dropout; attn_pdrop in GPT-2)"
         )
     context = active_context()
     batch, heads, length, head_dim = query.shape

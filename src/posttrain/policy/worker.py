@@ -25,7 +25,7 @@ from posttrain.generation.native.forward import check_length, evaluation_mode, o
 from posttrain.planning.checkpointing_choice import should_checkpoint
 from posttrain.planning.memory import KEPT_CACHE_SHARE
 from posttrain.policy import storage
-from posttrain.policy.attention import attention_context
+from posttrain.policy.attention import attention_context, refuse_dropout
 from posttrain.policy.compact import make_optimizer
 from posttrain.policy.determinism import deterministic_algorithms, prepare_determinism
 from posttrain.policy.fingerprint import model_fingerprint
@@ -90,7 +90,7 @@ class PolicyWorker:
         mesh = data_parallel_mesh(self.device)
         self.reference = self._freeze_reference(mesh) if setup.needs_reference and not lora.enabled else None
         self.forward = self._shardable(self.model, mesh)
-        self._refuse_unsupported()
+        self._refuse_unsupported(setup)
         self.optimizer: MixedPrecisionOptimizer | None = None
         if setup.trains:
             self.optimizer = make_optimizer(self.model, config.optimizer, config.scheduler, setup.seed)
@@ -155,11 +155,14 @@ class PolicyWorker:
             root.reshard()  # type: ignore[operator]
         return root
 
-    def _refuse_unsupported(self) -> None:
+    def _refuse_unsupported(self, setup: WorkerSetup) -> None:
         """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of the logits."""
+        config = storage.base_config(self.model).get_text_config()
+        if setup.trains:
+            refuse_dropout(config)
         with torch.no_grad(), evaluation_mode(self.model), whole_parameters(self.forward):
             observe_layers(without_adapter_wrapper(self.model), self.forward.head)
-            check_length(storage.base_config(self.model).get_text_config(), self.config.max_total_sequence_length)
+            check_length(config, self.config.max_total_sequence_length)
 
     def _freeze_reference(self, mesh: Any) -> Forward:
         frozen = copy.deepcopy(self.model).requires_grad_(False).eval()

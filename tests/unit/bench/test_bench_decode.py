@@ -152,7 +152,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     module = types.ModuleType("vllm")
     module.LLM, module.SamplingParams, module.__version__ = Llm, Params, "0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda: 0)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 * 2**30, 4 * 2**30))
     return seen
 
 
@@ -170,6 +170,7 @@ def test_vllm_gets_the_same_prompts_the_same_sampling_and_the_same_shape(calls: 
     assert {(p.temperature, p.ignore_eos, p.logprobs) for p in sampling} == {(1.0, True, 0)}
     assert result["workloads"][UNEVEN]["num_tokens"] == sum(job.works[0].limits)
     assert result["workloads"][UNEVEN]["mean_logprob"] == -2.0
+    assert result["workloads"][UNEVEN]["peak_gib"] == 3, "of the whole device: its engine is in another process"
 
 
 def test_vllm_shares_prompts_within_a_call_but_not_between_calls(calls: list[Any]) -> None:

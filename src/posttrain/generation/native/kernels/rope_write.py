@@ -8,7 +8,8 @@ negated in front of the first), and the scatter into the pages.
 rotate_half(q) * sin, then their sum, each to the type that the operands promote to (three roundings in bf16; the norm adds
 two). The result of the rotation has the same bits. The norm's mean of squares is summed in another order, which changes its
 last bit in float32 and, rarely, the last bit of what is rounded from it. Without, everything is float32 inside and
-rounded once: closer to the true value, and further from what the trainer computes. Sampling wants the former.
+rounded once: closer to the true value, and what the fused layers of training do (`policy/fused/kernels.py`), so the engine
+asks for that.
 """
 
 from __future__ import annotations
