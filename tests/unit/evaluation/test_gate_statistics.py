@@ -74,16 +74,23 @@ def test_equal_values_do_not_prove_that_there_is_no_spread() -> None:
     assert estimate_mean([0.5] * 30, CONFIDENCE, RATE).low < 0.45
     assert estimate_paired([0.0] * 30, CONFIDENCE, DIFFERENCE).low < -0.05
     assert estimate_unpaired([1.0] * 30, [1.0] * 30, CONFIDENCE, RATE, RATE).low < -0.05
+    assert estimate_mean([512.0] * 30, CONFIDENCE, (0.0, 512.0)).low < 460, "lengths neither"
+    assert estimate_mean([512.0] * 30, CONFIDENCE, (0.0, 512.0)).high > 512, "and longer ones were only not seen"
 
 
-def test_without_a_range_the_bounds_are_students_with_johnsons_shift() -> None:
+def test_the_bounds_are_the_wider_of_students_with_and_without_imagined_problems() -> None:
     values = np.random.default_rng(0).exponential(100.0, 60)
-    found = estimate_mean(list(values), CONFIDENCE, None)
-    error, quantile = values.std(ddof=1) / math.sqrt(60), t_quantile(CONFIDENCE, 59)
-    third = ((values - values.mean()) ** 3).mean()
-    shift = third / (6 * 60 * values.var(ddof=1)) * (1 + 2 * quantile**2)
-    assert found.low == pytest.approx(values.mean() - quantile * error), "the side without the tail stays"
-    assert found.high == pytest.approx(values.mean() + quantile * error + shift)
+    ends = (0.0, float(values.max()))
+    found = estimate_mean(list(values), CONFIDENCE, ends)
+    lows, highs = [], []
+    for seen in (values, np.concatenate([values, ends, ends])):
+        count, quantile = len(seen), t_quantile(CONFIDENCE, len(seen) - 1)
+        reach = quantile * seen.std(ddof=1) / math.sqrt(count)
+        third = ((seen - seen.mean()) ** 3).mean()
+        lows.append(seen.mean() - reach)  # the side without the tail stays
+        highs.append(seen.mean() + reach + third / (6 * count * seen.var(ddof=1)) * (1 + 2 * quantile**2))
+    assert found.low == pytest.approx(min(lows))
+    assert found.high == pytest.approx(max(highs))
 
 
 def test_pairing_makes_the_bounds_narrower_where_problems_differ_in_difficulty() -> None:
@@ -148,9 +155,26 @@ def test_skewed_lengths_rarely_pass_as_no_longer() -> None:
     def is_shorter(rng: np.random.Generator) -> bool:
         ours, theirs = rng.lognormal(0.2, 0.8, 100), rng.lognormal(0.0, 0.8, 100)
         ratio = math.exp(0.2)
-        return estimate_paired((ours - ratio * theirs).tolist(), CONFIDENCE, None).high < 0
+        longest = max(ours.max(), theirs.max())
+        ends = (-ratio * longest, longest)
+        return estimate_paired((ours - ratio * theirs).tolist(), CONFIDENCE, ends).high < 0
 
     assert passes(is_shorter, 7) <= ALLOWED
+
+
+@pytest.mark.parametrize("num_expected", [1, 3, 7])
+def test_lengths_that_hardly_ever_change_rarely_pass_as_no_longer(num_expected: int) -> None:
+    """Greedy answers of two similar models are mostly the same; those that are not may be much longer."""
+    num_problems = 100
+    mean_change = math.exp(0.7**2 / 2) * num_expected / num_problems
+
+    def is_no_longer(rng: np.random.Generator) -> bool:
+        theirs, more = rng.lognormal(0.0, 0.7, num_problems), rng.lognormal(0.0, 0.7, num_problems)
+        ours = theirs + more * (rng.random(num_problems) < num_expected / num_problems)
+        longest = float(ours.max())
+        return estimate_paired((ours - theirs).tolist(), CONFIDENCE, (-longest, longest)).high < mean_change
+
+    assert passes(is_no_longer, num_expected) <= ALLOWED
 
 
 def test_looking_again_as_problems_are_added_stays_within_the_error_if_the_looks_were_announced() -> None:
@@ -197,3 +221,49 @@ def test_an_estimate_on_the_threshold_asks_for_no_number() -> None:
     assert near == math.ceil(((normal_quantile(0.95) + normal_quantile(0.8)) * 0.5 / 0.001) ** 2)
     far = needed_problems(on_it, 0.9, 0.8)
     assert far == 101, "never fewer than there are"
+
+
+@pytest.mark.parametrize(
+    ("hits", "total", "threshold"),
+    [
+        (0, 30, 0.02),
+        (291, 300, 0.95),
+        (5, 500, 0.02),
+        (3, 300, 0.02),
+        (120, 200, 0.55),
+        (170, 200, 0.9),
+        (30, 30, 0.95),
+    ],
+)
+def test_the_number_asked_for_of_a_rate_is_that_of_the_exact_bound(hits: int, total: int, threshold: float) -> None:
+    found = estimate_mean([1.0] * hits + [0.0] * (total - hits), CONFIDENCE, RATE)
+    needed = needed_problems(found, threshold, 0.8)
+    assert needed is not None
+    assert exact_power(hits / total, threshold, needed) >= 0.8
+    # Power goes up in a saw-tooth, so a few less may do as well; many less do not.
+    assert all(exact_power(hits / total, threshold, count) < 0.8 for count in range(total + 1, int(0.94 * needed)))
+
+
+def exact_power(rate: float, threshold: float, num_problems: int) -> float:
+    """How likely Clopper and Pearson's bound is to be on the rate's side of the threshold, over all numbers of hits."""
+    if rate > threshold:
+        rate, threshold = 1 - rate, 1 - threshold
+    tails = np.cumsum(binomial_chances(num_problems, threshold))  # so few hits, or fewer, if it were on the threshold
+    return float(binomial_chances(num_problems, rate)[tails <= 1 - CONFIDENCE].sum())
+
+
+def binomial_chances(total: int, rate: float) -> np.ndarray:
+    if rate == 0:
+        return np.eye(1, total + 1)[0]
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, total + 1)))])
+    hits = np.arange(total + 1)
+    return np.exp(logs[-1] - logs - logs[::-1] + hits * math.log(rate) + (total - hits) * math.log1p(-rate))
+
+
+def test_what_imagined_problems_add_is_not_asked_for_again_and_again() -> None:
+    """Their weight falls as real ones come in: without a single change, the bound narrows with n and not with its root."""
+    unchanged = estimate_paired([0.0] * 30, CONFIDENCE, DIFFERENCE)
+    needed = needed_problems(unchanged, -0.01, 0.8)
+    assert needed is not None
+    assert estimate_paired([0.0] * needed, CONFIDENCE, DIFFERENCE).low > -0.01
+    assert needed < 400

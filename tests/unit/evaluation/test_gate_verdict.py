@@ -289,7 +289,7 @@ def test_format_cost_parts_and_rewards_are_measured(tmp_path: Path) -> None:
 
 def test_a_cost_that_differs_by_no_more_than_speeds_do_is_no_decision(tmp_path: Path) -> None:
     cheap = write_evaluation(tmp_path / "cheap", rewards(0.5, 1), cost=1.0)
-    dear = write_evaluation(tmp_path / "dear", rewards(0.5, 1), cost=1.1)
+    dear = write_evaluation(tmp_path / "dear", rewards(0.5, 1), cost=1.07)
     check = {"cost": {"metric": "cost_per_answer", "worse_by_at_most": 0.0}}
     found = decided(gate(check), dear, cheap)
     assert found.verdict == "needs_more_samples"
@@ -307,6 +307,22 @@ def test_rewards_beyond_zero_and_one_are_no_rates(tmp_path: Path) -> None:
     (rule,) = decided(gate({"a": {"metric": "reward", "at_least": 0.0}}), found).rules
     assert rule.estimate is not None
     assert (rule.estimate.method, rule.outcome) == ("t", "pass")
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [("reward", [1.0] * 25 + [-1.0] * 5), ("reward", [2.0] * 30), ("mean_length_tokens", [0.0] * 30)],
+)
+def test_answers_that_did_not_change_do_not_prove_that_nothing_ever_does(
+    tmp_path: Path, metric: str, values: list[float]
+) -> None:
+    one, other = (write_evaluation(tmp_path / name, [[value] for value in values]) for name in ("a", "b"))
+
+    def verdict(margin: float) -> str:
+        return decided(gate({"a": {"metric": metric, "worse_by_at_most": margin}}), one, other).verdict
+
+    assert verdict(0.001) == "needs_more_samples"
+    assert verdict(2.0) == "promote"
 
 
 def test_notes_tell_of_equal_weights_and_different_settings(tmp_path: Path) -> None:

@@ -25,13 +25,12 @@ from dataclasses import dataclass
 from posttrain.config.gate import CheckConfig, Direction
 from posttrain.errors import InputError
 from posttrain.evaluation.gate.divergence import KL_FILE, read_divergence
-from posttrain.evaluation.gate.statistics import Range
+from posttrain.evaluation.gate.statistics import RATE, Range
 from posttrain.evaluation.metrics import LENGTH, TRUNCATION, UNSCORED, per_problem
 from posttrain.evaluation.results import Evaluation, Problem, Sample
 
 REWARD, REFUSAL, FORMAT = "reward", "refusal_rate", "format_rate"
 COST, KL, PART = "cost_per_answer", "kl_from_base", "part:"
-RATE: Range = (0.0, 1.0)
 REFUSAL_PATTERNS = (
     r"\bI(?:'m| am) (?:really |very )?(?:sorry|afraid)\b[^.!?\n]{0,60}\b(?:can(?:no|')t|cannot|unable|not able|won't)\b",
     r"\bI (?:can(?:no|')t|cannot|won't|will not|must decline to|am unable to|am not able to) "
@@ -55,7 +54,7 @@ class Measurement:
     """A metric of one evaluation. Problems without any measured sample are absent."""
 
     values: Mapping[str, float]  # problem -> value; equal keys are the same problem in both evaluations
-    value_range: Range | None  # None: no bound is known
+    value_range: Range  # what values can be, as far as anybody knows
     num_absent: int
 
     @property
@@ -198,11 +197,11 @@ def _costs(evaluation: Evaluation) -> list[float | None]:
     return [_mean([summary.cost / tokens * length for length in of_problem]) for of_problem in known]
 
 
-def _range(metric: str, values: Sequence[float]) -> Range | None:
-    """Rates are between 0 and 1. So are rewards, as far as anybody knows, if all that were seen are."""
-    if metric in (LENGTH, COST, KL):
-        return None
-    return RATE if all(0.0 <= value <= 1.0 for value in values) else None
+def _range(metric: str, values: Sequence[float]) -> Range:
+    """Rates are between 0 and 1, and so are most rewards; lengths, costs and divergences are not below 0. What was seen
+    beyond that is possible too."""
+    natural = (0.0,) if metric in (LENGTH, COST, KL) else RATE
+    return min(*natural, *values), max(*natural, *values)
 
 
 def _mean(values: Sequence[float]) -> float | None:

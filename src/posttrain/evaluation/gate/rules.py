@@ -114,18 +114,20 @@ def compare(
     error = noise * max(abs(candidate.mean), abs(scale * production.mean))
     common = [key for key in candidate.values if key in production.values]
     larger = max(len(candidate.values), len(production.values))
-    ranges = candidate.value_range, production.value_range
+    # What one of them has seen is possible for the other.
+    ends = [end for side in (candidate, production) for end in side.value_range]
+    own, scaled = (min(ends), max(ends)), _scaled((min(ends), max(ends)), scale)
     if 2 * len(common) >= larger:
         differences = [candidate.values[key] - scale * production.values[key] for key in common]
-        estimate = estimate_paired(differences, confidence, _difference_range(*ranges, scale))
+        estimate = estimate_paired(differences, confidence, (own[0] - scaled[1], own[1] - scaled[0]))
         note = "" if len(common) == larger else f"compared on the {len(common)} problems that both have, of {larger}"
         return Comparison(with_systematic_error(estimate, error), note)
     estimate = estimate_unpaired(
         list(candidate.values.values()),
         [scale * value for value in production.values.values()],
         confidence,
-        ranges[0],
-        _scaled(ranges[1], scale),
+        own,
+        scaled,
     )
     return Comparison(
         with_systematic_error(estimate, error), f"not paired: only {len(common)} of {larger} problems are the same"
@@ -168,13 +170,9 @@ def margin_bound(
     return Bound(words, signed, side, is_gain, "the difference"), 1.0
 
 
-def _difference_range(candidate: Range | None, production: Range | None, scale: float) -> Range | None:
-    scaled = _scaled(production, scale)
-    return None if candidate is None or scaled is None else (candidate[0] - scaled[1], candidate[1] - scaled[0])
-
-
-def _scaled(value_range: Range | None, scale: float) -> Range | None:
-    return None if value_range is None else (scale * value_range[0], scale * value_range[1])
+def _scaled(value_range: Range, scale: float) -> Range:
+    low, high = sorted(scale * end for end in value_range)
+    return low, high
 
 
 def _interval(estimate: Estimate, bound: Bound) -> str:

@@ -4,12 +4,11 @@ The unit is the problem: samples of one problem are not independent, so each pro
 one-sided, at the confidence asked for:
 
 - one evaluation, every value 0 or 1: Clopper-Pearson, which is exact;
-- other values with a known range (rates, rewards): Student's t after adding two imagined problems at each end of the range,
-  as Agresti and Coull do for proportions;
+- other values: Student's t after adding two imagined problems at each end of their range, as Agresti and Coull do for
+  proportions;
 - differences of two evaluations on the same problems: Student's t on the differences, with one imagined problem at each
   end, as Bonett and Price do for paired proportions; on different problems: Welch's t, with one at each end of either
-  evaluation, as Agresti and Caffo do;
-- values without a range (lengths, costs): Student's t as it is.
+  evaluation, as Agresti and Caffo do.
 
 The imagined problems keep the bounds honest where all values happen to be equal: without them, thirty answers without a
 change would prove that nothing changes. Where the plain bounds are wider, they hold.
@@ -18,6 +17,7 @@ change would prove that nothing changes. Where the plain bounds are wider, they 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,9 +25,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.evaluation.gate.distributions import beta_quantile, normal_quantile, t_quantile
+from posttrain.evaluation.gate.distributions import beta_cdf, beta_quantile, normal_quantile, t_quantile
 
 Range = tuple[float, float]
+RATE: Range = (0.0, 1.0)
 Method = Literal["exact binomial", "t", "paired t", "unpaired t"]
 MAX_ASKED = 10_000_000  # a number of problems beyond which there is no point in naming it
 
@@ -39,10 +40,13 @@ class Estimate:
     mean: float
     low: float
     high: float
-    deviation: float  # of one problem, as the bounds see it
+    deviation: float  # of one problem
     num_problems: int
     confidence: float
     method: Method
+    imagined: float = (
+        0.0  # variance that imagined problems add to the mean, times num_problems squared: it stays as n grows
+    )
     systematic: float = 0.0  # error, part of both bounds, that more problems would not make smaller
 
 
@@ -50,46 +54,38 @@ def with_systematic_error(estimate: Estimate, error: float) -> Estimate:
     return replace(estimate, low=estimate.low - error, high=estimate.high + error, systematic=error)
 
 
-def estimate_mean(values: Sequence[float], confidence: float, value_range: Range | None) -> Estimate:
+def estimate_mean(values: Sequence[float], confidence: float, value_range: Range) -> Estimate:
     """Of one evaluation."""
     assert len(values) > 0
-    if value_range == (0.0, 1.0) and set(values) <= {0.0, 1.0}:
+    if value_range == RATE and set(values) <= {0.0, 1.0}:
         return _exact(values, confidence)
-    ends = () if value_range is None else (*value_range, *value_range)
-    return _student(np.asarray(values, dtype=np.float64), ends, confidence, "t")
+    found = _student(values, (*value_range, *value_range), confidence, "t")
+    # Of other ranges only what was seen is known, and the mean may lie beyond that.
+    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0)) if value_range == RATE else found
 
 
-def estimate_paired(differences: Sequence[float], confidence: float, value_range: Range | None) -> Estimate:
+def estimate_paired(differences: Sequence[float], confidence: float, value_range: Range) -> Estimate:
     """Of the differences of two evaluations of the same problems. `value_range` is that of the differences."""
     assert len(differences) > 0
-    return _student(np.asarray(differences, dtype=np.float64), value_range or (), confidence, "paired t")
+    return _student(differences, value_range, confidence, "paired t")
 
 
 def estimate_unpaired(
-    left: Sequence[float],
-    right: Sequence[float],
-    confidence: float,
-    left_range: Range | None,
-    right_range: Range | None,
+    left: Sequence[float], right: Sequence[float], confidence: float, left_range: Range, right_range: Range
 ) -> Estimate:
     """Of mean(left) - mean(right), for evaluations of different problems."""
     assert len(left) > 0
     assert len(right) > 0
     a, b = np.asarray(left, dtype=np.float64), np.asarray(right, dtype=np.float64)
-    soft_a = np.concatenate([a, np.asarray(left_range or (), dtype=np.float64)])
-    soft_b = np.concatenate([b, np.asarray(right_range or (), dtype=np.float64)])
-    bounds = [_welch_bounds(soft_a, soft_b, confidence)]
-    if len(a) > 1 and len(b) > 1:
-        bounds.append(_welch_bounds(a, b, confidence))
-    fewer = min(len(a), len(b))
-    return Estimate(
-        mean=float(a.mean() - b.mean()),
-        low=min(low for low, _ in bounds),
-        high=max(high for _, high in bounds),
-        deviation=math.sqrt((_variance(soft_a) / len(soft_a) + _variance(soft_b) / len(soft_b)) * fewer),
-        num_problems=fewer,
-        confidence=confidence,
-        method="unpaired t",
+    soft_a, soft_b = np.concatenate([a, left_range]), np.concatenate([b, right_range])
+    return _estimate(
+        float(a.mean() - b.mean()),
+        [_welch_bounds(soft_a, soft_b, confidence), _welch_bounds(a, b, confidence)],
+        _variance(a) / len(a) + _variance(b) / len(b),
+        _variance(soft_a) / len(soft_a) + _variance(soft_b) / len(soft_b),
+        min(len(a), len(b)),
+        confidence,
+        "unpaired t",
     )
 
 
@@ -106,23 +102,58 @@ def _welch_bounds(a: NDArray[np.float64], b: NDArray[np.float64], confidence: fl
 def needed_problems(estimate: Estimate, threshold: float, power: float) -> int | None:
     """How many problems would tell the mean from `threshold` with probability `power`, if it is what it seems to be.
 
-    The usual sample size ((z of confidence + z of power) * deviation / distance)^2. None: more than `MAX_ASKED`.
+    None: more than `MAX_ASKED`, or no number would, because the error that problems do not average out is too large.
     """
-    distance = abs(estimate.mean - threshold)
-    if distance == 0:
+    distance = abs(estimate.mean - threshold) - estimate.systematic
+    if distance <= 0:
         return None
-    quantiles = normal_quantile(estimate.confidence) + max(normal_quantile(power), 0.0)
-    needed = (quantiles * estimate.deviation / distance) ** 2
-    if needed > MAX_ASKED:
+    needed: float | None
+    if estimate.method == "exact binomial" and not estimate.systematic:
+        needed = _needed_for_rate(estimate.mean, threshold, estimate.confidence, power)
+    else:
+        # The n for which quantiles * sqrt(deviation^2 / n + imagined / n^2) is the distance.
+        quantiles = _quantiles(estimate, power)
+        by_spread = (quantiles * estimate.deviation / distance) ** 2
+        needed = by_spread / 2 + math.sqrt(by_spread**2 / 4 + (quantiles / distance) ** 2 * estimate.imagined)
+    if needed is None or needed > MAX_ASKED:
         return None
-    # The bounds were wider than this formula thinks, or the question would not arise.
+    # The bounds were wider than this thinks, or the question would not arise.
     return max(math.ceil(needed), estimate.num_problems + 1)
 
 
 def detectable_distance(estimate: Estimate, num_problems: int, power: float) -> float:
     """The smallest distance from a threshold that so many problems would show."""
-    quantiles = normal_quantile(estimate.confidence) + max(normal_quantile(power), 0.0)
-    return quantiles * estimate.deviation / math.sqrt(num_problems)
+    variance = estimate.deviation**2 / num_problems + estimate.imagined / num_problems**2
+    return estimate.systematic + _quantiles(estimate, power) * math.sqrt(variance)
+
+
+def _quantiles(estimate: Estimate, power: float) -> float:
+    return normal_quantile(estimate.confidence) + max(normal_quantile(power), 0.0)
+
+
+def _needed_for_rate(rate: float, threshold: float, confidence: float, power: float) -> int | None:
+    """The fewest problems with which Clopper and Pearson's bound tells a rate from a threshold, with probability `power`.
+
+    A rate below the threshold is told by few hits. Which number of hits counts as few is searched: with more of them it
+    takes more problems to tell, and it is likelier that no more of them are seen.
+    """
+    if rate > threshold:
+        rate, threshold = 1 - rate, 1 - threshold
+
+    def problems_for(hits: int) -> int:
+        """The fewest whose upper bound is not above the threshold with so many hits."""
+        counts = range(hits + 1, MAX_ASKED + 1)
+        return counts.start + bisect_left(counts, confidence, key=lambda n: beta_cdf(threshold, hits + 1, n - hits))
+
+    def is_likely(hits: int) -> bool:
+        return beta_cdf(rate, hits + 1, problems_for(hits) - hits) <= 1 - power
+
+    enough = 1
+    while not is_likely(enough - 1):
+        enough *= 2
+        if enough > threshold * MAX_ASKED:
+            return None
+    return problems_for(bisect_left(range(enough), True, lo=enough // 2, hi=enough - 1, key=is_likely))
 
 
 def _exact(values: Sequence[float], confidence: float) -> Estimate:
@@ -131,20 +162,50 @@ def _exact(values: Sequence[float], confidence: float) -> Estimate:
     error = 1 - confidence
     low = beta_quantile(error, hits, total - hits + 1) if hits else 0.0
     high = beta_quantile(confidence, hits + 1, total - hits) if hits < total else 1.0
-    softened = (hits + 2) / (total + 4)  # where all are equal, they still are not without spread
-    deviation = math.sqrt(softened * (1 - softened))
-    return Estimate(hits / total, low, high, deviation, total, confidence, "exact binomial")
+    rate = hits / total
+    imagined = (
+        2 * rate**2 + 2 * (1 - rate) ** 2
+    )  # two at each end: where all are equal, they still are not without spread
+    return Estimate(rate, low, high, math.sqrt(rate * (1 - rate)), total, confidence, "exact binomial", imagined)
 
 
-def _student(values: NDArray[np.float64], ends: Sequence[float], confidence: float, method: Method) -> Estimate:
-    softened = np.concatenate([values, np.asarray(ends, dtype=np.float64)])
-    low, high = _t_bounds(softened, confidence)
-    if ends and len(values) > 1:
-        # The imagined problems pull towards the middle of the range, which must not be what makes a bound hold.
-        plain_low, plain_high = _t_bounds(values, confidence)
-        low, high = max(min(low, plain_low), min(ends)), min(max(high, plain_high), max(ends))
-    deviation = math.sqrt(_variance(softened))
-    return Estimate(float(values.mean()), low, high, deviation, len(values), confidence, method)
+def _student(values: Sequence[float], ends: Sequence[float], confidence: float, method: Method) -> Estimate:
+    plain = np.asarray(values, dtype=np.float64)
+    softened = np.concatenate([plain, ends])
+    return _estimate(
+        float(plain.mean()),
+        [_t_bounds(softened, confidence), _t_bounds(plain, confidence)],
+        _variance(plain) / len(plain),
+        _variance(softened) / len(softened),
+        len(plain),
+        confidence,
+        method,
+    )
+
+
+def _estimate(
+    mean: float,
+    bounds: Sequence[tuple[float, float]],
+    variance: float,
+    softened_variance: float,
+    num_problems: int,
+    confidence: float,
+    method: Method,
+) -> Estimate:
+    """From the bounds and the variances of a mean, with imagined problems and without.
+
+    Imagined problems pull towards the middle of the range, which must not be what makes a bound hold: the wider one does.
+    """
+    return Estimate(
+        mean=mean,
+        low=min(low for low, _ in bounds),
+        high=max(high for _, high in bounds),
+        deviation=math.sqrt(variance * num_problems),
+        num_problems=num_problems,
+        confidence=confidence,
+        method=method,
+        imagined=max(softened_variance - variance, 0.0) * num_problems**2,
+    )
 
 
 def _t_bounds(values: NDArray[np.float64], confidence: float) -> tuple[float, float]:
