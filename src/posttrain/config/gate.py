@@ -30,7 +30,7 @@ class GateSettings(Section):
     )
     max_problems: PositiveInt | None = Field(
         default=None,
-        description="A check that would need more problems than this has failed; null asks for as many as it takes.",
+        description="A check that is open with so many problems, or would be even at best, has failed; null: no limit.",
     )
     max_unscored_rate: Fraction = Field(
         default=0.05,
@@ -61,7 +61,8 @@ class CheckConfig(Section):
         default=None, description="It must not be worse than production's by more than this (non-inferiority)."
     )
     relative: bool = Field(
-        default=False, description="better_by and worse_by_at_most are shares of production's mean: 0.1 is 10 %."
+        default=False,
+        description="better_by and worse_by_at_most are shares of production's mean, without its sign: 0.1 is 10 %.",
     )
     better: Direction | None = Field(
         default=None, description="Which way is better; null is what the metric's name implies."

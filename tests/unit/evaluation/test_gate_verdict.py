@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from gate_folders import Rewards, write_evaluation
 
-from posttrain.config.gate import GateConfig
+from posttrain.config.gate import GateConfig, GateSettings
 from posttrain.errors import InputError
 from posttrain.evaluation.gate import GateResult, judge
 from posttrain.evaluation.gate.measures import beginning
+from posttrain.evaluation.gate.rules import decide, margin_bound
+from posttrain.evaluation.gate.statistics import estimate_paired
 from posttrain.evaluation.results import Evaluation
 
 NUM_PROBLEMS = 300
@@ -69,10 +71,28 @@ def test_noise_is_no_decision_and_says_how_many_problems_would_be_one(tmp_path: 
 
 def test_more_problems_than_anybody_has_is_a_rejection(tmp_path: Path, production: Evaluation) -> None:
     same = write_evaluation(tmp_path / "same", rewards(0.5, 4))
-    config = gate({"accuracy": {"metric": "pass@1", "better_by": 0.0}}, max_problems=500)
-    found = decided(config, same, production)
-    assert found.verdict == "reject"
-    assert "gate.max_problems is 500" in found.reasons[0]
+
+    def found(max_problems: int) -> GateResult:
+        return decided(
+            gate({"accuracy": {"metric": "pass@1", "better_by": 0.0}}, max_problems=max_problems), same, production
+        )
+
+    assert found(310).verdict == "reject"
+    assert "the good end, would take about" in found(310).reasons[0]
+    assert found(NUM_PROBLEMS).verdict == "reject", "so many were there, and they did not show it"
+    assert found(2000).verdict == "needs_more_samples", "what was seen so far may be noise"
+
+
+def test_a_good_candidate_is_rarely_given_up_after_a_few_problems() -> None:
+    """Better by 0.05, which some 500 problems would show; 2,000 may be asked."""
+    settings, draws = GateSettings(max_problems=2000), random.Random(1)
+    bound, _ = margin_bound(0.0, None, False, "higher")
+    changes = [1.0] * 5 + [-1.0] * 3 + [0.0] * 32
+    rejected = 0
+    for _ in range(1000):
+        differences = draws.choices(changes, k=100)
+        rejected += decide(estimate_paired(differences, 0.95, (-1.0, 1.0)), bound, settings).outcome == "fail"
+    assert rejected <= 50
 
 
 def test_too_few_problems_decide_nothing_however_clear_they_are(tmp_path: Path) -> None:
@@ -151,6 +171,35 @@ def test_margins_can_be_shares_of_production(tmp_path: Path, production: Evaluat
     assert verdict(worse_by_at_most=2.0) == "promote"
     assert verdict(worse_by_at_most=0.2) == "reject"
     assert verdict(better_by=0.1, relative=True, better="higher") == "promote", "if longer were what is wanted"
+
+
+@pytest.mark.parametrize("better", ["higher", "lower"])
+def test_a_share_of_a_negative_mean_goes_the_same_way(tmp_path: Path, better: str) -> None:
+    def of_mean(mean: float) -> Evaluation:
+        draws = random.Random(0)
+        return write_evaluation(tmp_path / f"{mean}", [[draws.gauss(mean, 0.1)] for _ in range(NUM_PROBLEMS)])
+
+    production = of_mean(-1.0)
+    means = {"promote": -0.8, "reject": -1.05} if better == "higher" else {"promote": -1.2, "reject": -0.95}
+    check = {"metric": "reward", "better": better, "relative": True}
+    for verdict, mean in means.items():
+        candidate = of_mean(mean)
+        assert decided(gate({"a": {**check, "better_by": 0.1}}), candidate, production).verdict == verdict
+        assert decided(gate({"a": {**check, "worse_by_at_most": 0.1}}), candidate, production).verdict == "promote"
+    assert decided(gate({"a": {**check, "worse_by_at_most": 0.1}}), production, production).verdict == "promote"
+    assert decided(gate({"a": {**check, "better_by": 0.1}}), production, production).verdict == "reject"
+
+
+def test_a_share_of_a_mean_around_zero_means_nothing(tmp_path: Path) -> None:
+    around_zero = write_evaluation(tmp_path / "a", [[float(index % 2) - 0.5] for index in range(NUM_PROBLEMS)])
+    better = write_evaluation(tmp_path / "b", [[float(index % 2)] for index in range(NUM_PROBLEMS)])
+    share = gate({"a": {"metric": "reward", "better_by": 0.1, "relative": True}})
+    found = decided(share, better, around_zero)
+    assert found.verdict == "needs_more_samples"
+    assert "may be on either side of 0" in found.reasons[0]
+    assert decided(gate({"a": {"metric": "reward", "better_by": 0.1}}), better, around_zero).verdict == "promote"
+    none = write_evaluation(tmp_path / "c", [[0.0]] * NUM_PROBLEMS)
+    assert decided(share, better, none).verdict == "promote", "a rate of 0 is on the side of all rates"
 
 
 def test_without_a_model_in_production_comparisons_are_skipped(tmp_path: Path) -> None:

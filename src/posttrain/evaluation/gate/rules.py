@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.config.gate import Direction, GateSettings
@@ -66,28 +66,21 @@ def decide(estimate: Estimate, bound: Bound, settings: GateSettings) -> Decision
     is_lost = estimate.high < bound.threshold if is_above else estimate.low > bound.threshold
     if is_lost or (bound.strict and estimate.low == estimate.high):
         return Decision("fail", f"{_interval(estimate, bound)} is on the wrong side of {bound.threshold:.4g}")
-    if estimate.systematic:
-        return Decision(
-            "undecided",
-            f"{_interval(estimate, bound)} straddles {bound.threshold:.4g}; it includes {estimate.systematic:.3g} for speeds "
-            "that differ by themselves (gate.speed_noise). Measure both again on a quiet machine",
-        )
     return _undecided(estimate, bound, settings)
 
 
 def _undecided(estimate: Estimate, bound: Bound, settings: GateSettings) -> Decision:
-    needed = needed_problems(estimate, bound.threshold, settings.power)
     straddles = f"{_interval(estimate, bound)} straddles {bound.threshold:.4g}"
     limit = settings.max_problems
-    if limit is not None and (needed is None or needed > limit):
-        amount = "more problems than can be named" if needed is None else f"about {needed:,} problems"
-        smallest = detectable_distance(estimate, limit, settings.power)
+    if limit is not None and (hopeless := _hopeless_within(limit, estimate, bound, settings.power)):
+        return Decision("fail", f"{straddles}, and {hopeless}")
+    if estimate.systematic and abs(estimate.mean - bound.threshold) <= estimate.systematic:
         return Decision(
-            "fail",
-            f"{straddles}, and telling would take {amount}; gate.max_problems is {limit:,}, which would show a distance "
-            f"of {smallest:.3g}",
-            needed,
+            "undecided",
+            f"{straddles}; it includes {estimate.systematic:.3g} for speeds that differ by themselves, which no number of "
+            "problems makes smaller: allow a larger margin, or lower gate.speed_noise if your machine is quieter",
         )
+    needed = needed_problems(estimate, bound.threshold, settings.power)
     if needed is None:
         smallest = detectable_distance(estimate, 10 * estimate.num_problems, settings.power)
         return Decision(
@@ -102,6 +95,21 @@ def _undecided(estimate: Estimate, bound: Bound, settings: GateSettings) -> Deci
         f"{settings.power:g}, if the estimate is right)",
         needed,
     )
+
+
+def _hopeless_within(limit: int, estimate: Estimate, bound: Bound, power: float) -> str:
+    """Why the bound cannot be shown to hold with so many problems; empty if it may yet be.
+
+    What was seen of a few problems is mostly noise, so hope ends only where the good end of the interval leaves none.
+    """
+    if estimate.num_problems >= limit:
+        return f"gate.max_problems is {limit:,}"
+    best = estimate.high if bound.side == "above" else estimate.low
+    needed = needed_problems(replace(estimate, mean=best), bound.threshold, power)
+    if needed is not None and needed <= limit:
+        return ""
+    amount = "more problems than can be named" if needed is None else f"about {needed:,} problems"
+    return f"even {best:.4g}, the good end, would take {amount} to show; gate.max_problems is {limit:,}"
 
 
 def compare(
@@ -148,13 +156,22 @@ def absolute_bounds(at_least: float | None, at_most: float | None) -> list[Bound
     return bounds
 
 
+def sign_of_mean(production: Measurement, confidence: float) -> Literal[-1, 1] | None:
+    """On which side of 0 the mean is; None if that cannot be told."""
+    values = production.values.values()
+    if min(values) >= 0:  # as of every rate, length, cost and divergence, also where their mean is close to 0
+        return 1
+    estimate = estimate_alone(production, confidence)
+    return 1 if estimate.low > 0 else -1 if estimate.high < 0 else None
+
+
 def margin_bound(
-    better_by: float | None, worse_by: float | None, relative: bool, better: Direction
+    better_by: float | None, worse_by: float | None, relative: bool, better: Direction, sign: Literal[-1, 1] = 1
 ) -> tuple[Bound, float]:
     """The bound on `candidate - scale * production`, and the scale. One of the two margins is given.
 
     A margin that is a share moves into the scale: "at most 10 % longer" is `candidate - 1.1 * production <= 0`, which needs no
-    division by a mean that is itself uncertain.
+    division by a mean that is itself uncertain. `sign` is that of production's mean: 10 % more than -1 is -0.9.
     """
     is_gain = better_by is not None
     margin = better_by if better_by is not None else worse_by
@@ -166,7 +183,8 @@ def margin_bound(
     signed = margin if is_gain == (better == "higher") else -margin
     side: Side = "above" if better == "higher" else "below"
     if relative:
-        return Bound(words, 0.0, side, is_gain, f"candidate - {1 + signed:g} × production"), 1 + signed
+        scale = 1 + sign * signed
+        return Bound(words, 0.0, side, is_gain, f"candidate - {scale:g} × production"), scale
     return Bound(words, signed, side, is_gain, "the difference"), 1.0
 
 

@@ -24,6 +24,7 @@ from posttrain.evaluation.gate.rules import (
     decide,
     estimate_alone,
     margin_bound,
+    sign_of_mean,
 )
 from posttrain.evaluation.gate.statistics import Estimate
 from posttrain.evaluation.results import Evaluation
@@ -31,6 +32,7 @@ from posttrain.evaluation.results import Evaluation
 Verdict = Literal["promote", "reject", "needs_more_samples"]
 Evaluations = Mapping[str, Evaluation]  # by the name that checks use
 
+_NO_SHARE = "the mean of production may be on either side of 0, and a share of it means nothing: set relative to false"
 _DECIDING: Mapping[Verdict, Outcome] = {"promote": "pass", "reject": "fail", "needs_more_samples": "undecided"}
 # Settings that may differ between two models without making their evaluations incomparable.
 _MAY_DIFFER = (
@@ -134,15 +136,18 @@ def _check_rules(
         margins.append((check.better_by, None))
     if check.worse_by_at_most is not None:
         margins.append((None, check.worse_by_at_most))
+    theirs = measure(production[check.evaluation], check, where) if margins and production is not None else None
+    sign = sign_of_mean(theirs, confidence) if check.relative and theirs is not None else 1
     for better_by, worse_by in margins:
-        bound, scale = margin_bound(better_by, worse_by, check.relative, direction_of(check, where))
-        if production is None:
+        bound, scale = margin_bound(better_by, worse_by, check.relative, direction_of(check, where), sign or 1)
+        if theirs is None:
             yield _rule(name, check, bound, Decision("skipped", "there is no model in production"), ours, None, None)
-            continue
-        theirs = measure(production[check.evaluation], check, where)
-        found = compare(ours, theirs, scale, confidence, noise)
-        decision = decide(found.estimate, bound, settings)
-        yield _rule(name, check, bound, decision, ours, theirs, found.estimate, found.note)
+        elif sign is None:
+            yield _rule(name, check, bound, Decision("undecided", _NO_SHARE), ours, theirs, None)
+        else:
+            found = compare(ours, theirs, scale, confidence, noise)
+            decision = decide(found.estimate, bound, settings)
+            yield _rule(name, check, bound, decision, ours, theirs, found.estimate, found.note)
 
 
 def _rule(
