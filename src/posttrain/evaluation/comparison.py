@@ -10,30 +10,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
-from posttrain.config.tree import dotted, leaves
+from posttrain.evaluation.comparability import different_settings, told, why_incomparable
 from posttrain.evaluation.metrics import Metric, bootstrap_means, parse_metric, per_problem
 from posttrain.evaluation.results import Evaluation, EvaluationError, Interval, Problem
 
 RESAMPLES = 10_000
 _AT_ONCE = 1 << 22
-# Settings that make two numbers of the same problems mean different things.
-_COMPARED_SETTINGS = (
-    "generation.max_new_tokens",
-    "generation.temperature",
-    "generation.top_p",
-    "generation.top_k",
-    "data.prompt_file",
-    "data.system_prompt_file",
-    "tokenizer.chat_template",
-    "eval.num_tests_per_prompt",
-    "data.env_name",
-)
+_NAMES = ("A", "B")
 
 
 @dataclass(frozen=True)
@@ -93,12 +81,11 @@ class Comparison:
 def compare(
     first: Evaluation, second: Evaluation, metric: str | None = None, *, confidence: float = 0.95, seed: int = 42
 ) -> Comparison:
-    """Raises EvaluationError if the problems are not the same, naming those that are not."""
+    """Raises EvaluationError if problems or judges are not the same, naming what is not."""
     check_same_problems(first, second)
     name = str(_metric(first, second, metric))
-    thresholds = [evaluation.summary.pass_threshold for evaluation in (first, second)]
-    if thresholds[0] != thresholds[1] and not name.startswith("avg"):
-        raise EvaluationError(f"a sample passes from a reward of {thresholds[0]:g} in A and of {thresholds[1]:g} in B")
+    if reason := why_incomparable(first, second, _NAMES, uses_threshold=not name.startswith("avg")):
+        raise EvaluationError(reason)
     by_id = {problem.id: problem for problem in second.problems}
     others = [by_id[problem.id] for problem in first.problems]
     pairs = tuple(
@@ -106,8 +93,8 @@ def compare(
         for a, b, value_a, value_b in zip(
             first.problems,
             others,
-            per_problem(first.problems, name, thresholds[0]),
-            per_problem(others, name, thresholds[1]),
+            per_problem(first.problems, name, first.summary.pass_threshold),
+            per_problem(others, name, second.summary.pass_threshold),
             strict=True,
         )
     )
@@ -201,33 +188,11 @@ def sign_flip_test(differences: Sequence[float], seed: int, resamples: int = RES
 
 
 def _cautions(first: Evaluation, second: Evaluation) -> list[str]:
-    found = []
-    for key in _COMPARED_SETTINGS:
-        a, b = (_setting(evaluation.summary.config, key) for evaluation in (first, second))
-        if a != b:
-            found.append(f"{key} is {a!r} in A and {b!r} in B")
-    a, b = (judge_settings(evaluation.summary.config) for evaluation in (first, second))
-    found += [f"{key} is {a.get(key)!r} in A and {b.get(key)!r} in B" for key in {**a, **b} if a.get(key) != b.get(key)]
-    for name, evaluation in (("A", first), ("B", second)):
+    found = [told(difference, _NAMES) for difference in different_settings(first, second)]
+    for name, evaluation in zip(_NAMES, (first, second), strict=True):
         if evaluation.summary.counts.unscored:
             found.append(f"{evaluation.summary.counts.unscored} samples of {name} are unscored")
     return found
-
-
-def judge_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides how answers are scored, by dotted key: a score of another judge is another score."""
-    flat = {dotted(path): value for path, value in leaves({"env": config.get("env") or {}})}
-    return {key: value for key, value in flat.items() if not is_speed_of_a_judge(key)}
-
-
-def is_speed_of_a_judge(key: str) -> bool:
-    return key.startswith("env.") and key.endswith((".num_workers", ".timeout_s"))
-
-
-def _setting(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
 
 
 def comparison_lines(comparison: Comparison, show: int = 20) -> list[str]:

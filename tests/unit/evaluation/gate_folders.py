@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.evaluation.results import (
+    IDENTITY_FILE,
     PROBLEMS_FILE,
     SUMMARY_FILE,
     Counts,
@@ -36,6 +37,8 @@ def write_evaluation(
     model: str = "model",
     fingerprint: str | None = None,
     config: Mapping[str, Any] | None = None,
+    pass_threshold: float = 1.0,
+    identity: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     problems = [
         Problem(
@@ -68,7 +71,7 @@ def write_evaluation(
         intervals={},
         counts=Counts(len(problems), len(samples), sum(sample.reward is None for sample in samples), 0),
         num_tests_per_prompt=len(rewards[0]),
-        pass_threshold=1.0,
+        pass_threshold=pass_threshold,
         seed=0,
         problem_set_hash=hash_of(problems),
         config=config or {},
@@ -80,4 +83,6 @@ def write_evaluation(
     folder.mkdir(parents=True)
     (folder / PROBLEMS_FILE).write_text("".join(json.dumps(problem_row(problem)) + "\n" for problem in problems))
     (folder / SUMMARY_FILE).write_text(summary_text(summary))
+    if identity is not None:
+        (folder / IDENTITY_FILE).write_text(json.dumps(identity))
     return read_evaluation(folder)

@@ -124,13 +124,6 @@ def test_settings_that_differ_are_mentioned() -> None:
     assert found.cautions == ("generation.temperature is 0.0 in A and 0.6 in B",)
 
 
-def test_another_judge_is_mentioned_but_not_how_fast_it_is() -> None:
-    a, b = evaluation("a", [[1.0]]), evaluation("b", [[1.0]])
-    judges = {"mine": {"function": "a.py:f", "num_workers": 1}}, {"mine": {"function": "b.py:f", "num_workers": 9}}
-    a, b = (replace(e, summary=replace(e.summary, config={"env": env})) for e, env in zip((a, b), judges, strict=True))
-    assert compare(a, b).cautions == ("env.mine.function is 'a.py:f' in A and 'b.py:f' in B",)
-
-
 def test_the_page_stands_alone_and_shows_answers_as_text() -> None:
     page = render(compare(evaluation("a", [[1.0], [0.0]]), evaluation("b", [[0.0], [0.0]])))
     assert "<script" not in page

@@ -383,11 +383,3 @@ def test_notes_tell_of_equal_weights_and_different_settings(tmp_path: Path) -> N
         "main: candidate and production are the same weights",
         "main: evaluated under different settings: generation.temperature 0.0 against 0.7",
     )
-
-
-def test_notes_tell_of_another_judge(tmp_path: Path) -> None:
-    one, other = ({"env": {"mine": {"function": f, "num_workers": n}}} for f, n in (("a.py:f", 1), ("b.py:f", 8)))
-    left = write_evaluation(tmp_path / "l", rewards(0.5, 1), config=one)
-    right = write_evaluation(tmp_path / "r", rewards(0.5, 1), config=other)
-    notes = decided(NO_WORSE, left, right).notes
-    assert notes == ("main: evaluated under different settings: env.mine.function a.py:f against b.py:f",)

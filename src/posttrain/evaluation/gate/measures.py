@@ -93,6 +93,11 @@ def direction_of(check: CheckConfig, where: str) -> Direction:
     return "higher"
 
 
+def depends_on_judge(metric: str) -> bool:
+    """Whether another judge of the same answers would give another value."""
+    return "@" in metric or metric in (REWARD, UNSCORED) or metric.startswith(PART)
+
+
 def measured_metrics(evaluation: Evaluation) -> list[str]:
     """The metrics that a check on this evaluation may name."""
     count = _num_samples(evaluation)

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from posttrain.config.gate import CheckConfig, GateConfig, GateSettings
-from posttrain.config.tree import dotted, leaves
-from posttrain.evaluation.comparison import is_speed_of_a_judge
-from posttrain.evaluation.gate.measures import COST, MeasureError, Measurement, direction_of, measure
+from posttrain.evaluation.comparability import different_settings, why_incomparable
+from posttrain.evaluation.gate.measures import (
+    COST,
+    MeasureError,
+    Measurement,
+    depends_on_judge,
+    direction_of,
+    measure,
+)
 from posttrain.evaluation.gate.rules import (
     Bound,
     Decision,
@@ -34,26 +40,6 @@ Evaluations = Mapping[str, Evaluation]  # by the name that checks use
 
 _NO_SHARE = "the mean of production may be on either side of 0, and a share of it means nothing: set relative to false"
 _DECIDING: Mapping[Verdict, Outcome] = {"promote": "pass", "reject": "fail", "needs_more_samples": "undecided"}
-# Settings that may differ between two models without making their evaluations incomparable.
-_MAY_DIFFER = (
-    "generation.model_name",
-    "generation.backend",
-    "generation.device",
-    "generation.precision",
-    "generation.num_threads",
-    "generation.num_prompts_per_step",
-    "generation.native_cfg",
-    "generation.vllm_cfg",
-    "generation.vllm_kwargs",
-    "generation.openai_cfg",
-    "generation.colocated",
-    "eval.save_path",
-    "eval.gpu_hour_price",
-    "eval.confidence",
-    "eval.bootstrap_resamples",
-    "tokenizer.name",
-    "cluster",
-)
 
 
 @dataclass(frozen=True)
@@ -136,7 +122,10 @@ def _check_rules(
         margins.append((check.better_by, None))
     if check.worse_by_at_most is not None:
         margins.append((None, check.worse_by_at_most))
-    theirs = measure(production[check.evaluation], check, where) if margins and production is not None else None
+    theirs = None
+    if margins and production is not None:
+        _refuse_incomparable(candidate[check.evaluation], production[check.evaluation], check.metric, where)
+        theirs = measure(production[check.evaluation], check, where)
     sign = sign_of_mean(theirs, confidence) if check.relative and theirs is not None else 1
     for better_by, worse_by in margins:
         bound, scale = margin_bound(better_by, worse_by, check.relative, direction_of(check, where), sign or 1)
@@ -209,25 +198,24 @@ def _refuse_missing(config: GateConfig, evaluations: Evaluations, option: str) -
             )
 
 
+def _refuse_incomparable(ours: Evaluation, theirs: Evaluation, metric: str, where: str) -> None:
+    if not depends_on_judge(metric):
+        return
+    uses_threshold = metric.startswith(("pass@", "cons@"))
+    if reason := why_incomparable(ours, theirs, ("the candidate", "production"), uses_threshold=uses_threshold):
+        raise MeasureError(f"{where}: {metric} cannot be compared: {reason}. Evaluate both alike")
+
+
 def _notes(config: GateConfig, candidate: Evaluations, production: Evaluations | None) -> Iterator[str]:
     if config.gate.looks > 1:
         yield f"the error probability is shared among {config.gate.looks} looks"
     for name, ours in candidate.items():
         if production is None or name not in production:
             continue
-        theirs = production[name].summary
+        theirs = production[name]
         fingerprint = ours.summary.model_fingerprint
-        if fingerprint is not None and fingerprint == theirs.model_fingerprint:
+        if fingerprint is not None and fingerprint == theirs.summary.model_fingerprint:
             yield f"{name}: candidate and production are the same weights"
-        if different := _different_settings(ours.summary.config, theirs.config):
-            shown = "; ".join(f"{key} {ours} against {theirs}" for key, ours, theirs in different[:5])
+        if different := different_settings(ours, theirs):
+            shown = "; ".join(f"{key} {ours!s:.200} against {theirs!s:.200}" for key, ours, theirs in different[:5])
             yield f"{name}: evaluated under different settings: {shown}"
-
-
-def _different_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    left = {dotted(path): value for path, value in leaves(dict(ours))}
-    right = {dotted(path): value for path, value in leaves(dict(theirs))}
-    keys = [
-        key for key in dict.fromkeys([*left, *right]) if not (key.startswith(_MAY_DIFFER) or is_speed_of_a_judge(key))
-    ]
-    return [(key, left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)]

@@ -1,0 +1,150 @@
+"""What may differ between two evaluations that are set side by side. Shared by `posttrain eval compare` and the gate.
+
+Scores of two judges are two quantities, and so are shares of answers that pass from two rewards: no difference between such
+numbers says anything about the models, so they are refused. Other settings that matter are told. Files count by their
+content, which `identity.json` holds; in a folder without it, settings are all there is to compare.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.tree import dotted, leaves
+from posttrain.evaluation.results import IDENTITY_FILE, Evaluation, EvaluationError
+
+Difference = tuple[str, Any, Any]  # what, in the first, in the second
+
+# How fast a judge is, and what it costs: it says the same.
+_PACE_OF_A_JUDGE = (
+    "num_workers",
+    "timeout_s",
+    "request_timeout_s",
+    "max_retries",
+    "retry_base_s",
+    "retry_max_s",
+    "cache",
+    "cache_path",
+    "usage_file",
+    "input_price",
+    "output_price",
+    "api_key_env",
+    "device",
+    "max_batch_tokens",
+)
+_ADDRESS_OF_A_JUDGE = ("base_url", "extra_headers")  # a model of the same name elsewhere ought to be the same judge
+# Settings that may differ between two models without making their evaluations incomparable, …
+_MAY_DIFFER = (
+    "env.",  # compared as judges
+    "generation.model_name",
+    "generation.backend",
+    "generation.device",
+    "generation.precision",
+    "generation.num_threads",
+    "generation.num_prompts_per_step",
+    "generation.native_cfg",
+    "generation.vllm_cfg",
+    "generation.vllm_kwargs",
+    "generation.openai_cfg",
+    "generation.colocated",
+    "eval.save_path",
+    "eval.gpu_hour_price",
+    "eval.confidence",
+    "eval.bootstrap_resamples",
+    "eval.metric",
+    "eval.k_value",
+    "tokenizer.name",
+    "cluster",
+)
+# … but not these: they cut answers off, or ask for others.
+_MATTERS = ("generation.vllm_cfg.max_model_len", "generation.openai_cfg.extra_body")
+_DECIDES_WHAT_IS_ASKED = ("data.", "eval.max_problems")
+
+
+def why_incomparable(
+    first: Evaluation, second: Evaluation, names: tuple[str, str], *, uses_threshold: bool
+) -> str | None:
+    """Why a difference of their scores would say nothing; None if it may. `names` are what to call the two."""
+    if judges := [difference for difference in _judge_differences(first, second) if not _is_address(difference[0])]:
+        shown = "; ".join(told(difference, names) for difference in judges[:3])
+        return f"{names[0]} and {names[1]} were scored by different judges: {shown}"
+    thresholds = first.summary.pass_threshold, second.summary.pass_threshold
+    if uses_threshold and thresholds[0] != thresholds[1]:
+        return (
+            f"a sample passes from a reward of {thresholds[0]:g} in {names[0]} and of {thresholds[1]:g} in {names[1]}"
+        )
+    return None
+
+
+def different_settings(first: Evaluation, second: Evaluation) -> list[Difference]:
+    """What else differs and makes numbers of the same problems mean different things."""
+    ours, theirs = (_flat(evaluation.summary.config) for evaluation in (first, second))
+    found = [difference for difference in _differences(ours, theirs) if _is_told(difference[0])]
+    one, other = _identity(first), _identity(second)
+    if one.get("prompts_hash") is not None and one.get("prompts_hash") == other.get("prompts_hash"):
+        found = [difference for difference in found if not difference[0].startswith(_DECIDES_WHAT_IS_ASKED)]
+    # The same names may stand for other files by now.
+    for key, setting in (("prompts_hash", _DECIDES_WHAT_IS_ASKED), ("chat_template", ("tokenizer.chat_template",))):
+        is_seen = any(difference[0].startswith(setting) for difference in found)
+        if key in one and key in other and one[key] != other[key] and not is_seen:
+            found.append((key, one[key], other[key]))
+    return found + _judge_differences(first, second)
+
+
+def _is_told(key: str) -> bool:
+    return key.startswith(_MATTERS) or not key.startswith(_MAY_DIFFER)
+
+
+def _is_address(key: str) -> bool:
+    return key.rpartition(".")[2] in _ADDRESS_OF_A_JUDGE or ".extra_headers." in key
+
+
+def told(difference: Difference, names: tuple[str, str]) -> str:
+    key, ours, theirs = difference
+    return f"{key} is {ours!r:.200} in {names[0]} and {theirs!r:.200} in {names[1]}"
+
+
+def _judge_differences(first: Evaluation, second: Evaluation) -> list[Difference]:
+    one, other = _identity(first).get("judge"), _identity(second).get("judge")
+    if one is None or other is None:
+        one, other = ([evaluation.summary.config.get("env") or {}, {}] for evaluation in (first, second))
+    (ours, shown), (theirs, also_shown) = _judge(*one[:2]), _judge(*other[:2])
+    return [(f"env.{key}", shown.get(key), also_shown.get(key)) for key, _, _ in _differences(ours, theirs)]
+
+
+def _judge(settings: Mapping[str, Any], files: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What decides how answers are scored, by dotted key, with the content of files in place of their names; and to show."""
+    meant, shown = {}, {}
+    for key, value in _flat(settings).items():
+        if key.rpartition(".")[2] in _PACE_OF_A_JUDGE:
+            continue
+        meant[key] = shown[key] = value
+        for name in (str(value), str(value).rpartition(":")[0]):  # rewards.json, rewards.py:score
+            if content := files.get(str(Path(name).expanduser())):
+                meant[key] = content + str(value).removeprefix(name)
+                shown[key] = f"{value} (sha256 {content[:8]})"
+                break
+    return meant, shown
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Difference]:
+    for key in dict.fromkeys([*ours, *theirs]):
+        if ours.get(key) != theirs.get(key):
+            yield key, ours.get(key), theirs.get(key)
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {dotted(path): value for path, value in leaves(dict(settings))}
+
+
+def _identity(evaluation: Evaluation) -> dict[str, Any]:
+    """What the evaluation measures, as it was when it began; empty where nothing says."""
+    file = evaluation.folder / IDENTITY_FILE
+    if not file.exists():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise EvaluationError(f"{file}: not a JSON object ({error})") from None

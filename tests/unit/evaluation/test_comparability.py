@@ -1,0 +1,123 @@
+"""Which differences between two evaluations are refused, which are told, and which are nobody's business."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gate_folders import write_evaluation
+
+from posttrain.config.gate import GateConfig
+from posttrain.errors import InputError
+from posttrain.evaluation.comparison import compare
+from posttrain.evaluation.gate import judge
+from posttrain.evaluation.results import Evaluation, EvaluationError
+
+REWARDS = [[float(index % 2)] for index in range(60)]
+
+
+def judged_by(function: str, content: str, **more: Any) -> dict[str, Any]:
+    """The identity of an evaluation whose reward is a function in a file."""
+    return {"judge": [{"function": function, **more}, {function.partition(":")[0]: content}]}
+
+
+def pair(folder: Path, *sides: dict[str, Any]) -> list[Evaluation]:
+    return [write_evaluation(folder / str(place), REWARDS, **side) for place, side in enumerate(sides)]
+
+
+def gated(ours: Evaluation, theirs: Evaluation, metric: str) -> str:
+    config = GateConfig.model_validate({"checks": {"a": {"metric": metric, "worse_by_at_most": 5.0}}})
+    found = judge(config, {"main": ours}, {"main": theirs})
+    return found.verdict if not found.notes else f"{found.verdict}: {'; '.join(found.notes)}"
+
+
+def test_scores_of_an_edited_reward_file_are_refused(tmp_path: Path) -> None:
+    one, other = pair(
+        tmp_path, {"identity": judged_by("r.py:f", "1a2b3c4d5e")}, {"identity": judged_by("r.py:f", "f9e8d7c6b5")}
+    )
+    said = (
+        r"different judges: env.function is 'r.py:f \(sha256 1a2b3c4d\)' in {} and 'r.py:f \(sha256 f9e8d7c6\)' in {}"
+    )
+    with pytest.raises(EvaluationError, match=said.format("A", "B")):
+        compare(one, other)
+    for metric in ("pass@1", "reward"):
+        with pytest.raises(InputError, match=f"checks.a: {metric} .*{said.format('the candidate', 'production')}"):
+            gated(one, other, metric)
+    assert gated(one, other, "mean_length_tokens").startswith(
+        "promote: main: evaluated under different settings: env.f"
+    )
+
+
+def test_a_judge_is_what_its_file_says_and_not_where_it_is_or_how_fast(tmp_path: Path) -> None:
+    model = {"model": "m", "base_url": "http://a/v1"}
+    one, other, elsewhere = pair(
+        tmp_path,
+        {"identity": judged_by("r.py:f", "1a2b", **model)},
+        {"identity": judged_by("/here/r.py:f", "1a2b", **model, max_retries=9, cache_path="c.sqlite")},
+        {"identity": judged_by("r.py:f", "1a2b", **model | {"base_url": "http://b/v1"})},
+    )
+    assert compare(one, other).cautions == ()
+    assert gated(one, other, "pass@1") == "promote"
+    assert compare(one, elsewhere).cautions == ("env.base_url is 'http://a/v1' in A and 'http://b/v1' in B",)
+    (another,) = pair(tmp_path / "g", {"identity": judged_by("r.py:g", "1a2b", **model)})
+    with pytest.raises(EvaluationError, match="different judges"):
+        compare(one, another)
+
+
+def test_without_a_stored_identity_judges_are_told_apart_by_their_settings(tmp_path: Path) -> None:
+    one, faster, other = pair(
+        tmp_path,
+        {"config": {"env": {"mine": {"function": "a.py:f", "num_workers": 1}}}},
+        {"config": {"env": {"mine": {"function": "a.py:f", "num_workers": 8}}}},
+        {"config": {"env": {"mine": {"function": "b.py:f", "num_workers": 1}}}},
+    )
+    assert compare(one, faster).cautions == ()
+    with pytest.raises(EvaluationError, match=r"env.mine.function is 'a.py:f' in A and 'b.py:f' in B"):
+        compare(one, other)
+    with pytest.raises(InputError, match="different judges"):
+        gated(one, other, "pass@1")
+
+
+def test_passing_from_another_reward_is_another_metric(tmp_path: Path) -> None:
+    one, other = pair(tmp_path, {"pass_threshold": -1.0}, {})
+    with pytest.raises(EvaluationError, match="passes from a reward of -1 in A and of 1 in B"):
+        compare(one, other)
+    with pytest.raises(InputError, match="passes from a reward of -1 in the candidate and of 1 in production"):
+        gated(one, other, "pass@1")
+    assert compare(one, other, "avg@1").difference == 0
+    assert gated(one, other, "reward") == "promote"
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"tokenizer": {"chat_template_kwargs": {"enable_thinking": False}}}, "enable_thinking"),
+        ({"generation": {"vllm_cfg": {"max_model_len": 512}}}, "generation.vllm_cfg.max_model_len"),
+        ({"generation": {"openai_cfg": {"extra_body": {"effort": "low"}}}}, "extra_body.effort"),
+        ({"generation": {"vllm_cfg": {"tensor_parallel_size": 2}}}, ""),
+        ({"eval": {"metric": "cons@k", "k_value": 4}}, ""),
+    ],
+)
+def test_what_changes_answers_is_told(tmp_path: Path, setting: dict[str, Any], told: str) -> None:
+    one, other = pair(tmp_path, {"config": setting}, {"config": {}})
+    cautions, verdict = compare(one, other).cautions, gated(one, other, "pass@1")
+    assert len(cautions) == bool(told)
+    assert told in "".join(cautions)
+    assert told in verdict
+    assert (verdict == "promote") == (not told)
+
+
+def test_files_of_the_same_name_with_another_content_are_told(tmp_path: Path) -> None:
+    asked = {"config": {"data": {"prompt_file": "p.txt"}, "tokenizer": {"chat_template": "t.jinja"}}}
+    one, other, same = pair(
+        tmp_path,
+        {**asked, "identity": {"prompts_hash": "11", "chat_template": ["t.jinja", None, {"t.jinja": "22"}]}},
+        {**asked, "identity": {"prompts_hash": "33", "chat_template": ["t.jinja", None, {"t.jinja": "44"}]}},
+        {"config": {"data": {"prompt_file": "/here/p.txt"}, "tokenizer": {"chat_template": "t.jinja"}}}
+        | {"identity": {"prompts_hash": "11", "chat_template": ["t.jinja", None, {"t.jinja": "22"}]}},
+    )
+    prompts, template = compare(one, other).cautions
+    assert prompts == "prompts_hash is '11' in A and '33' in B"
+    assert template.startswith("chat_template is ['t.jinja', None, {'t.jinja': '22'}] in A")
+    assert compare(one, same).cautions == (), "the same prompts from a file that has another name"
