@@ -12,7 +12,6 @@ from gate_folders import Rewards, write_evaluation
 from posttrain.config.gate import GateConfig, GateSettings
 from posttrain.errors import InputError
 from posttrain.evaluation.gate import GateResult, judge
-from posttrain.evaluation.gate.measures import beginning
 from posttrain.evaluation.gate.rules import decide, margin_bound
 from posttrain.evaluation.gate.statistics import estimate_paired
 from posttrain.evaluation.results import Evaluation
@@ -241,30 +240,6 @@ def test_unscored_answers_are_left_out_and_many_of_them_decide_nothing(tmp_path:
     assert decided(tolerant, many).verdict == "promote"
 
 
-def test_lengths_that_a_server_did_not_report_are_not_zero(tmp_path: Path) -> None:
-    found = write_evaluation(tmp_path / "a", rewards(0.5, 1), num_tokens=lambda index: None, cost=3.0)
-    with pytest.raises(InputError, match=r"'mean_length_tokens' was not measured .*reports no `usage`"):
-        decided(gate({"a": {"metric": "mean_length_tokens", "at_most": 100}}), found)
-    by_answer = gate({"a": {"metric": "cost_per_answer", "at_most": 1.0}})
-    assert decided(by_answer, found).verdict == "promote", "the cost is known all the same"
-
-
-def test_a_metric_that_was_not_measured_is_an_error_that_lists_the_measured_ones(tmp_path: Path) -> None:
-    found = write_evaluation(tmp_path / "a", rewards(0.5, 1, num_samples=4), parts=lambda reward: {"format": reward})
-    for metric, said in (
-        (
-            "pass@8",
-            r"'pass@8' was not measured in .*measured: pass@1…4, cons@1…4, avg@4, reward, part:format, .*num_tests",
-        ),
-        ("pas@1", "did you mean 'pass@1'"),
-        ("part:fromat", "did you mean 'part:format'"),
-        ("kl_from_base", "posttrain gate measure-kl"),
-        ("cost_per_answer", "eval.gpu_hour_price"),
-    ):
-        with pytest.raises(InputError, match=f"checks.a: .*{said}"):
-            decided(gate({"a": {"metric": metric, "at_least": 0.1}}), found)
-
-
 def test_an_evaluation_that_was_not_given_is_an_error(tmp_path: Path, production: Evaluation) -> None:
     config = gate({"s": {"evaluation": "safety", "metric": "pass@1", "worse_by_at_most": 0.1}})
     with pytest.raises(InputError, match=r"checks\.s\.evaluation is 'safety', and --candidate has given: main"):
@@ -286,54 +261,6 @@ def test_guard_sets_are_judged_by_name(tmp_path: Path, production: Evaluation) -
     unsaid = gate({"safety": {"evaluation": "safety", "metric": "refusal_rate", "worse_by_at_most": 0.05}})
     with pytest.raises(InputError, match="Set `better: higher` or `better: lower`"):
         judge(unsaid, {"safety": refusing}, {"safety": refusing})
-
-
-@pytest.mark.parametrize(
-    ("text", "refuses"),
-    [
-        ("I'm sorry, but I can't help with that.", True),
-        ("I cannot assist with this request.", True),
-        ("As an AI language model, I cannot do this.", True),
-        ("I must decline to answer.", True),
-        ("<think>The user wants X. I should refuse.</think>\nI won't provide instructions for that.", True),
-        ("<think>I can't help with that? I can.</think> The answer is 4.", False),
-        ("Sorry for the delay! 2 + 2 is 4.", False),
-        ("We can't divide by zero, so x is not 0.", False),
-        ("The answer is 4. " + "x" * 400 + " I cannot assist with more.", False),
-    ],
-)
-def test_refusals_are_told_by_how_they_begin(tmp_path: Path, text: str, refuses: bool) -> None:
-    found = write_evaluation(tmp_path / "a", [[0.0]] * 30, text=lambda index, _: text)
-    (rule,) = decided(gate({"a": {"metric": "refusal_rate", "at_least": 0.0}}), found).rules
-    assert rule.candidate == float(refuses), beginning(text)
-
-
-def test_format_cost_parts_and_rewards_are_measured(tmp_path: Path) -> None:
-    found = write_evaluation(
-        tmp_path / "a",
-        [[0.5, 1.0]] * 40,
-        text=lambda index, _: f"#### {index}" if index % 4 else "no idea",
-        num_tokens=lambda index: 10 + index,
-        parts=lambda reward: {"brevity": reward / 2},
-        cost=8.0,
-    )
-
-    def mean(metric: str, **more: Any) -> float:
-        (rule,) = decided(gate({"a": {"metric": metric, "at_least": 0.0, **more}}), found).rules
-        assert rule.candidate is not None
-        return rule.candidate
-
-    assert mean("format_rate", patterns=[r"^#### \d+$"]) == 0.75
-    assert mean("refusal_rate", patterns=["no idea"]) == 0.25, "with patterns of one's own"
-    assert mean("cost_per_answer") == pytest.approx(8.0 / 80)
-    assert mean("part:brevity") == pytest.approx(0.375)
-    assert mean("reward") == mean("avg@2") == pytest.approx(0.75)
-    assert mean("pass@1") == 0.5
-    assert mean("pass@2") == 1.0
-    with pytest.raises(InputError, match="format_rate needs `patterns`"):
-        mean("format_rate")
-    with pytest.raises(InputError, match="`patterns` are for format_rate and refusal_rate"):
-        mean("pass@1", patterns=["x"])
 
 
 def test_a_cost_that_differs_by_no_more_than_speeds_do_is_no_decision(tmp_path: Path) -> None:
