@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from posttrain.config.base import Fraction, NonNegativeFloat, PositiveInt, Section
 
 Direction = Literal["higher", "lower"]
+COST = "cost_per_answer"
 Confidence = Annotated[float, Field(gt=0.5, lt=1)]
 
 
@@ -109,3 +110,17 @@ class GateConfig(Section):
         if not checks:
             raise ValueError("is empty: a gate without checks would let everything through")
         return checks
+
+    @model_validator(mode="after")
+    def _equal_cost_can_pass(self) -> GateConfig:
+        noise = self.gate.speed_noise
+        for name, check in self.checks.items():
+            margin = check.worse_by_at_most
+            if check.metric != COST or not check.relative or margin is None or margin > noise * (1 + margin):
+                continue
+            least = f"more than {noise / (1 - noise):.3g}" if noise < 1 else "a smaller gate.speed_noise"
+            raise ValueError(
+                f"checks.{name}.worse_by_at_most is {margin:g}, and the cost of equal evaluations may differ by "
+                f"{noise:g} of itself (gate.speed_noise): not even an equal cost could pass, which takes {least}"
+            )
+        return self

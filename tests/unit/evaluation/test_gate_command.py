@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_the_example_config_works_as_it_is(folders: Path, capsys: pytest.Capture
     assert [rule["outcome"] for rule in report["rules"]] == ["fail", "pass", "pass", "pass"]
 
 
+def test_what_the_example_leaves_to_be_uncommented_works_too(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = EXAMPLE.read_text()
+    commented = text[text.index("  # cost:") :]
+    (folders / "gate.yaml").write_text("checks:\n" + re.sub("^  # ", "  ", commented, flags=re.MULTILINE))
+    write_evaluation(folders / "priced", [[1.0]] * 200, cost=2.0)
+    given = ["gate", "--config", "gate.yaml", "--candidate", "priced", "--production", "priced"]
+    assert main(given) == 0, "at an equal cost"
+
+
 def test_settings_on_the_command_line_override_the_file(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["gate", "--config", "gate.yaml", "--candidate", "good", "--production", "old"]
     assert main([*base, "checks.accuracy.better_by=0.5"]) == 3
@@ -121,6 +131,10 @@ def test_bad_input_ends_with_64_and_says_what_is_wrong(
         ("checks: {a: {metric: pass@1, at_least: 0.1, relative: true}}", "relative is for better_by"),
         ("checks: {a: {metric: format_rate, at_least: 0.1, patterns: ['(']}}", "is not a regular expression"),
         ("checks: {a: {metric: pass@1, atleast: 0.1}}", "did you mean `checks.a.at_least`"),
+        (
+            "checks: {a: {metric: cost_per_answer, worse_by_at_most: 0.1, relative: true}}",
+            "not even an equal cost could pass, which takes more than 0.176",
+        ),
         ("checks: {a: 3}", "must be a map of settings"),
         ("checks: [", "not valid YAML"),
     ],

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.config.gate import CheckConfig, Direction
+from posttrain.config.gate import COST, CheckConfig, Direction
 from posttrain.errors import InputError
 from posttrain.evaluation.gate.divergence import KL_FILE, read_divergence
 from posttrain.evaluation.gate.statistics import RATE, Range
@@ -30,7 +30,7 @@ from posttrain.evaluation.metrics import LENGTH, TRUNCATION, UNSCORED, per_probl
 from posttrain.evaluation.results import Evaluation, Problem, Sample
 
 REWARD, REFUSAL, FORMAT = "reward", "refusal_rate", "format_rate"
-COST, KL, PART = "cost_per_answer", "kl_from_base", "part:"
+KL, PART = "kl_from_base", "part:"
 REFUSAL_PATTERNS = (
     r"\bI(?:'m| am) (?:really |very )?(?:sorry|afraid)\b[^.!?\n]{0,60}\b(?:can't|can ?not|unable|not able|won't)\b",
     r"\bI (?:can't|can ?not|won't|will not|must decline to|am unable to|am not able to) "

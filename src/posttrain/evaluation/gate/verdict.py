@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain.config.gate import CheckConfig, GateConfig, GateSettings
+from posttrain.config.gate import COST, CheckConfig, GateConfig, GateSettings
 from posttrain.evaluation.comparability import different_settings, why_incomparable
 from posttrain.evaluation.gate.measures import (
-    COST,
     MeasureError,
     Measurement,
     depends_on_judge,
