@@ -153,6 +153,13 @@ def test_from_an_evaluation_to_production(
     assert main(again) == 0
     registered, original = (read_evaluation(Path(name)) for name in ("eval-production", "eval-new"))
     assert registered.summary.metrics == original.summary.metrics
+    # And so can its distance from another version.
+    distance = ["gate", "measure-kl", "eval-production", "--device", "cpu", "--base"]
+    for version, is_itself in ((1, True), (2, False)):
+        assert main([*distance, f"registry:sums@{version}"]) == 0
+        values = json.loads(Path("eval-production/kl.json").read_text())["values"]
+        assert (max(values.values()) < 1e-6) == is_itself
+    assert main([*distance, "registry:sums@7"]) == 64
     capsys.readouterr()
     assert main(["registry", "resolve", "registry:sums@production"]) == 0
     path = Path(capsys.readouterr().out.strip())

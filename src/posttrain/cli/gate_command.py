@@ -31,6 +31,7 @@ exit codes: 0 promote · 3 reject · 4 more samples needed · 64 bad config, eva
 KL_EPILOG = """\
 Both models read the answers of the evaluation; KL(model || base), in nats per token, goes to kl.json in its folder, where
 a check with the metric kl_from_base finds it. The evaluation's dataset has to be where it was.
+Models are named as for `posttrain eval`, registry:NAME@3 among them; a server's weights with --model.
 """
 
 

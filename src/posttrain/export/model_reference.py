@@ -6,8 +6,8 @@
     results/grpo                      a run: its newest checkpoint that is whole
     Qwen/Qwen3-0.6B                   a name on the model hub
 
-`resolve_model` reads names and small files only; nothing is fetched and torch is not imported. URLs and `registry:` names
-are their callers' business.
+`resolve_model` reads names and small files only; nothing is fetched and torch is not imported. `resolve_registered_model`
+also knows `registry:NAME@production`, for which it asks the registry. URLs are their callers' business.
 """
 
 from __future__ import annotations
@@ -86,6 +86,15 @@ def resolve_model(
     if looks_like_hub_name(text):
         return ModelReference(text=text, kind="hub", model=text, tokenizer=text)
     raise ModelReferenceError(f"no folder {text!r}; accepted: {ACCEPTED}")
+
+
+def resolve_registered_model(text: str) -> ModelReference:
+    """As `resolve_model`; of a `registry:` name, the version that it means now, its files compared with their checksums."""
+    if not text.startswith("registry:"):
+        return resolve_model(text)
+    from posttrain.registry import resolve_version
+
+    return resolve_model(resolve_version(text).path)
 
 
 def looks_like_hub_name(text: str) -> bool:

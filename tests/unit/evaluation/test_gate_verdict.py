@@ -278,6 +278,16 @@ def test_a_cost_that_differs_by_no_more_than_speeds_do_is_no_decision(tmp_path: 
     )
 
 
+def test_a_cost_that_is_open_beyond_the_noise_of_speeds_asks_for_problems(tmp_path: Path) -> None:
+    cheap = write_evaluation(tmp_path / "cheap", rewards(0.5, 1), cost=1.0)
+    dear = write_evaluation(tmp_path / "dear", rewards(0.5, 1), cost=1.1)
+    found = decided(
+        gate({"cost": {"metric": "cost_per_answer", "worse_by_at_most": 0.3, "relative": True}}), dear, cheap
+    )
+    assert found.verdict == "needs_more_samples"
+    assert NUM_PROBLEMS < found.needed_problems["main"] < 2000
+
+
 def test_rewards_beyond_zero_and_one_are_no_rates(tmp_path: Path) -> None:
     found = write_evaluation(tmp_path / "a", [[float(index % 5) - 1.0] for index in range(NUM_PROBLEMS)])
     (rule,) = decided(gate({"a": {"metric": "reward", "at_least": 0.0}}), found).rules

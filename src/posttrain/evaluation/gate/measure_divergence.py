@@ -27,7 +27,12 @@ from posttrain.evaluation.results import (
     problem_set_hash,
     read_evaluation,
 )
-from posttrain.export.model_reference import ModelReference, load_with_adapter, resolve_model, sampling_dtype
+from posttrain.export.model_reference import (
+    ModelReference,
+    load_with_adapter,
+    resolve_registered_model,
+    sampling_dtype,
+)
 from posttrain.policy.attention import attention_context
 from posttrain.policy.head import OutputHead
 from posttrain.policy.model import load_tokenizer, resolve_device
@@ -53,7 +58,7 @@ def measure_divergence(
     named = model or evaluation.summary.model
     if "://" in named:
         raise InputError(f"{evaluation.folder}: its model is {named}, a server; name its weights with --model")
-    ours, theirs = resolve_model(named), resolve_model(base)
+    ours, theirs = resolve_registered_model(named), resolve_registered_model(base)
     messages = _messages(evaluation)
     where = resolve_device(device)
     chat = _chat(evaluation, ours)
