@@ -23,7 +23,7 @@ from posttrain.environments import build_environments, check_environments
 from posttrain.evaluation.answering import AnswerSource, EngineAnswers, ServerAnswers
 from posttrain.evaluation.answers import AnswerReader, answer_reader
 from posttrain.evaluation.folder import EvaluationFolder
-from posttrain.evaluation.identity import digest, files_digest, folder_fingerprint, prompts_hash
+from posttrain.evaluation.identity import digest, files_digest, model_fingerprint, prompts_hash
 from posttrain.evaluation.problems import ProblemSet, load_problems
 from posttrain.evaluation.results import Problem, Summary, problem_set_hash
 from posttrain.evaluation.runner import EvaluationRunner
@@ -95,12 +95,7 @@ class EvaluationBuild:
     @cached_property
     def fingerprint(self) -> str | None:
         """Of the weights, where they are here; a name on the hub or a server stands for itself."""
-        reference = self.reference
-        if reference is None or reference.files is None:
-            return None
-        base = Path(reference.model)
-        folders = dict.fromkeys([reference.files, *([base] if base.is_dir() else []), Path(reference.tokenizer)])
-        return folder_fingerprint(*(folder for folder in folders if folder.is_dir()))
+        return None if self.reference is None else model_fingerprint(self.reference, self.say)
 
     def identity(self) -> dict[str, Any]:
         config, generation = self.config, self.config.generation

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.named_files import files_named_in
 from posttrain.evaluation.problems import EvalProblem
+from posttrain.export.model_reference import ModelReference
+from posttrain.file_hashes import hash_files
 
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
-_READ_BYTES = 1 << 20
 
 
 def prompts_hash(problems: Sequence[EvalProblem]) -> str:
@@ -22,25 +23,33 @@ def prompts_hash(problems: Sequence[EvalProblem]) -> str:
 
 def files_digest(values: Any) -> dict[str, str]:
     """SHA-256 of every file that settings name: a judge is the content of its file, not the name of it."""
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files_named_in(values)}
+    files = files_named_in(values)
+    return {str(file): found for file, found in zip(files, hash_files(files), strict=True)}
 
 
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def folder_fingerprint(*folders: Path) -> str:
-    """Of the files of a model: names, sizes, and of each the first, the middle and the last MiB.
+def model_fingerprint(reference: ModelReference, say: Callable[[str], None] | None = None) -> str | None:
+    """Of the weights, of the base model under an adapter, and of the tokenizer; None for a model on the hub.
 
-    Other weights give another fingerprint without reading every byte of a large model; a copy gives the same one.
+    Evaluations, verdicts, the registry and the pipeline know a model by it: it is computed here and nowhere else.
     """
-    summary = hashlib.sha256()
-    for folder in folders:
-        for file in sorted({file for pattern in _MODEL_FILES for file in folder.glob(pattern) if file.is_file()}):
-            size = file.stat().st_size
-            summary.update(f"{file.name}:{size};".encode())
-            with file.open("rb") as stream:
-                for start in sorted({0, max(0, size // 2 - _READ_BYTES // 2), max(0, size - _READ_BYTES)}):
-                    stream.seek(start)
-                    summary.update(stream.read(_READ_BYTES))
-    return summary.hexdigest()
+    if reference.files is None:
+        return None
+    folders = dict.fromkeys([reference.files, Path(reference.model), Path(reference.tokenizer)])
+    return folder_fingerprint(*(folder for folder in folders if folder.is_dir()), say=say)
+
+
+def folder_fingerprint(*folders: Path, say: Callable[[str], None] | None = None) -> str:
+    """Of the names and of every byte of a model's files; a copy in another place gives the same one.
+
+    Samples of the bytes would not do: a training that changes a few layers may leave all of them as they were.
+    """
+    files = [
+        file
+        for folder in folders
+        for file in sorted({file for pattern in _MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
+    ]
+    return digest([[file.name, found] for file, found in zip(files, hash_files(files, say), strict=True)])

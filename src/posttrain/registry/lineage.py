@@ -205,17 +205,14 @@ def _read_gate(path: Path) -> dict[str, Any]:
 
 def judged_another_model(folder: Path, gate: Mapping[str, Any]) -> str | None:
     """The model that the gate judged, if its weights are not those in `folder`; None if they are, or nobody can tell."""
-    from posttrain.evaluation.identity import folder_fingerprint
+    from posttrain.evaluation.identity import model_fingerprint
     from posttrain.export.model_reference import ModelReferenceError, resolve_model
 
     try:
         reference = resolve_model(folder)
     except ModelReferenceError:
         return None
-    if reference.files is None:
-        return None
-    parts = dict.fromkeys([reference.files, Path(reference.model), Path(reference.tokenizer)])
-    own = folder_fingerprint(*(part for part in parts if part.is_dir()))
+    own = model_fingerprint(reference)
     for judged in gate.get("judged", {}).values():
         if judged["model_fingerprint"] not in (None, own):
             return str(judged["model"])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.file_hashes import cache_folder
 from posttrain.registry.artifacts import FileRecord, Files, content_digest
 from posttrain.registry.lineage import Lineage
 from posttrain.registry.stages import Stage, Stages
-
-CACHE_VARIABLE = "POSTTRAIN_CACHE"
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,9 @@ def version_from_record(
         name=name,
         version=number,
         stage=stages.of(number),
-        path=_cache_folder() / content_digest(files)[:24] if uploaded_to else (home or Path()) / record["path"],
+        path=cache_folder() / "registry" / content_digest(files)[:24]
+        if uploaded_to
+        else (home or Path()) / record["path"],
         files=files,
         lineage=Lineage.from_row(record["lineage"]),
         by=record["by"],
@@ -79,8 +79,3 @@ def record_of(version: ModelVersion, home: Path | None) -> dict[str, Any]:
 def as_row(version: ModelVersion) -> dict[str, Any]:
     """A version as plain values, for JSON."""
     return {"name": version.name, "version": version.version, "stage": version.stage, **record_of(version, None)}
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "posttrain"
-    return Path(root) / "registry"

@@ -1,9 +1,8 @@
-"""The lock, the picture, the hashes and the names of files: parts that a whole run shows only from one side."""
+"""The lock, the picture and the names of files: parts that a whole run shows only from one side."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from posttrain.checkpointing import CheckpointStore
 from posttrain.config import load_config
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import DemoSection
-from posttrain.pipeline.content import FileHashes
 from posttrain.pipeline.demo_world import demo_traces
 from posttrain.pipeline.kpi import KpiRow
 from posttrain.pipeline.kpi_plot import kpi_svg
@@ -129,21 +127,6 @@ def test_the_picture_shows_every_iteration_and_copes_with_what_is_not_known() ->
     words = " ".join(text.text or "" for text in drawing.iter(f"{space}text"))
     assert "a <b>: KPI over iterations" in words
     assert "held-out pass@1" in words
-
-
-def test_a_changed_file_has_another_hash_and_an_unchanged_one_is_not_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text("one")
-    hashes = FileHashes(tmp_path / "memory.json")
-    first = hashes.of(file)
-    hashes.save()
-    mark = file.stat()
-    with file.open("r+") as stream:  # same size, same inode; the time is put back
-        stream.write("two")
-    os.utime(file, ns=(mark.st_atime_ns, mark.st_mtime_ns))
-    assert FileHashes(tmp_path / "memory.json").of(file) == first
-    os.utime(file, ns=(mark.st_atime_ns, mark.st_mtime_ns + 1))
-    assert FileHashes(tmp_path / "memory.json").of(file) != first
 
 
 def test_files_that_settings_name_are_found(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""SHA-256 of files, remembered, so that looking at a large, unchanged file again costs nothing.
+
+A file is known again by its path, size, time and inode. One that was written a moment ago is not remembered: it might change
+once more within the same tick of the clock, and then nothing would tell the two apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from posttrain.checkpointing import durable
+from posttrain.errors import InputError
+
+CACHE_VARIABLE = "POSTTRAIN_CACHE"
+_MAX_THREADS = 8  # hashing lets other threads run, so large models are read as fast as the disk or the cores allow
+_SETTLED_S = 2.0
+_LARGE_BYTES = 1 << 20
+_LONG_BYTES = 8 << 30
+
+
+class FileHashes:
+    """`memory` is a file; losing it costs time only. Files below `min_bytes` are quicker hashed than remembered."""
+
+    def __init__(self, memory: Path, *, min_bytes: int = 0) -> None:
+        self._memory = memory
+        self._min_bytes = min_bytes
+        self._known: dict[str, list[Any]] = _read_memory(memory)
+        self._new: dict[str, list[Any]] = {}
+
+    def of(self, file: Path) -> str:
+        try:
+            status = file.stat()
+            if found := self._remembered(file, status):
+                return found
+            with file.open("rb") as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise InputError(f"{file}: cannot be read ({error.strerror})") from error
+        if status.st_size >= self._min_bytes and time.time() - status.st_mtime > _SETTLED_S:
+            self._known[_name(file)] = self._new[_name(file)] = [*_mark(status), found]
+        return found
+
+    def of_all(self, files: Sequence[Path]) -> list[str]:
+        """Several at once, in their order."""
+        with ThreadPoolExecutor(_MAX_THREADS) as pool:
+            return list(pool.map(self.of, files))
+
+    def unknown_bytes(self, files: Sequence[Path]) -> int:
+        """How much has to be read for these."""
+        statuses = [(file, file.stat()) for file in files]
+        return sum(status.st_size for file, status in statuses if not self._remembered(file, status))
+
+    def save(self) -> None:
+        if self._new and self._memory.parent.is_dir():
+            # Others may have written since: what they know is kept, what is gone from the disk is not.
+            merged = {**_read_memory(self._memory), **self._new}
+            kept = {name: row for name, row in merged.items() if os.path.exists(name)}
+            durable.write_text(self._memory, json.dumps(kept))
+            self._new = {}
+
+    def _remembered(self, file: Path, status: os.stat_result) -> str | None:
+        known = self._known.get(_name(file))
+        return str(known[3]) if known is not None and known[:3] == _mark(status) else None
+
+
+def hash_files(files: Sequence[Path], say: Callable[[str], None] | None = None) -> list[str]:
+    """With the memory that all of the user's commands share. `say` hears of it if it takes long."""
+    folder = cache_folder()
+    hashes = FileHashes(folder / "file_hashes.json", min_bytes=_LARGE_BYTES)
+    if say is not None and (unknown := hashes.unknown_bytes(files)) > _LONG_BYTES:
+        say(f"hashing {unknown / 2**30:.0f} GiB of files; the hashes are remembered for the next time")
+    found = hashes.of_all(files)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        hashes.save()
+    except OSError:
+        pass  # a home that cannot be written: the files are read again the next time
+    return found
+
+
+def cache_folder() -> Path:
+    """Of what can be had again at the price of time: POSTTRAIN_CACHE, or ~/.cache/posttrain."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "posttrain")
+
+
+def _name(file: Path) -> str:
+    return str(file.absolute())
+
+
+def _mark(status: os.stat_result) -> list[int]:
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def _read_memory(memory: Path) -> dict[str, list[Any]]:
+    try:
+        known = json.loads(memory.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
