@@ -97,22 +97,32 @@ class EvaluationBuild:
         """Of the weights, where they are here; a name on the hub or a server stands for itself."""
         return None if self.reference is None else model_fingerprint(self.reference, self.say)
 
+    @cached_property
+    def server(self) -> ServerAnswers | None:
+        """The server that answers, if one does. It is asked for the name of its model, unless the config has it."""
+        config, url = self.config, self.config.server_url
+        if url is None:
+            return None
+        return ServerAnswers(url, config.generation.openai_cfg, self._sampling(()), config.eval.seed, config.judge)
+
     def identity(self) -> dict[str, Any]:
+        """What decides answers and rewards, and nothing that only decides how fast they come."""
         config, generation = self.config, self.config.generation
         problems = self.problem_set.problems
         judge = self.environment_config.model_dump(exclude={"num_workers", "timeout_s"})
         template = [config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs]
-        engine = "openai_url" if self.config.server_url is not None else generation.backend
-        precision = vllm_precision(generation) if engine == "vllm" else native_precision(generation)
+        named = generation.model_name if self.fingerprint is None else None
+        own_tokenizer = config.tokenizer.name if config.tokenizer.name != generation.model_name else None
         return {
-            "model": generation.model_name if self.fingerprint is None else None,
+            "model": named if self.server is None else self.server.model,
             "model_fingerprint": self.fingerprint,
-            "server": self.config.server_url and [self.config.server_url, generation.openai_cfg.model_dump()],
-            "engine": [engine, self.device, precision],
+            "server": self.server and [self.server.url, generation.openai_cfg.api, generation.openai_cfg.extra_body],
+            "engine": self._engine(),
             "dataset": self.problem_set.name,
             "problem_set_hash": problem_set_hash((p.id, p.prompt, p.expected) for p in problems),
             "prompts_hash": prompts_hash(problems),
-            "tokenizer": config.tokenizer.name if config.tokenizer.name != generation.model_name else None,
+            "metadata_hash": digest([problem.metadata for problem in problems]),  # judges read it
+            "tokenizer": own_tokenizer and [own_tokenizer, files_digest({"tokenizer": {"name": own_tokenizer}})],
             "chat_template": [*template, files_digest(config.tokenizer.chat_template)],
             "max_model_len": generation.vllm_cfg.max_model_len,
             "sampling": {
@@ -125,6 +135,15 @@ class EvaluationBuild:
             "problems_per_step": self.problems_per_step,
             "judge": [judge, files_digest(judge)],
         }
+
+    def _engine(self) -> list[Any]:
+        generation, vllm = self.config.generation, self.config.generation.vllm_cfg
+        if self.server is not None:
+            return ["openai_url"]
+        if generation.backend == "vllm":
+            numbers = [vllm_precision(generation), vllm.kv_cache_dtype, vllm.load_format or "auto"]
+            return ["vllm", *numbers, generation.vllm_kwargs, files_digest(generation.vllm_kwargs)]
+        return ["native", self.device, native_precision(generation)]
 
     @property
     def problems_per_step(self) -> int:
@@ -145,12 +164,14 @@ class EvaluationBuild:
         self, show_progress: ShowProgress, *, retry_unscored: bool = False
     ) -> tuple[Summary, list[Problem], Path]:
         """Answer what is not finished, and sum up."""
-        _ = self.reference  # a model that is not there is found out before data is fetched
+        _ = self.reference, self.server  # a model that is not there is found out before data is fetched
         environments = {self.config.judge: self.environment_config}
         check_environments(environments, Path.cwd())
-        identity = self.identity()
-        path = self.folder(identity)
         with ExitStack() as cleanup:
+            if self.server is not None:
+                cleanup.callback(self.server.close)
+            identity = self.identity()
+            path = self.folder(identity)
             folder = EvaluationFolder.open(path, identity, self.loaded.to_yaml())
             cleanup.callback(folder.close)
             if retry_unscored and (count := folder.forget_unscored()):
@@ -163,8 +184,7 @@ class EvaluationBuild:
                 self.say(
                     f"{self.problem_set.name}: {len(problems)} problems{before}, {num_samples} samples each; {path}"
                 )
-                source = self._source(environments)
-                cleanup.callback(source.close)
+                source = self._source()
                 environment = cleanup.enter_context(build_environments(environments, base_folder=Path.cwd()))
                 runner = EvaluationRunner(
                     self.problem_set,
@@ -199,12 +219,10 @@ class EvaluationBuild:
 
     # -- who answers ---------------------------------------------------------------------------------------------------
 
-    def _source(self, environments: dict[str, EnvironmentConfig]) -> AnswerSource:
+    def _source(self) -> AnswerSource:
         config = self.config
-        if config.server_url is not None:
-            return ServerAnswers(
-                config.server_url, config.generation.openai_cfg, self._sampling(()), config.eval.seed, config.judge
-            )
+        if self.server is not None:
+            return self.server
         assert self.reference is not None
         if config.generation.backend == "vllm":
             generator, tokenizer = self._vllm(self.reference)

@@ -49,8 +49,6 @@ class AnswerSource(Protocol):
         """The problem as the judge sees it."""
         ...
 
-    def close(self) -> None: ...
-
 
 @dataclass(frozen=True)
 class EngineAnswers:
@@ -73,9 +71,6 @@ class EngineAnswers:
 
     def task(self, problem: EvalProblem) -> Task:
         return self.tasks[problem.index]
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass
@@ -120,7 +115,10 @@ class ServerAnswers:
                 f"{self.url}/models: {_said(error.response)}; {self._advice(error.response.status_code)}"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServerError(f"{self.url}: no answer ({_named(error)}); is the server there?") from error
+            raise ServerError(
+                f"{self.url}: no answer ({_named(error)}); is the server there? A finished evaluation is summed up without it if "
+                "generation.openai_cfg.model names its model"
+            ) from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ServerError(
                 f"{self.url}/models lists no model; the address of an OpenAI-compatible API usually ends in /v1, "

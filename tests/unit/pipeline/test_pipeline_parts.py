@@ -129,6 +129,18 @@ def test_the_picture_shows_every_iteration_and_copes_with_what_is_not_known() ->
     assert "held-out pass@1" in words
 
 
+def test_folders_of_data_and_models_are_looked_into(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step_9"
+    for name in ("data/a.jsonl", "data/more/b.jsonl", "data/.hidden", "step_9/policy/weights/w", "step_9/optimizer/o"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    data = [tmp_path / "data/a.jsonl", tmp_path / "data/more/b.jsonl"]
+    assert files_named_in({"main.data.dataset_name": str(tmp_path / "data")}) == data
+    assert files_named_in({"data": {"train": [{"data_path": f"{tmp_path}/data/*.jsonl"}]}}) == data[:1]
+    assert files_named_in({"judge.model_name": str(checkpoint)}) == [checkpoint / "policy/weights/w"]
+    assert files_named_in({"data.split": str(tmp_path / "data")}) == [], "any word may be the name of a folder"
+
+
 def test_files_that_settings_name_are_found(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("")
     (tmp_path / "data.jsonl").write_text("")
