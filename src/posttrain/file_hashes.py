@@ -52,6 +52,10 @@ class FileHashes:
         with ThreadPoolExecutor(_MAX_THREADS) as pool:
             return list(pool.map(self.of, files))
 
+    def of_named(self, files: Sequence[Path]) -> dict[str, str]:
+        """The same, by path."""
+        return {str(file): found for file, found in zip(files, self.of_all(files), strict=True)}
+
     def unknown_bytes(self, files: Sequence[Path]) -> int:
         """How much has to be read for these."""
         statuses = [(file, file.stat()) for file in files]

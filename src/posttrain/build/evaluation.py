@@ -205,15 +205,13 @@ class EvaluationBuild:
             return summary, finished, path
 
     def _facts(self, folder: EvaluationFolder) -> Facts:
-        vllm = self.config.generation.vllm_cfg
-        uses_vllm = self.config.generation.backend == "vllm" and self.config.server_url is None
         return Facts(
             model=self.config.generation.model_name,
             dataset=self.config.data.dataset_name,
             config=plain_values(self.config),
             code_version=__version__,
             model_fingerprint=self.fingerprint,
-            num_devices=vllm.tensor_parallel_size * vllm.pipeline_parallel_size if uses_vllm else 1,
+            num_devices=self.config.num_devices,
             timings=folder.timings(),
         )
 

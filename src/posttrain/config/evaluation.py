@@ -162,6 +162,13 @@ class EvalRunConfig(Section):
         return self.data.env_name or (others[0] if others else "math")
 
     @property
+    def num_devices(self) -> int:
+        """GPUs (or machines) that the evaluation keeps busy."""
+        vllm = self.generation.vllm_cfg
+        uses_vllm = self.generation.backend == "vllm" and self.server_url is None
+        return vllm.tensor_parallel_size * vllm.pipeline_parallel_size if uses_vllm else 1
+
+    @property
     def server_url(self) -> str | None:
         """The address of the server that answers, if one does."""
         generation = self.generation
@@ -209,8 +216,12 @@ def eval_cautions(config: EvalRunConfig, is_set: IsSetByUser) -> list[str]:
         ignored = [f"generation.vllm_cfg.{key}" for key in own if getattr(config.generation.vllm_cfg, key) > 1]
         if ignored:
             found.append(f"{', '.join(ignored)}: for generation.backend=vllm; {engine} does not use it")
-    if config.cluster.num_workers > 1 and config.generation.backend != "vllm" and not on_server:
-        found.append(f"cluster: {config.cluster.num_workers} GPUs are asked for; {engine} samples on one")
+    asked = config.cluster.num_workers
+    if asked > config.num_devices and not on_server:
+        uses = "samples on one"
+        if config.generation.backend == "vllm":
+            engine, uses = "vLLM", f"uses {config.num_devices}: set generation.vllm_cfg.tensor_parallel_size"
+        found.append(f"cluster: {asked} GPUs are asked for; {engine} {uses}")
     for key in ("generation.val_temperature", "generation.val_top_p", "generation.val_top_k", "data.repeat"):
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)

@@ -65,6 +65,25 @@ def test_the_command_of_the_walk_through_loads_as_printed() -> None:
     assert any("tensor_parallel_size" in line and "native engine" in line for line in loaded.warnings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ((), "8 GPUs are asked for; the native engine samples on one"),
+        (
+            ("generation.backend=vllm",),
+            "8 GPUs are asked for; vLLM uses 1: set generation.vllm_cfg.tensor_parallel_size",
+        ),
+        (("generation.backend=vllm", "generation.vllm_cfg.tensor_parallel_size=4"), "vLLM uses 4"),
+        (("generation.backend=vllm", "generation.vllm_cfg.tensor_parallel_size=8"), None),
+        (("generation.model_name=http://host/v1",), None),
+    ],
+)
+def test_gpus_that_nobody_uses_are_mentioned(settings: tuple[str, ...], said: str | None) -> None:
+    warnings = load_config("eval", None, ["cluster.gpus_per_node=8", *settings]).warnings
+    found = [line for line in warnings if line.startswith("cluster: ")]
+    assert found == [] if said is None else said in found[0]
+
+
 @pytest.mark.parametrize("file", sorted(EVALS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_files_of_nemo_rl_are_here_and_load(file: Path) -> None:
     assert guess_kind(file) == "eval"
@@ -109,6 +128,14 @@ def test_a_judge_of_your_own_takes_the_place_of_the_built_in_one() -> None:
     assert load_config("eval", None, ["env.mine.function=rewards.py:f"]).config.judge == "mine"
     both = ["env.mine.function=rewards.py:f", "data.env_name=math"]
     assert load_config("eval", None, both).config.judge == "math"
+
+
+def test_only_vllm_spreads_over_devices() -> None:
+    parallel = ["generation.vllm_cfg.tensor_parallel_size=4", "generation.vllm_cfg.pipeline_parallel_size=2"]
+    assert load_config("eval", None, parallel).config.num_devices == 1
+    assert load_config("eval", None, ["generation.backend=vllm", *parallel]).config.num_devices == 8
+    on_server = ["generation.backend=vllm", "generation.model_name=http://host/v1", *parallel]
+    assert load_config("eval", None, on_server).config.num_devices == 1
 
 
 def test_a_url_is_a_server_whatever_the_backend() -> None:

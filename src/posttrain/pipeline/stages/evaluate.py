@@ -1,7 +1,8 @@
 """evaluate: the candidate, and the model that it is compared with, on every evaluation that the file names.
 
 Answers are kept in FOLDER/evaluations, named by everything that decides them: what one iteration has measured, of whichever
-model, the next one does not measure again. An evaluation that was killed goes on with the problems that are left.
+model, the next one does not measure again. Metrics, thresholds and prices decide no answers: they are summed up anew from what is
+there. An evaluation that was killed goes on with the problems that are left.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from posttrain.pipeline.stages.gate import load_gate
 from posttrain.roles import Progress
 
 EVALUATIONS = "evaluations"
-OWN_KEYS = ("generation.model_name", "tokenizer.name", "eval.save_path")
-PLACEHOLDER = "chosen-by-the-pipeline"
+OWN_KEYS = ("generation.model_name", "eval.save_path")
+PLACEHOLDER = "chosen-by-the-pipeline"  # the model; also the tokenizer, unless the config names another one
 KL = "kl_from_base"
+KL_INPUTS = ".kl_inputs"  # beside kl.json: the base model and the answers that it was measured with
 
 
 class EvaluateStage:
     name: StageName = "evaluate"
-    version = 1
+    version = 2
     reads: tuple[StageName, ...] = ("convert",)
     goes_on = True
 
@@ -45,21 +47,30 @@ class EvaluateStage:
         settings: dict[str, Any] = {}
         for name in config.evaluate:
             flat = load_evaluation(config, name, PLACEHOLDER).flat()
-            settings |= {f"{name}.{key}": value for key, value in flat.items() if not key.startswith(OWN_KEYS)}
+            own = {key for key, value in flat.items() if key in OWN_KEYS or value == PLACEHOLDER}
+            settings |= {f"{name}.{key}": value for key, value in flat.items() if key not in own}
         drift = measures_drift(config)
         models = {"incumbent": None if incumbent is None else incumbent.identity}
         if drift:
             models["base"] = model_identity(config.base_model)
-        files = {str(file): context.hashes.of(file) for file in files_named_in(settings)}
+        files = context.hashes.of_named(files_named_in(settings))
         return {"settings": {**settings, "drift": drift}, "files": files, "models": models}
 
     def skip(self, context: StageContext) -> str | None:
         return None
 
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        folders = [*record.outcome.values["candidate"].values(), *(record.outcome.values["incumbent"] or {}).values()]
-        paths = (record.folder / folder / "summary.json" for folder in folders)
-        return next((str(path) for path in paths if not path.is_file()), None)
+        from posttrain.evaluation.results import SUMMARY_FILE
+
+        values, drift = record.outcome.values, measures_drift(config)
+        for side in ("candidate", "incumbent"):
+            for name, relative_path in (values[side] or {}).items():
+                path = record.folder / relative_path
+                if not (path / SUMMARY_FILE).is_file():
+                    return str(path / SUMMARY_FILE)
+                if values["judged"][f"{side}/{name}"] != digest(_judged(path, drift=name in drift)):
+                    return f"the summary of {name} with these settings"  # the folder has been summed up otherwise since
+        return None
 
     def work(self, context: StageContext, folder: Path) -> Outcome:
         incumbent = context.iteration.incumbent
@@ -86,7 +97,7 @@ class EvaluateStage:
 def load_evaluation(config: PipelineConfig, name: str, model: str) -> LoadedConfig[EvalRunConfig]:
     section = config.evaluate[name]
     for text in section.overrides:
-        if text.lstrip("+~").partition("=")[0].strip() in OWN_KEYS[::2]:
+        if text.lstrip("+~").partition("=")[0].strip() in OWN_KEYS:
             raise PipelineError(f"evaluate.{name}.overrides: `{text}`: the pipeline sets this itself")
     path = None if section.config is None else Path(section.config)
     try:
@@ -104,8 +115,6 @@ def measures_drift(config: PipelineConfig) -> list[str]:
 def _evaluate(context: StageContext, name: str, model: str, *, drift: bool) -> Path:
     """The folder of the finished evaluation."""
     from posttrain.build.evaluation import EvaluationBuild
-    from posttrain.evaluation.gate.divergence import KL_FILE
-    from posttrain.evaluation.results import SUMMARY_FILE
 
     config = context.config
     loaded = load_evaluation(config, name, model)
@@ -114,22 +123,25 @@ def _evaluate(context: StageContext, name: str, model: str, *, drift: bool) -> P
             f"evaluate.{name}: generation.openai_cfg names a server; the pipeline evaluates its own model"
         )
     build = EvaluationBuild(loaded, context.say)
-    base = model_identity(config.base_model) if drift else None
-    identity = digest([build.identity(), loaded.config.eval.model_dump(exclude={"save_path"}), base])
-    folder = context.home / EVALUATIONS / f"{name}-{identity[:12]}"
-    asked_again = context.iteration.redone.get("evaluate", 0) > 0
-    if asked_again or not (folder / SUMMARY_FILE).is_file():
-        loaded.config.eval.save_path = str(folder)
-        build.execute(_beating(context), retry_unscored=asked_again)
-    if drift and (asked_again or not (folder / KL_FILE).is_file()):
+    folder = context.home / EVALUATIONS / f"{name}-{digest(build.identity())[:12]}"
+    loaded.config.eval.save_path = str(folder)
+    build.execute(_beating(context), retry_unscored=context.iteration.redone.get("evaluate", 0) > 0)
+    if drift:
         _measure_drift(context, loaded, folder, model)
     return folder
 
 
 def _measure_drift(context: StageContext, loaded: LoadedConfig[EvalRunConfig], folder: Path, model: str) -> None:
+    """Unless it was measured before, on these answers and from this base."""
+    from posttrain.evaluation.gate.divergence import KL_FILE, answers_digest
+
+    base = model_identity(context.config.base_model)
+    generation = loaded.config.generation
+    inputs, file = digest([base, answers_digest(folder), generation.precision]), folder / KL_INPUTS
+    if (folder / KL_FILE).is_file() and file.is_file() and file.read_text() == inputs:
+        return
     from posttrain.evaluation.gate.measure_divergence import measure_divergence
 
-    generation = loaded.config.generation
     measure_divergence(
         folder,
         context.config.base_model,
@@ -138,6 +150,7 @@ def _measure_drift(context: StageContext, loaded: LoadedConfig[EvalRunConfig], f
         device=generation.device,
         show_progress=_beating(context),
     )
+    durable.write_text(file, inputs)
 
 
 def _beating(context: StageContext) -> Callable[[str, int], Any]:
@@ -173,15 +186,15 @@ def _outcome(
     ours = read_summary(candidate[first])
     theirs = None if others is None else read_summary(others[first])
     interval = ours.intervals.get(ours.metric)
-    contents = {
-        f"{side}/{name}": [context.hashes.of(path / PROBLEMS_FILE), dict(read_summary(path).metrics)]
-        for side, folders in (("candidate", candidate), ("incumbent", others or {}))
-        for name, path in folders.items()
-    }
+    drift, judged, answers = measures_drift(context.config), {}, {}
+    for side, folders in (("candidate", candidate), ("incumbent", others or {})):
+        for name, path in folders.items():
+            judged[f"{side}/{name}"] = digest(_judged(path, drift=name in drift))
+            answers[f"{side}/{name}"] = context.hashes.of(path / PROBLEMS_FILE)
     score = "none" if ours.score is None else f"{ours.score:.4f}"
     against = "" if theirs is None or theirs.score is None else f" against {theirs.score:.4f} of {_who(context)}"
     return Outcome(
-        digest=digest(contents),
+        digest=digest([answers, judged]),
         headline=f"{first}: {ours.metric} {score}{against}, {ours.counts.problems:,} problems",
         values={
             "candidate": {name: relative(path, folder) for name, path in candidate.items()},
@@ -190,9 +203,27 @@ def _outcome(
             "score": ours.score,
             "interval": None if interval is None else [interval.low, interval.high],
             "incumbent_score": None if theirs is None else theirs.score,
+            "judged": judged,
+            "num_devices": max(
+                load_evaluation(context.config, name, PLACEHOLDER).config.num_devices for name in candidate
+            ),
         },
         report=report or relative(candidate[first] / SUMMARY_FILE, folder),
     )
+
+
+def _judged(folder: Path, *, drift: bool) -> dict[str, Any]:
+    """What a gate may look at, besides the answers."""
+    from posttrain.evaluation.gate.divergence import KL_FILE
+    from posttrain.evaluation.results import read_summary
+
+    summary, kl = read_summary(folder), folder / KL_FILE
+    return {
+        "metrics": dict(summary.metrics),
+        "pass_threshold": summary.pass_threshold,
+        "cost": [summary.cost, summary.cost_per_answer],
+        "kl": kl.read_text(encoding="utf-8") if drift and kl.is_file() else None,
+    }
 
 
 def _who(context: StageContext) -> str:

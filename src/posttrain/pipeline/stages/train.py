@@ -39,7 +39,7 @@ class TrainStage:
         config = context.config
         loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
         settings = {key: value for key, value in loaded.flat().items() if not key.startswith(OWN_KEYS)}
-        files = {str(file): context.hashes.of(file) for file in files_named_in(settings)}
+        files = context.hashes.of_named(files_named_in(settings))
         chosen = {"algorithm": config.train.algorithm, "checkpoint": config.train.checkpoint}
         return {
             "settings": {**chosen, **settings},
