@@ -113,6 +113,8 @@ def test_from_an_evaluation_to_production(
     assert "warning" not in capsys.readouterr().err
     assert main(["registry", "add", "other", "old", "--gate", "gate.json", "--in-place"]) == 0
     assert "warning: the gate judged" in capsys.readouterr().err, "a verdict about another model"
+    assert main(["registry", "add", "other", "old", "--eval", "main=eval-new", "--in-place"]) == 0
+    assert "warning: --eval main: is of" in capsys.readouterr().err, "numbers of another model"
     assert main(["registry", "promote", "sums", "1", "--why", "gate passed"]) == 0
     assert main(["registry", "promote", "sums", "1", "--why", "canary was quiet", "--by", "ann"]) == 0
     assert main(["registry", "add", "sums", "old", "--metric", "mine=0.5"]) == 0

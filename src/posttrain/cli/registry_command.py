@@ -158,28 +158,32 @@ def _add(registry: Registry, args: argparse.Namespace) -> int:
     The files are copied into the registry and their checksums recorded, with the lineage.
     """
     from posttrain.registry import gather_lineage
+    from posttrain.registry.lineage import doubtful_evaluations
     from posttrain.registry.model_folder import check_model_folder
     from posttrain.registry.version import as_row
 
     folder: Path = args.folder.expanduser()
     check_model_folder(folder)
     metrics = {name: _number(name, value) for name, value in _pairs("--metric", args.metric).items()}
+    evaluations = {name: Path(path) for name, path in _pairs("--eval", args.eval).items()}
     lineage = gather_lineage(
         folder,
         base_model=args.base_model,
         config=args.config,
         data=args.data,
-        evaluations={name: Path(folder) for name, folder in _pairs("--eval", args.eval).items()},
+        evaluations=evaluations,
         metrics=metrics,
         gate=args.gate,
     )
     from posttrain.reporting.console import Console
 
+    doubts = [f"--eval {name}: {why}" for name, why in doubtful_evaluations(folder, evaluations).items()]
     if other := lineage.judged_another:
-        print(
-            f"warning: the gate judged {other}, whose files are not those in {folder}: promoting needs --force",
-            file=sys.stderr,
-        )
+        doubts.append(f"the gate judged {other}, whose files are not those in {folder}: promoting needs --force")
+    elif unknown := lineage.judged_unknown:
+        doubts.append(f"the gate judged {unknown}, which is not known to be this model: promoting needs --force")
+    for doubt in doubts:
+        print(f"warning: {doubt}", file=sys.stderr)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
     console = Console(sys.stderr, quiet=args.json or size < SIZE_WITH_A_BAR)
     label, passes = ("hashing, MiB", 1) if args.in_place else ("hashing and copying, MiB", 2)
@@ -275,7 +279,8 @@ def _resolve(registry: Registry, args: argparse.Namespace) -> int:
 def _promote(registry: Registry, args: argparse.Namespace) -> int:
     """Move a version to the next stage, or to another one.
 
-    What was in that place is archived. A version whose gate did not say "promote" needs --force.
+    What was in that place is archived. A version whose gate did not say "promote", or is not known to have
+    judged this model, needs --force.
     """
     from posttrain.cli.registry_views import describe_entry
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.registry.comparison import ABSENT, Difference
+from posttrain.registry.lineage import Lineage
 from posttrain.registry.stages import Entry
 from posttrain.registry.version import ModelVersion
 
@@ -59,7 +60,7 @@ def show_version(version: ModelVersion, history: Sequence[Entry], damage: list[s
         "data": "\n".join(f"{name}  {_short(digest) or 'not hashed'}" for name, digest in lineage.data.items()),
         "config": f"{len(lineage.config)} keys, sha256 {_short(lineage.config_sha256)}" if lineage.config else None,
         "code": lineage.code_version,
-        "judged": f"the files of {lineage.judged_another}, not these" if lineage.judged_another else None,
+        "judged": _judged(lineage),
         "gate": "\n".join([lineage.verdict or ABSENT, *(lineage.gate or {}).get("reasons", [])]),
         "metrics": "\n".join(f"{name}  {value:.6g}" for name, value in lineage.metrics.items()),
     }
@@ -149,6 +150,12 @@ def _value(value: Any) -> str:
 
 def _when(timestamp: str) -> str:
     return timestamp[:19].replace("T", " ")
+
+
+def _judged(lineage: Lineage) -> str | None:
+    if other := lineage.judged_another:
+        return f"the files of {other}, not these"
+    return f"{lineage.judged_unknown}, not known to be this model" if lineage.judged_unknown else None
 
 
 def _short(digest: str | None) -> str:

@@ -31,7 +31,7 @@ class Lineage:
     config_sha256: str | None = None
     code_version: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)  # "<evaluation>/<metric>"
-    gate: Mapping[str, Any] | None = None  # {"verdict", "reasons", "report", "judged", "another_model"}
+    gate: Mapping[str, Any] | None = None  # verdict, reasons, report, judged, another_model, unknown_model
     source: str = ""  # the folder that was registered
 
     @property
@@ -49,6 +49,26 @@ class Lineage:
     def judged_another(self) -> str | None:
         """The model that the gate judged, if it is known to be another one than this."""
         return None if self.gate is None else self.gate.get("another_model")
+
+    @property
+    def judged_unknown(self) -> str | None:
+        """The model that the gate judged, if nobody can tell whether it is this one."""
+        return None if self.gate is None else self.gate.get("unknown_model")
+
+    @property
+    def objection(self) -> str | None:
+        """Why no gate has let this very model through; None if one has."""
+        if other := self.judged_another:
+            return f"its gate judged the files of {other}, which are others; evaluate and judge what you register"
+        if self.verdict != "promote":
+            return (
+                f"its gate said {self.verdict}" if self.verdict else "it has no gate verdict (registry add --gate FILE)"
+            )
+        if unknown := self.judged_unknown:
+            return (
+                f"its gate judged {unknown}, which is not known to be this model; evaluate the files that you register"
+            )
+        return None
 
     def to_row(self) -> dict[str, Any]:
         return {**asdict(self), "data_hash": self.data_hash}
@@ -75,7 +95,7 @@ def gather_lineage(
     sources = list(data) or _data_of(values) or _data_of_conversion(converted)
     judged = _read_gate(gate) if gate else None
     if judged is not None:
-        judged["another_model"] = judged_another_model(folder, judged)
+        judged |= _compare_with_judged(_fingerprint(folder), judged["judged"])
     return Lineage(
         base_model=base_model or _base_model(folder, values) or converted.get("base_model"),
         data={source: _hash_of(source, told=bool(data)) for source in sources},
@@ -203,20 +223,42 @@ def _read_gate(path: Path) -> dict[str, Any]:
     }
 
 
-def judged_another_model(folder: Path, gate: Mapping[str, Any]) -> str | None:
-    """The model that the gate judged, if its weights are not those in `folder`; None if they are, or nobody can tell."""
+def doubtful_evaluations(folder: Path, evaluations: Mapping[str, Path]) -> dict[str, str]:
+    """Of evaluations by name, those that are not known to be of the model in `folder`, and why."""
+    from posttrain.evaluation.results import read_summary
+
+    own = _fingerprint(folder)
+    found = {}
+    for name, path in evaluations.items():
+        summary = read_summary(path)
+        if own is None or summary.model_fingerprint is None:
+            found[name] = f"is of {summary.model}, which is not known to be this model"
+        elif summary.model_fingerprint != own:
+            found[name] = f"is of {summary.model}, whose files are others"
+    return found
+
+
+def _compare_with_judged(own: str | None, judged: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
+    """A server and a name on the hub have no files to compare: a verdict on them says nothing about files."""
+    another = unknown = None
+    for evaluation in judged.values():
+        fingerprint, model = evaluation["model_fingerprint"], str(evaluation["model"])
+        if own is None or fingerprint is None:
+            unknown = unknown or model
+        elif fingerprint != own:
+            another = another or model
+    return {"another_model": another, "unknown_model": unknown if judged else "a model that its report does not name"}
+
+
+def _fingerprint(folder: Path) -> str | None:
+    """Of the model in `folder`; None if it leads to none whose files are here."""
     from posttrain.evaluation.identity import model_fingerprint
     from posttrain.export.model_reference import ModelReferenceError, resolve_model
 
     try:
-        reference = resolve_model(folder)
+        return model_fingerprint(resolve_model(folder))
     except ModelReferenceError:
         return None
-    own = model_fingerprint(reference)
-    for judged in gate.get("judged", {}).values():
-        if judged["model_fingerprint"] not in (None, own):
-            return str(judged["model"])
-    return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -142,15 +142,16 @@ class Registry:
         """Move a version to a stage; without `to`, to the next one. None if it is there already.
 
         What was in that place is archived. `expect` is the version that must be in the place (0: none): if another one
-        is, RegistryConflict. A version whose gate did not say "promote" needs `force`, which the history tells.
+        is, RegistryConflict. A version whose gate did not say "promote", or is not known to have judged this model, needs
+        `force`, which the history tells.
         """
         chosen = self.get(name, version)
         target = to or _next_stage(chosen)
         if chosen.stage == target:
             return None
-        is_allowed = chosen.lineage.verdict == "promote" and chosen.lineage.judged_another is None
+        objection = chosen.lineage.objection
         if target in ("canary", "production"):
-            self._check_may_ship(chosen, target, force=force, is_allowed=is_allowed, verify=verify)
+            self._check_may_ship(chosen, target, None if force else objection, verify=verify)
         elif target == "candidate":
             raise RegistryError(f"{chosen.reference}: a version is a candidate once, when it is added")
         elif chosen.stage == "production" and not force:
@@ -159,7 +160,7 @@ class Registry:
                 "or say --force"
             )
         expected = NOTHING_EXPECTED if expect is None else expect
-        forced = force and not is_allowed and target != "archived"
+        forced = force and objection is not None and target != "archived"
         change = Change("promote", chosen.version, target, by or who(), now(), _reason(why), expected, forced)
         return self._append(name, change)
 
@@ -292,15 +293,13 @@ class Registry:
                 shutil.move(str(found), version.path)
         return damage
 
-    def _check_may_ship(self, version: ModelVersion, to: Stage, *, force: bool, is_allowed: bool, verify: bool) -> None:
+    def _check_may_ship(self, version: ModelVersion, to: Stage, objection: str | None, *, verify: bool) -> None:
         if version.stage == "production":
             raise RegistryError(f"{version.reference} is in production; only rollback or another version takes it out")
-        if not is_allowed and not force:
-            verdict = version.lineage.verdict
-            said = f"its gate said {verdict}" if verdict else "it has no gate verdict (registry add --gate FILE)"
-            if other := version.lineage.judged_another:
-                said = f"its gate judged the files of {other}, which are others; evaluate and judge what you register"
-            raise RegistryError(f"{version.reference} may not become {to}: {said}. --force overrides it, and is logged")
+        if objection:
+            raise RegistryError(
+                f"{version.reference} may not become {to}: {objection}. --force overrides it, and is logged"
+            )
         if verify and (damage := self.verify(version)):
             raise RegistryError(_damaged(version, damage))
 
