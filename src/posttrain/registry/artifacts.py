@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from posttrain.checkpointing import durable
 from posttrain.registry.errors import RegistryError
+from posttrain.registry.partial_folder import PartialFolder, clear_abandoned
 
 _MAX_THREADS = 8
 CHECKPOINT_FILES = ("config.yaml", "training_info.json", "policy/model.json")
@@ -95,10 +96,11 @@ class Copy:
     def __init__(self, folder: Path, files: Files, root: Path, progress: Progress = no_progress) -> None:
         self.target = root / content_digest(files)[:24]
         self._folder, self._files, self._root, self._progress = folder, files, root, progress
-        self._partial = root / f".partial-{uuid4().hex}"
+        self._partial: PartialFolder | None = None
         self._is_new = False
 
     def __enter__(self) -> Copy:
+        clear_abandoned(self._root)
         if not self.target.exists() or find_damage(self.target, self._files, strangers=True):
             try:
                 self._copy()
@@ -112,12 +114,13 @@ class Copy:
 
     def keep(self) -> None:
         """Put the copy in its place: whole, or not there at all."""
-        if not self._partial.exists():
+        if self._partial is None:
             if self.target.exists():
                 return
             self._copy()  # the same content was there a moment ago, from somebody who has withdrawn it since
+        assert self._partial is not None
         try:
-            self._is_new = _put_in_place(self._partial, self.target, self._files)
+            self._is_new = put_in_place(self._partial.path, self.target, self._files)
             durable.sync_folder(self._root)
         except OSError as error:
             raise self._failed(error) from error
@@ -130,15 +133,16 @@ class Copy:
     def _copy(self) -> None:
         try:
             durable.make_folder(self._root)
+            self._partial = PartialFolder(self._root)
             for name, record in self._files.items():
-                copy = self._partial / name
+                copy = self._partial.path / name
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self._folder / name, copy)
                 durable.sync_file(copy)
                 self._progress(record.size)
         except OSError as error:
             raise self._failed(error) from error
-        if damage := find_damage(self._partial, self._files, strangers=True):
+        if damage := find_damage(self._partial.path, self._files, strangers=True):
             raise RegistryError(
                 f"{self._folder} changed while it was copied: {damage[0]}; is something still writing to it?"
             )
@@ -147,27 +151,33 @@ class Copy:
         return RegistryError(f"{self._folder} cannot be copied to {self.target}: {error.strerror or error}")
 
     def _tidy(self) -> None:
-        shutil.rmtree(self._partial, ignore_errors=True)
+        if self._partial is not None:
+            self._partial.remove()
+            self._partial = None
         with suppress(OSError):  # they hold other versions, as a rule
             self._root.rmdir()
             self._root.parent.rmdir()
 
 
-def _put_in_place(partial: Path, target: Path, files: Files) -> bool:
-    """Whether there was nothing in the place before."""
-    try:
-        os.rename(partial, target)
-        return True
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-    if not find_damage(target, files, strangers=True):
-        return False  # somebody else has just copied the same content
+def put_in_place(folder: Path, target: Path, files: Files) -> bool:
+    """Rename `folder` to `target`, unless the same is there, whole; what is damaged makes way. True if nothing was there."""
     damaged = target.with_name(f".replaced-{uuid4().hex}")
-    os.rename(target, damaged)
-    os.rename(partial, target)
-    shutil.rmtree(damaged, ignore_errors=True)
-    return False
+    is_empty = True
+    try:
+        while True:
+            try:
+                os.rename(folder, target)
+                return is_empty
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            is_empty = False
+            if not find_damage(target, files, strangers=True):
+                return False  # somebody else has just put the same content there
+            with suppress(FileNotFoundError):  # another process is mending it as well
+                os.rename(target, damaged)
+    finally:
+        shutil.rmtree(damaged, ignore_errors=True)
 
 
 def _is_of_the_model(path: Path) -> bool:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.errors import nearest
-from posttrain.registry.artifacts import Copy, Files, Progress, find_damage, measure, no_progress
+from posttrain.registry.artifacts import Copy, Files, Progress, find_damage, measure, no_progress, put_in_place
 from posttrain.registry.errors import RegistryConflict, RegistryError
 from posttrain.registry.lineage import Lineage
+from posttrain.registry.partial_folder import PartialFolder, clear_abandoned
 from posttrain.registry.stages import (
     NO_VERSION,
     NOTHING_EXPECTED,
@@ -73,11 +74,10 @@ class Registry:
     def verify(self, version: ModelVersion, *, contents: bool = True) -> list[str]:
         """What is wrong with the files of a version; empty if nothing is. `contents` False looks at sizes only.
 
-        Files on a tracking server are downloaded first, unless they are here already.
+        Files on a tracking server are downloaded, unless they are here already, and whole.
         """
-        if version.uploaded_to is not None and not version.path.is_dir():
-            return self._fetch(version)
-        return find_damage(version.path, version.files, strangers=not version.in_place, contents=contents)
+        damage = find_damage(version.path, version.files, strangers=not version.in_place, contents=contents)
+        return self._fetch(version) if damage and version.uploaded_to is not None else damage
 
     def resolve(self, name: str, which: str | int = "production", *, verify: bool = True) -> ModelVersion:
         """The version, with its files here and whole. A damaged or missing file is an error."""
@@ -280,17 +280,16 @@ class Registry:
 
     def _fetch(self, version: ModelVersion) -> list[str]:
         """Download the files of a version: whole and compared, or not there at all. What is wrong with them."""
-        import shutil
-        import tempfile
-
         assert version.uploaded_to is not None
-        version.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=version.path.parent, prefix=".partial-") as partial:
-            self._store.download(version.uploaded_to, Path(partial))
-            found = Path(partial) / "model"
-            damage = find_damage(found, version.files, strangers=True)
-            if not damage and not version.path.is_dir():
-                shutil.move(str(found), version.path)
+        clear_abandoned(version.path.parent)
+        partial = PartialFolder(version.path.parent)
+        try:
+            self._store.download(version.uploaded_to, partial.path)
+            damage = find_damage(partial.path / "model", version.files, strangers=True)
+            if not damage:
+                put_in_place(partial.path / "model", version.path, version.files)
+        finally:
+            partial.remove()
         return damage
 
     def _check_may_ship(self, version: ModelVersion, to: Stage, objection: str | None, *, verify: bool) -> None:
