@@ -296,6 +296,15 @@ def test_new_traces_begin_a_second_iteration_from_production(
     assert [version.stage for version in registry.versions("tiny")] == ["production", "canary"]
     assert [row["iteration"] for row in json.loads((home / "kpi.json").read_text())] == [1, 2]
 
+    # A canary that was taken back stays back, and the iteration is over all the same.
+    registry.rollback("tiny", stage="canary", why="error rate 7 %")
+    assert main(["pipeline", "run", str(uninterrupted), paths, f"train.overrides={quick}"]) == 0
+    assert "canary    skipped: version 2 was archived since" in capsys.readouterr().err
+    assert last_iteration(home).finished
+    registry.promote("tiny", 2, "canary", why="it was the network")
+    assert main(["pipeline", "run", str(uninterrupted), paths, f"train.overrides={quick}"]) == 0
+    assert "canary    unchanged" in capsys.readouterr().err
+
     # The same traces, the same settings: nothing; the gate's settings: the gate, and what follows from it.
     arguments = ["pipeline", "run", str(uninterrupted), paths, f"train.overrides={quick}"]
     assert main([*arguments, "gate.overrides=[checks.reward.at_least=0.99, gate.max_problems=20]"]) == 3

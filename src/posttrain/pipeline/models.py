@@ -24,7 +24,7 @@ def versions_of(config: PipelineConfig) -> list[ModelVersion]:
     if folder is not None and not (folder / DATABASE).exists():
         return []
     name = config.pipeline.name
-    return registry.versions(name) if name in registry.names() else []
+    return registry.versions(name) if registry.has(name) else []
 
 
 def in_production(config: PipelineConfig) -> ModelVersion | None:

@@ -136,11 +136,11 @@ class PipelineRunner:
         last = earlier[-1] if earlier else None
         if last is None or wish.new_iteration:
             why = "" if last is None else "asked for with --new-iteration"
-            chosen = self._begin(len(earlier) + 1, data, why)
+            chosen = self._begin(1 if last is None else last.number + 1, data, why)
         elif last.data == digest(data):
             chosen = Chosen(last, data)
         elif last.finished:
-            chosen = self._begin(len(earlier) + 1, data, "the traces have changed")
+            chosen = self._begin(last.number + 1, data, "the traces have changed")
         else:
             chosen = self._go_on(last, data)
         if wish.redo_from is not None:

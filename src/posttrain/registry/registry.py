@@ -53,6 +53,11 @@ class Registry:
     def names(self) -> list[str]:
         return self._store.names()
 
+    def has(self, name: str) -> bool:
+        """Whether there are versions of this model."""
+        self._check_name(name)
+        return bool(self._store.versions(name))
+
     def versions(self, name: str) -> list[ModelVersion]:
         """All versions of a model, the oldest first."""
         records = self._records(name)

@@ -169,7 +169,9 @@ class MlflowStore:
         from mlflow.exceptions import MlflowException
 
         try:
-            self._call(lambda: self.client.get_registered_model(name), raw_if="RESOURCE_DOES_NOT_EXIST")
+            found = self._call(lambda: self.client.get_registered_model(name), raw_if="RESOURCE_DOES_NOT_EXIST")
+            if found.tags.get(_MARK) != kind:  # made in MLflow by somebody; from now on it has versions of ours
+                self._call(lambda: self.client.set_registered_model_tag(name, _MARK, kind))
             return
         except MlflowException:
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,16 @@ def test_a_finished_iteration_is_followed_by_one_with_the_new_traces(world: Path
     new, said = run(config)
     assert new.number == 2
     assert said[0].startswith("iteration 2 begins: the traces have changed; it trains")
+
+
+def test_numbers_are_not_given_twice_when_old_iterations_are_removed(world: Path) -> None:
+    config = config_of(world)
+    finish(run(config)[0])
+    again = Wish(until="dataset", new_iteration=True)
+    finish(run(config, again)[0])
+    shutil.rmtree(world / "home" / "iteration_1")
+    assert run(config, again)[0].number == 3
+    assert [iteration.number for iteration in read_iterations(world / "home")] == [2, 3]
 
 
 def test_traces_that_change_nothing_in_the_dataset_are_not_trained_on_again(world: Path) -> None:

@@ -15,7 +15,7 @@ from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.pipeline.content import digest
-from posttrain.pipeline.models import registry_of
+from posttrain.pipeline.models import registry_of, versions_of
 from posttrain.pipeline.records import ModelChoice, Outcome, PipelineError, StageName, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path
 from posttrain.pipeline.stages.gate import verdict_of
@@ -46,9 +46,22 @@ class CanaryStage:
 
     def skip(self, context: StageContext) -> str | None:
         reasons = {"reject": "the gate rejected it", "needs_more_samples": "the gate has not decided"}
-        return reasons.get(verdict_of(context) or "")
+        if reason := reasons.get(verdict_of(context) or ""):
+            return reason
+        registered = context.before.get("registry")
+        if registered is None:
+            return None
+        # Whoever took it out of use had a reason. The iteration is over with that: new traces must not wait for it.
+        number, config = registered.outcome.values["version"], context.config
+        if _stage_of(number, config) != "archived":
+            return None
+        again = f"`posttrain registry promote {config.pipeline.name} {number} --to canary --why …` brings it back"
+        return f"version {number} was archived since; {again}"
 
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
+        number = record.outcome.values["version"]
+        if _stage_of(number, config) not in ("canary", "production"):
+            return f"version {number} as canary"
         return missing_path(record, "file")
 
     def work(self, context: StageContext, folder: Path) -> Outcome:
@@ -61,11 +74,6 @@ class CanaryStage:
             reasons = "; ".join(context.before["gate"].outcome.values["reasons"])
             why = f"gate of iteration {context.iteration.number}: {reasons or 'passed'}"
             registry.promote(name, number, "canary", why=why[:1000])
-        elif version.stage == "archived":
-            raise PipelineError(
-                f"canary: {version.reference} was archived after it had been registered; `posttrain registry promote {name} "
-                f"{number} --to canary --why …` brings it back"
-            )
         serving = _serving(config, version, context.iteration.incumbent)
         command = _command(serving)
         durable.write_text(folder / SERVE_FILE, yaml.safe_dump({**serving, "command": command}, sort_keys=False))
@@ -78,6 +86,10 @@ class CanaryStage:
             values={"file": SERVE_FILE, "script": SERVE_SCRIPT, "command": command, "version": number},
             report=SERVE_FILE,
         )
+
+
+def _stage_of(number: int, config: PipelineConfig) -> str | None:
+    return next((version.stage for version in versions_of(config) if version.version == number), None)
 
 
 def _refuse_other_production(context: StageContext, versions: list[ModelVersion]) -> None:
