@@ -7,13 +7,12 @@ completion: it becomes an unscored sample, never a wrong one.
 from __future__ import annotations
 
 import os
+import queue
 import re
 import threading
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from posttrain.config.evaluation import OpenAiConfig
 from posttrain.errors import InputError
@@ -25,6 +24,8 @@ from posttrain.types import Completion, NoiseKey, Sampling, Task
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _HOPELESS = {401, 403, 404, 405}  # the next request would get the same: a wrong key, name or address
 _LONGEST_WAIT_S = 60.0
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class ServerError(InputError):
@@ -86,6 +87,7 @@ class ServerAnswers:
     model: str = ""
     _client: Any = field(default=None, repr=False)
     _hopeless: threading.Event = field(default_factory=threading.Event, repr=False)
+    _stopped: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def __post_init__(self) -> None:
         try:
@@ -135,13 +137,16 @@ class ServerAnswers:
     ) -> list[list[Answer]]:
         def one(place: tuple[EvalProblem, int]) -> Answer:
             found = self._ask(*place)
-            if progress is not None:
+            if progress is not None and not self._stopped.is_set():
                 progress(1)
             return found
 
         places = [(problem, sample) for problem in problems for sample in range(num_samples)]
-        with ThreadPoolExecutor(min(self.config.num_concurrent, len(places))) as pool:
-            answers = list(pool.map(one, places))
+        try:
+            answers = _in_threads(one, places, self.config.num_concurrent)
+        except BaseException:
+            self._stopped.set()  # wakes those that wait for their next attempt
+            raise
         if all(answer.completion is None for answer in answers):
             raise ServerError(
                 f"{self.url}: none of {len(answers)} requests was answered ({answers[0].error}); what was finished before "
@@ -170,7 +175,7 @@ class ServerAnswers:
         path, body = self._request(problem, sample)
         error = ""
         for attempt in range(self.config.max_retries + 1):
-            if self._hopeless.is_set():
+            if self._hopeless.is_set() or self._stopped.is_set():
                 break
             reply, wait_s, error = self._attempt(path, body)
             if reply is not None:
@@ -178,7 +183,7 @@ class ServerAnswers:
             if wait_s is None:
                 break
             if attempt < self.config.max_retries:
-                time.sleep(max(wait_s, min(_LONGEST_WAIT_S, self.first_wait_s * 2**attempt)))
+                self._stopped.wait(max(wait_s, min(_LONGEST_WAIT_S, self.first_wait_s * 2**attempt)))
         return Answer(None, 0, error=f"request failed: {error or 'the server refuses all of them'}")
 
     def _attempt(self, path: str, body: dict[str, Any]) -> tuple[Any, float | None, str]:
@@ -217,6 +222,41 @@ class ServerAnswers:
         else:
             path, body["prompt"] = "/completions", "\n\n".join(m["content"] for m in problem.messages)
         return path, {**body, **self.config.extra_body}
+
+
+def _in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> list[_Result]:
+    """`work` of every item, in their order; the first error ends it.
+
+    As ThreadPoolExecutor.map, but Ctrl-C waits for nothing: these threads do not keep the process alive, while a request may be
+    under way for as long as its time-out allows.
+    """
+    found: dict[int, _Result] = {}
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # what each thread ended with
+    left = iter(enumerate(items))
+    taking = threading.Lock()
+    stopped = threading.Event()
+
+    def take() -> None:
+        try:
+            while not stopped.is_set():
+                with taking:
+                    place, item = next(left)
+                found[place] = work(item)
+        except StopIteration:
+            ended.put(None)
+        except BaseException as error:
+            ended.put(error)
+
+    threads = [threading.Thread(target=take, daemon=True) for _ in range(min(num_threads, len(items)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            if error := ended.get():
+                raise error
+    finally:
+        stopped.set()
+    return [found[place] for place in range(len(items))]
 
 
 def _read(reply: Any) -> Answer:

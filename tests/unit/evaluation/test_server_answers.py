@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -50,6 +54,9 @@ class Handler(BaseHTTPRequestHandler):
             replies = self.server.script.get(prompt, ["fine"])
             reply = replies[min(self.server.asked[prompt], len(replies) - 1)]
             self.server.asked[prompt] += 1
+        if isinstance(reply, threading.Event):
+            reply.wait()
+            reply = "late"
         if isinstance(reply, int):
             self._send(reply, {"error": {"message": "no"}})
         elif isinstance(reply, dict):
@@ -138,6 +145,39 @@ def test_a_server_that_answers_nothing_ends_the_evaluation(server: Server) -> No
     server.script = {"q": [500]}
     with pytest.raises(ServerError, match=r"none of 2 requests was answered .*HTTP 500.*the same command goes on"):
         source(server).answer([problem(0, "q")], 2)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_an_interrupt_waits_neither_for_attempts_nor_for_answers(server: Server, is_silent: bool) -> None:
+    answers = threading.Event()
+    server.script = {f"q{i}": [answers if is_silent else 503] for i in range(6)}
+    asking = replace(source(server), first_wait_s=60.0)
+    before = set(threading.enumerate())
+
+    def interrupt() -> None:
+        while sum(server.asked.values()) < 4:  # as many as may be under way
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        asking.answer([problem(i, f"q{i}") for i in range(6)], 1)
+    answers.set()
+    for thread in set(threading.enumerate()) - before:
+        if "process_request" not in thread.name:  # the server's, which wait for the connection to be closed
+            thread.join(30)
+            assert not thread.is_alive()
+    assert sum(server.asked.values()) == 4, "nothing was asked again, and nothing else"
+    asking.close()
+
+
+def test_an_error_of_ours_ends_all_threads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: ServerAnswers, problem: EvalProblem, sample: int) -> None:
+        raise ZeroDivisionError(problem.id)
+
+    monkeypatch.setattr(ServerAnswers, "_ask", fail)
+    with pytest.raises(ZeroDivisionError):
+        source(server).answer([problem(i, f"q{i}") for i in range(6)], 1)
 
 
 def test_a_wrong_key_is_not_tried_a_thousand_times(server: Server) -> None:
