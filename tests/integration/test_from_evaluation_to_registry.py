@@ -162,6 +162,12 @@ def test_from_an_evaluation_to_production(
         values = json.loads(Path("eval-production/kl.json").read_text())["values"]
         assert (max(values.values()) < 1e-6) == is_itself
     assert main([*distance, "registry:sums@7"]) == 64
+    # But not under the name of a stage that has moved on since.
+    assert main(["registry", "promote", "sums", "2", "--to", "production", "--why", "x", "--force"]) == 0
+    assert main([*distance, "old"]) == 64
+    assert "registry:sums@production holds other weights now" in capsys.readouterr().err
+    assert main([*distance, "old", "--model", "registry:sums@1"]) == 0
+    assert main(["registry", "rollback", "sums", "--why", "x"]) == 0
     capsys.readouterr()
     assert main(["registry", "resolve", "registry:sums@production"]) == 0
     path = Path(capsys.readouterr().out.strip())

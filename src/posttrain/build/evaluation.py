@@ -28,7 +28,7 @@ from posttrain.evaluation.problems import ProblemSet, load_problems
 from posttrain.evaluation.results import Problem, Summary, problem_set_hash
 from posttrain.evaluation.runner import EvaluationRunner
 from posttrain.evaluation.summary import Facts, summarise
-from posttrain.export.model_reference import ModelReference, load_for_sampling, resolve_model
+from posttrain.export.model_reference import ModelReference, load_for_sampling, resolve_registered_model
 from posttrain.roles import Generator, ShowProgress
 from posttrain.types import Sampling, Task
 
@@ -53,14 +53,9 @@ class EvaluationBuild:
     @cached_property
     def reference(self) -> ModelReference | None:
         """The model, unless a server has it."""
-        name = self.config.generation.model_name
-        if self.config.server_url is not None:
-            return None
-        if name.startswith("registry:"):
-            from posttrain.registry import resolve_version
-
-            return resolve_model(resolve_version(name).path)
-        return resolve_model(name)
+        return (
+            None if self.config.server_url is not None else resolve_registered_model(self.config.generation.model_name)
+        )
 
     @cached_property
     def environment_config(self) -> EnvironmentConfig:

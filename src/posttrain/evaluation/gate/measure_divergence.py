@@ -18,6 +18,7 @@ from posttrain.config import load_config
 from posttrain.data.chat import ChatFormat
 from posttrain.errors import InputError
 from posttrain.evaluation.gate.divergence import Divergence, answers_digest, write_divergence
+from posttrain.evaluation.identity import model_fingerprint
 from posttrain.evaluation.problems import load_problems
 from posttrain.evaluation.results import (
     CONFIG_FILE,
@@ -59,6 +60,10 @@ def measure_divergence(
     if "://" in named:
         raise InputError(f"{evaluation.folder}: its model is {named}, a server; name its weights with --model")
     ours, theirs = resolve_registered_model(named), resolve_registered_model(base)
+    if model is None and model_fingerprint(ours) != evaluation.summary.model_fingerprint:
+        raise InputError(
+            f"{evaluation.folder}: {named} holds other weights now than those that gave the answers; name theirs with --model"
+        )
     messages = _messages(evaluation)
     where = resolve_device(device)
     chat = _chat(evaluation, ours)
