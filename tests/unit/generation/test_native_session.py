@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -117,7 +118,7 @@ def test_a_cache_that_is_too_small_for_all_costs_time_and_changes_nothing(model:
 
 
 def test_dense_copies_never_take_more_than_the_pages(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = session_of(model, kv_cache_gib=26 * PAGE_GIB)
+    session = session_of(model, max_total_tokens=240, kv_cache_gib=80 * PAGE_GIB)
     used: list[str] = []
     choose = session._decode_for
 
@@ -128,14 +129,25 @@ def test_dense_copies_never_take_more_than_the_pages(model: nn.Module, monkeypat
 
     monkeypatch.setattr(session, "_decode_for", watched)
     limit = session.num_pages * 4
-    for request in requests(12, seed=2):
-        session.add(request)
-    while session.unfinished:
-        session.step()
+    # Two that run all the time, and a long one that comes and goes: dense, from the pages, and dense again.
+    wanted = [SessionRequest(f"short{n}", (5 + n, 6), Sampling(50, 0.0, ignore_eos=True), seed=n) for n in range(2)]
+    wanted.append(SessionRequest("long", (7,) * 150, Sampling(10, 0.0, ignore_eos=True), seed=9))
+    arriving = list(wanted)
+    answers: Answers = defaultdict(list)
+    for step in itertools.count():
+        if arriving and step % 8 == 0:
+            session.add(arriving.pop(0))
+        for event in session.step():
+            assert isinstance(event, TokenEvent)
+            answers[event.request_id, event.sample].append(event)
         dense = [decode for decode in session._decodes.values() if not isinstance(decode, PagedDecode)]
         assert sum(decode.num_rows * decode.row_length for decode in dense) <= limit
-    assert set(used) == {"PagedDecode", "DenseDecode"}, "both ways of decoding are taken"
+        if not arriving and not session.unfinished:
+            break
+    assert [name for name, _ in itertools.groupby(used)] == ["DenseDecode", "PagedDecode", "DenseDecode"]
     assert session._decodes == {}
+    roomy = session_of(model, max_total_tokens=240)
+    assert tokens(answers) == tokens(run(roomy, wanted)), "the way of decoding changes nothing"
 
 
 def test_cancelled_requests_free_their_places_and_disturb_nobody(model: nn.Module) -> None:
@@ -256,6 +268,43 @@ def test_damaged_weights_fail_the_request_and_not_the_session() -> None:
     randomise(broken, 0)
     session.add(SessionRequest("again", (5, 6), Sampling(2, ignore_eos=True), seed=0))
     assert all(isinstance(event, TokenEvent) for event in session.step())
+
+
+def test_what_is_not_a_number_leaves_the_cache_with_its_request() -> None:
+    """In the pages of a prompt, then in the pages and the dense copy of one that runs beside another."""
+    model: Any = tiny_model("llama", tie_word_embeddings=False)
+    embeddings = model.get_input_embeddings().weight
+    whole = embeddings.detach().clone()
+    session = session_of(model)
+
+    def request(name: str, prompt: tuple[int, ...], new: int) -> SessionRequest:
+        return SessionRequest(name, prompt, Sampling(new, 0.0, ignore_eos=True), seed=0)
+
+    def step_with_damage_to(token: int) -> list[str]:
+        with torch.no_grad():
+            embeddings[token] = float("nan")
+        failed = [event.request_id for event in session.step() if isinstance(event, FailureEvent)]
+        with torch.no_grad():
+            embeddings.copy_(whole)
+        return failed
+
+    session.add(request("lost", (5,) * 30, 18))
+    assert step_with_damage_to(5) == ["lost"]
+    # Short rows beside long ones: their masks cover most of what lies there.
+    wanted = [request("stays", (6,) * 20, 24), request("short", (8,), 8)]
+    assert run(session, wanted)
+
+    session.add(wanted[0])
+    session.add(request("lost too", (7, 9) * 12, 18))
+    answers: Answers = defaultdict(list)
+    for _ in range(3):
+        for event in session.step():
+            assert isinstance(event, TokenEvent)
+            answers[event.request_id, 0].append(event)
+    last = {name: events[-1].token_id for (name, _), events in answers.items()}
+    assert last["stays"] != last["lost too"]
+    assert step_with_damage_to(last["lost too"]) == ["lost too"]
+    assert run(session, [wanted[1]])
 
 
 def test_reset_names_what_is_lost_and_leaves_a_session_that_works(model: nn.Module) -> None:

@@ -82,6 +82,12 @@ class PagedKvCache:
         for pool in (*self.keys.values(), *self.values.values()):
             pool.index_copy_(0, target, pool.index_select(0, source))
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """As new: see `zeros` for why it matters what lies behind a mask."""
+        at = torch.tensor(pages, dtype=torch.long, device=self.device)
+        for pool in (*self.keys.values(), *self.values.values()):
+            pool.index_fill_(0, at, 0)
+
     def slots(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
         """Where positions [start, end) of the sequence in `pages` are kept."""
         position = np.arange(start, end)

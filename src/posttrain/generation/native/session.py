@@ -165,6 +165,13 @@ class GenerationSession:
         entry.unfinished.clear()
         self._forget(entry)
 
+    def _fail(self, entry: _Entry) -> None:
+        """Cancel a request whose numbers are none. They go with it: a mask does not hide them from whoever comes next."""
+        pages = {page for sample in entry.unfinished.values() for page in sample.pages}
+        self.cache.clear_pages(sorted(pages.union(entry.group.pages or ())))
+        self._decodes.clear()
+        self.cancel(entry.request.id)
+
     def reset(self) -> list[str]:
         """Forget everything, after `step` has raised. Returns the ids of the requests that are lost."""
         lost = list(self._entries)
@@ -293,8 +300,9 @@ class GenerationSession:
             size, longest_ever = self.settings.page_size, self.settings.max_total_tokens
             limit = self.num_pages * size
             rows, length = num_rows, pages_for(min(longest + _DENSE_HEADROOM_TOKENS, longest_ever), size) * size
-            if rows * length > limit:
-                return self._paged()  # one long answer among many short ones: read the pages where they lie
+            if rows * length > limit:  # one long answer among many short ones: read the pages where they lie
+                self._decodes.pop(adapter, None)  # a copy would miss the tokens of these steps
+                return self._paged()
             if isinstance(decode, DenseDecode):
                 rows, length = max(rows, decode.num_rows), max(length, decode.row_length)
             others = (other for name, other in self._decodes.items() if name != adapter)
@@ -358,7 +366,7 @@ class GenerationSession:
                 continue  # another sample of the request has just failed, and the request with it
             request = entry.request
             if math.isnan(logprob):
-                self.cancel(request.id)
+                self._fail(entry)
                 events.append(FailureEvent(request.id, "the model's output is not a number: its weights are damaged"))
                 continue
             sample.token_ids.append(int(token))
