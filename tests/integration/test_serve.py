@@ -474,6 +474,30 @@ def test_a_model_whose_weights_are_damaged_is_not_healthy_for_long(model: Path, 
         assert client.get("/health").json()["status"] == "failed"
 
 
+def test_a_damaged_adapter_ends_itself_alone(model: Path, tmp_path: Path) -> None:
+    damaged = save_adapter(tmp_path / "damaged", model, seed=1)
+    weights = load_file(damaged / "adapter_model.safetensors")
+    for weight in weights.values():
+        weight.fill_(float("nan"))
+    save_file(weights, damaged / "adapter_model.safetensors", metadata={"format": "pt"})
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 4}
+    options = options_for(model, adapters={"damaged": str(damaged)})
+    with running(options) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        codes = [client.post("/v1/completions", json={**body, "model": "damaged"}).status_code for _ in range(4)]
+        assert codes == [500, 500, 500, 503]
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert client.get("/health").status_code == 200
+    rules = CanaryRules(share=0.5)
+    with running(replace(options, canary="damaged", canary_rules=rules)) as server:
+        versions_of(server, [f"user{number}" for number in range(20)])
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            health = client.get("/health")
+            assert health.status_code == 200
+            assert "has failed" in health.json()["canary"]["rolled_back"]
+            codes = [client.post("/v1/completions", json={**body, "user": f"u{n}"}).status_code for n in range(10)]
+        assert codes == [200] * 10
+
+
 def test_answers_that_are_complete_before_the_end_are_not_counted_as_cut_off(model: Path) -> None:
     service = build_service(options_for(model), lambda _: None)
     with listen("127.0.0.1", 0) as door:

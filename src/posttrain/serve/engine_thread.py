@@ -10,7 +10,9 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from posttrain.generation.native.session import GenerationSession
 from posttrain.generation.native.session_values import Event, FailureEvent, SessionRequest
@@ -18,18 +20,26 @@ from posttrain.generation.native.session_values import Event, FailureEvent, Sess
 Sink = Callable[[Event], None]
 _Order = Callable[[], None]
 
-# A session whose steps keep failing is given up: the GPU is gone, or the weights cannot run.
+# A session whose steps keep failing is given up: the GPU is gone, or the weights cannot run. An adapter that keeps giving no
+# numbers is given up alone: its weights are nobody else's.
 _MOST_FAILURES_IN_A_ROW = 3
 
 log = logging.getLogger("posttrain.serve")
+
+
+@dataclass(frozen=True)
+class _Caller:
+    sink: Sink
+    adapter: str
 
 
 class EngineThread:
     def __init__(self, sessions: Sequence[GenerationSession]) -> None:
         self._sessions = list(sessions)
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._sinks: dict[str, Sink] = {}
-        self._failures = {id(session): 0 for session in sessions}
+        self._callers: dict[str, _Caller] = {}  # by request
+        self._failed_steps: Counter[int] = Counter()  # in a row, by session
+        self._failed_answers: Counter[tuple[int, str]] = Counter()  # steps in a row without a number, by adapter
         self._running = True
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="posttrain-engine", daemon=True)
@@ -39,14 +49,15 @@ class EngineThread:
         self._loop = loop
         self._thread.start()
 
-    def works(self, session: GenerationSession) -> bool:
-        return self._thread.is_alive() and self._failures[id(session)] < _MOST_FAILURES_IN_A_ROW
+    def works(self, session: GenerationSession, adapter: str) -> bool:
+        failures = max(self._failed_steps[id(session)], self._failed_answers[id(session), adapter])
+        return self._thread.is_alive() and failures < _MOST_FAILURES_IN_A_ROW
 
     def submit(self, session: GenerationSession, request: SessionRequest, sink: Sink) -> None:
         """`sink` hears every event of the request, on the event loop."""
 
         def order() -> None:
-            self._sinks[request.id] = sink
+            self._callers[request.id] = _Caller(sink, request.adapter)
             try:
                 session.add(request)
             except Exception as error:
@@ -58,7 +69,7 @@ class EngineThread:
         """After this the request takes no more steps. One that is finished or unknown is no error."""
 
         def order() -> None:
-            self._sinks.pop(request_id, None)
+            self._callers.pop(request_id, None)
             session.cancel(request_id)
 
         self._orders.put(order)
@@ -84,7 +95,7 @@ class EngineThread:
                     self._deliver(events)
         except BaseException:
             log.exception("the engine's thread has ended")
-            self._deliver([FailureEvent(request_id, "the engine has ended") for request_id in self._sinks])
+            self._deliver([FailureEvent(request_id, "the engine has ended") for request_id in self._callers])
 
     def _take_orders(self) -> None:
         """All that have come; when nothing runs, wait for one."""
@@ -103,22 +114,36 @@ class EngineThread:
         except Exception as error:
             # Whatever it was, those who wait must hear of it, and others may have better luck.
             log.exception("a step of the engine failed")
-            self._failures[id(session)] += 1
+            self._failed_steps[id(session)] += 1
             message = f"the engine failed: {_one_line(error)}"
             return [FailureEvent(request_id, message) for request_id in session.reset()]
-        failures = [event for event in events if isinstance(event, FailureEvent)]
-        if failures and len(failures) == len(events):  # the model gives nobody an answer: its weights are damaged
-            log.error("a step of the engine failed: %s", failures[0].message)
-            self._failures[id(session)] += 1
-        elif events:
-            self._failures[id(session)] = 0
+        if events:
+            self._failed_steps[id(session)] = 0
+            self._judge(session, events)
         return events
 
+    def _judge(self, session: GenerationSession, events: Sequence[Event]) -> None:
+        """Count the steps in which an adapter gives nobody an answer: its weights are damaged, or the model's are."""
+        answered: set[str] = set()
+        failed: set[str] = set()
+        for event in events:
+            adapter = self._callers[event.request_id].adapter
+            if isinstance(event, FailureEvent):
+                failed.add(adapter)
+                log.error("%s failed%s: %s", event.request_id, f" in {adapter}" if adapter else "", event.message)
+            else:
+                answered.add(adapter)
+        for adapter in answered:
+            self._failed_answers[id(session), adapter] = 0
+        for adapter in failed - answered:
+            self._failed_answers[id(session), adapter] += 1
+
     def _deliver(self, events: Sequence[Event]) -> None:
-        addressed = [(self._sinks[event.request_id], event) for event in events if event.request_id in self._sinks]
+        callers = self._callers
+        addressed = [(callers[event.request_id].sink, event) for event in events if event.request_id in callers]
         for event in events:
             if isinstance(event, FailureEvent):
-                self._sinks.pop(event.request_id, None)
+                self._callers.pop(event.request_id, None)
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(_hand_out, addressed)

@@ -135,15 +135,18 @@ class Service:
                 404, f"The model {model!r} does not exist; there is: {known}", param="model", code="model_not_found"
             )
         if self.canary is not None and self.canary_version is not None and model == self.main_model:
-            if not self.engine.works(self.canary_version.session):
+            if not self._works(self.canary_version):
                 self.canary.roll_back("its engine has failed")
             if self.canary.takes(key):
                 return self.canary_version
         return found
 
+    def _works(self, version: Version) -> bool:
+        return self.engine.works(version.session, version.adapter)
+
     @property
     def healthy(self) -> bool:
-        return self.engine.works(self.models[self.main_model].session)
+        return self._works(self.models[self.main_model])
 
     def rate(self, answer_id: str, score: float) -> str:
         """Keep what somebody thought of an answer; the version that gave it."""
@@ -164,8 +167,8 @@ class Service:
         if self.draining:
             raise unavailable("the server is shutting down")
         session = job.version.session
-        if not self.engine.works(session):
-            raise unavailable("the engine has failed; the server needs a restart")
+        if not self._works(job.version):
+            raise unavailable(f"the engine of {job.model} has failed; the server needs a restart")
         capacity = session.settings.max_batch_size + self.limits.max_queue
         inside = self._inside[id(session)]
         if inside + job.num_samples > capacity:
