@@ -77,12 +77,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = parse_chat(await _read(service, request))
-        return await _answer(service, request, body, chat_job(service, body, _key(request)))
+        return await _answer(service, request, body, await chat_job(service, body, _key(request)))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = parse_completion(await _read(service, request))
-        return await _answer(service, request, body, completion_job(service, body, _key(request)))
+        return await _answer(service, request, body, await completion_job(service, body, _key(request)))
 
     @app.post("/v1/feedback")
     async def feedback(request: Request) -> Response:

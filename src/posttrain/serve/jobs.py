@@ -1,9 +1,13 @@
-"""From the body of a request to a job for the engine: prompts in tokens, limits, settings. No HTTP, no waiting."""
+"""From the body of a request to a job for the engine: prompts in tokens, limits, settings. No HTTP.
+
+What is cheap to refuse is refused first, and long texts are tokenised beside the event loop: nobody waits for another's prompt.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from posttrain.data.errors import DataError
 from posttrain.errors import InputError
@@ -15,30 +19,58 @@ from posttrain.serve.service import Job, Service, Version, new_id
 
 Ids = tuple[int, ...]
 
+# Up to here tokenising takes less than a step of the engine: a thread would only delay it.
+_SHORT_TEXT_CHARACTERS = 4096
 
-def chat_job(service: Service, body: ChatBody, key: str | None) -> Job:
+
+async def chat_job(service: Service, body: ChatBody, key: str | None) -> Job:
     """`key` names who asks: it chooses the version when there are two."""
     job_id = new_id("chatcmpl")
     version = service.version_for(body.model, body.user or key or job_id)
+    _check_number(service, body, 1)
     try:
-        _, prompt = version.chat.prompt([message.plain() for message in body.messages])
+        text = version.chat.render([message.plain() for message in body.messages])
+        prompts = await _tokens(version, [text], version.chat.encode_prompts, "messages")
     except DataError as error:
         raise bad_request(str(error), "messages") from error
-    return _job(service, job_id, body, version, [tuple(prompt)], version.chat.stop_token_ids)
+    return _job(service, job_id, body, version, prompts, version.chat.stop_token_ids)
 
 
-def completion_job(service: Service, body: CompletionBody, key: str | None) -> Job:
+async def completion_job(service: Service, body: CompletionBody, key: str | None) -> Job:
     job_id = new_id("cmpl")
     version = service.version_for(body.model, body.user or key or job_id)
-    prompts = [tuple(prompt) if isinstance(prompt, list) else _encode(version, prompt) for prompt in body.prompts]
+    _check_number(service, body, len(body.prompts))
+    texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+    given = [
+        tuple(prompt) for prompt in body.prompts if not isinstance(prompt, str)
+    ]  # all are texts, or all are tokens
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [version.tokenizer(text, verbose=False)["input_ids"] for text in texts]
+
+    try:
+        prompts = given or await _tokens(version, texts, encode, "prompt")
+    except TypeError as error:  # half of a surrogate pair, which JSON can spell
+        raise bad_request(f"prompt is not valid Unicode: {error}", "prompt") from error
     return _job(service, job_id, body, version, prompts, ())
 
 
-def _encode(version: Version, text: str) -> Ids:
-    try:
-        return tuple(version.tokenizer(text, verbose=False)["input_ids"])
-    except TypeError as error:  # half of a surrogate pair, which JSON can spell
-        raise bad_request(f"prompt is not valid Unicode: {error}", "prompt") from error
+async def _tokens(
+    version: Version, texts: Sequence[str], encode: Callable[[Sequence[str]], list[list[int]]], where: str
+) -> list[Ids]:
+    """Tokenisers let go of the interpreter while they work, so a thread leaves the event loop free."""
+    if sum(map(len, texts)) <= _SHORT_TEXT_CHARACTERS:
+        return [tuple(ids) for ids in encode(texts)]
+    context = version.max_total_tokens
+    for text in texts:
+        if (least := len(text) // version.longest_token) >= context:
+            raise bad_request(
+                f"This model's maximum context length is {context} tokens. However, {len(text)} characters in the {where} are at "
+                f"least {least} tokens. Please reduce the length of the {where}.",
+                where,
+                "context_length_exceeded",
+            )
+    return [tuple(ids) for ids in await asyncio.to_thread(encode, texts)]
 
 
 def _job(
@@ -49,7 +81,6 @@ def _job(
     prompts: Sequence[Ids],
     end_of_turn_ids: Ids,
 ) -> Job:
-    _check_number(service, body, len(prompts))
     requests = []
     for index, prompt in enumerate(prompts):
         sampling = body.sampling(_num_new_tokens(service, body, version, len(prompt)), end_of_turn_ids)

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from posttrain.data.chat import ChatFormat
@@ -54,6 +54,11 @@ class Version:
     @property
     def max_total_tokens(self) -> int:
         return self.session.settings.max_total_tokens
+
+    @cached_property
+    def longest_token(self) -> int:
+        """In characters; a text has at least its own length divided by this in tokens."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def stop_ids(self, sampling: Sampling) -> frozenset[int]:
         return stop_token_ids(self.session.forward.base, self.tokenizer, sampling)

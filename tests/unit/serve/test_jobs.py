@@ -1,0 +1,91 @@
+"""From bodies to jobs: what is refused before it costs anything, and where tokenising happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_models import byte_tokenizer
+
+from posttrain.data.chat import ChatFormat
+from posttrain.serve.errors import ApiError
+from posttrain.serve.jobs import chat_job, completion_job
+from posttrain.serve.protocol import parse_chat, parse_completion
+from posttrain.serve.service import Job, Limits, Version
+
+CONTEXT = 6000
+
+
+class WatchedTokenizer:
+    """Remembers which threads have tokenised."""
+
+    def __init__(self) -> None:
+        self._inner = byte_tokenizer()
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.threads.append(threading.current_thread())
+        return self._inner(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.fixture
+def tokenizer() -> WatchedTokenizer:
+    return WatchedTokenizer()
+
+
+@pytest.fixture
+def service(tokenizer: WatchedTokenizer) -> Any:
+    session: Any = SimpleNamespace(
+        settings=SimpleNamespace(max_total_tokens=CONTEXT), check=lambda prompt, max_new_tokens: None
+    )
+    version = Version("production", "m", session, tokenizer, ChatFormat(tokenizer))
+    tokenizer.threads.clear()  # of making the chat format
+    return SimpleNamespace(version_for=lambda model, key: version, limits=Limits(max_samples=4))
+
+
+def job_of(service: Any, **body: Any) -> Job:
+    raw = json.dumps({"model": "m", **body}).encode()
+    if "messages" in body:
+        return asyncio.run(chat_job(service, parse_chat(raw), None))
+    return asyncio.run(completion_job(service, parse_completion(raw), None))
+
+
+def said(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": ["a"] * 5}, "5 prompts with n = 1"),
+        ({"prompt": ["a"] * 3, "n": 2}, "3 prompts with n = 2"),
+        ({"messages": said("a"), "n": 5}, "n is 5"),
+        ({"prompt": "a" * CONTEXT * 100}, "maximum context length"),
+        ({"prompt": ["a", "b" * CONTEXT * 100]}, "maximum context length"),
+        ({"messages": said("a" * CONTEXT * 100)}, "maximum context length"),
+    ],
+)
+def test_what_can_never_run_is_refused_before_it_is_tokenised(
+    service: Any, tokenizer: WatchedTokenizer, body: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ApiError, match=words) as refused:
+        job_of(service, **body)
+    assert refused.value.status == 400
+    assert tokenizer.threads == []
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages"])
+def test_long_texts_are_tokenised_beside_the_event_loop(service: Any, tokenizer: WatchedTokenizer, name: str) -> None:
+    for length, beside in ((50, False), (5000, True)):
+        tokenizer.threads.clear()
+        text = "a" * length
+        job = job_of(service, **{name: text if name == "prompt" else said(text)})
+        assert job.prompt_tokens >= length
+        assert (tokenizer.threads[0] is not threading.main_thread()) == beside
