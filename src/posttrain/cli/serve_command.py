@@ -132,11 +132,12 @@ def run(args: argparse.Namespace) -> int:
 
     quieten_libraries()
     options = options_of(args)
+    from posttrain.serve import server
+
     if args.backend == "vllm":
         from posttrain.serve.vllm_backend import become_vllm
 
-        return become_vllm(options, args.host, args.port)
-    from posttrain.serve import server
+        return become_vllm(options, args.host, args.port, server.say)
     from posttrain.serve.loading import build_service
 
     with server.listen(args.host, args.port):

@@ -52,7 +52,7 @@ async def completion_job(service: Service, body: CompletionBody, key: str | None
         prompts = given or await _tokens(version, texts, encode, "prompt")
     except TypeError as error:  # half of a surrogate pair, which JSON can spell
         raise bad_request(f"prompt is not valid Unicode: {error}", "prompt") from error
-    return _job(service, job_id, body, version, prompts, ())
+    return _job(service, job_id, body, version, prompts, (version.tokenizer.eos_token_id,))
 
 
 async def _tokens(

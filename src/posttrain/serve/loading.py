@@ -6,18 +6,26 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
 from posttrain.data.chat import ChatFormat
-from posttrain.export.model_reference import resolve_model
 from posttrain.generation.native.engine import NativeEngine
 from posttrain.generation.native.kv_cache import GIB
 from posttrain.generation.native.session import GenerationSession
+from posttrain.policy.model import load_tokenizer
 from posttrain.serve.adapters import AdapterSwitch
 from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
-from posttrain.serve.models import EngineOptions, Found, ServeError, find_model, load_engine, name_of
+from posttrain.serve.models import (
+    Adapter,
+    EngineOptions,
+    Found,
+    ServeError,
+    find_adapter,
+    find_model,
+    load_engine,
+    name_of,
+)
 from posttrain.serve.service import Limits, Service, Version
 
 log = logging.getLogger("posttrain.serve")
@@ -32,7 +40,7 @@ Say = Callable[[str], None]
 class ServeOptions:
     model: str
     served_name: str | None = None
-    adapters: Mapping[str, str] = field(default_factory=dict)  # name -> folder
+    adapters: Mapping[str, str] = field(default_factory=dict)  # name -> what the user wrote
     canary: str | None = None  # a model, or the name of an adapter
     canary_rules: CanaryRules | None = None
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -46,28 +54,29 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
     main_name = options.served_name or name_of(main)
     if main_name in options.adapters:
         raise ServeError(f"an adapter and the main model are both called {main_name!r}; see --served-model-name")
-    folders = {name: _adapter_folder(name, text) for name, text in options.adapters.items()}
-    canary_is_adapter = options.canary in folders
+    adapters = {name: _adapter(name, text, main, say) for name, text in options.adapters.items()}
+    canary_is_adapter = options.canary in adapters
     other = find_model(options.canary, options.registry) if options.canary and not canary_is_adapter else None
 
     say(f"loading {main.text}")
-    switch = AdapterSwitch(folders)
+    switch = AdapterSwitch({name: adapter.folder for name, adapter in adapters.items()})
     engines = [load_engine(main, options.engine, switch.put_on)]
     if other is not None:
         say(f"loading {other.text} as canary")
         engines.append(load_engine(other, options.engine))
-    engines = _share_memory(engines, options.engine)
+    engines = _share_memory(_of_one_length(engines, say), options.engine)
     sessions = [GenerationSession(engines[0], switch.activate), *(GenerationSession(engine) for engine in engines[1:])]
 
-    def version(name: str, source: str, session: GenerationSession, adapter: str = "") -> Version:
-        return Version(name, source, session, session.tokenizer, ChatFormat(session.tokenizer), adapter)
+    def version(name: str, source: str, session: GenerationSession) -> Version:
+        return Version(name, source, session, session.tokenizer, ChatFormat(session.tokenizer))
 
-    models = {main_name: version(PRODUCTION, main.text, sessions[0])}
-    models |= {name: version(name, str(folders[name]), sessions[0], name) for name in folders}
+    production = version(PRODUCTION, main.text, sessions[0])
+    models = {main_name: production}
+    models |= {name: _adapted(production, name, adapter) for name, adapter in adapters.items()}
     canary, canary_version = None, None
     if options.canary is not None:
         canary_version = (
-            version(CANARY, f"adapter {options.canary}", sessions[0], options.canary)
+            replace(models[options.canary], name=CANARY, source=f"adapter {options.canary}")
             if canary_is_adapter
             else version(CANARY, other.text if other else "", sessions[1])
         )
@@ -76,15 +85,35 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
     return Service(models, limits, canary=canary, canary_version=canary_version, api_keys=options.api_keys)
 
 
-def _adapter_folder(name: str, text: str) -> Path:
-    reference = resolve_model(text)
-    if reference.adapter is None:
-        raise ServeError(f"--adapter {name}={text}: there is a whole model, and an adapter is needed")
+def _adapter(name: str, text: str, main: Found, say: Say) -> Adapter:
     if name in (PRODUCTION, CANARY):
         raise ServeError(
             f"--adapter {name}: {PRODUCTION} and {CANARY} name versions of the main model; take another name"
         )
-    return reference.adapter
+    return find_adapter(name, text, main, say)
+
+
+def _adapted(base: Version, name: str, adapter: Adapter) -> Version:
+    """With the chat template that the adapter was trained with, where it brought one."""
+    version = replace(base, name=name, source=str(adapter.folder), adapter=name)
+    if adapter.tokenizer is None:
+        return version
+    tokenizer = load_tokenizer(adapter.tokenizer, f"adapter {name!r}")
+    if tokenizer.get_vocab() != base.tokenizer.get_vocab():
+        raise ServeError(
+            f"--adapter {name}: the tokenizer in {adapter.tokenizer} has another vocabulary than that of {base.source}"
+        )
+    return replace(version, tokenizer=tokenizer, chat=ChatFormat(tokenizer))
+
+
+def _of_one_length(engines: list[NativeEngine], say: Say) -> list[NativeEngine]:
+    """A user must not be refused because chance chose the version with the shorter context."""
+    lengths = [engine.settings.max_total_tokens for engine in engines]
+    if len(set(lengths)) > 1:
+        say(f"production takes {lengths[0]} tokens and the canary {lengths[1]}: both get {min(lengths)}")
+    for engine in engines:
+        engine.settings = replace(engine.settings, max_total_tokens=min(lengths))
+    return engines
 
 
 def _share_memory(engines: list[NativeEngine], options: EngineOptions) -> list[NativeEngine]:

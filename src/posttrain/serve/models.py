@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from posttrain.errors import InputError
-from posttrain.export.model_reference import ModelReference, load_for_sampling, resolve_model
+from posttrain.export.model_reference import ModelReference, load_for_sampling, read_json, resolve_model
 from posttrain.generation.native.engine import NativeEngine
 
 _DEFAULT_LONGEST = 8192
@@ -41,6 +41,12 @@ class Found:
     registered: tuple[str, int] | None = None  # name and version, if it came from the registry
 
 
+@dataclass(frozen=True)
+class Adapter:
+    folder: Path
+    tokenizer: str | None  # where its own is; None: it brought none
+
+
 def find_model(text: str, registry: str | None = None) -> Found:
     """`registry:` names are looked up and their files compared with their checksums; everything else is a reference."""
     if not text.startswith("registry:"):
@@ -49,6 +55,22 @@ def find_model(text: str, registry: str | None = None) -> Found:
 
     version = resolve_version(text, registry=registry)
     return Found(version.reference, resolve_model(version.path), (version.name, version.version))
+
+
+def find_adapter(name: str, text: str, main: Found, say: Callable[[str], None]) -> Adapter:
+    """What `--adapter NAME=FOLDER` names, over the main model: where its own base model is does not matter."""
+    reference = resolve_model(text, base=main.reference.model)
+    if reference.adapter is None:
+        raise ServeError(f"--adapter {name}={text}: there is a whole model, and an adapter is needed")
+    trained_on = read_json(reference.adapter / "adapter_config.json").get("base_model_name_or_path")
+    if trained_on and not _same_place(str(trained_on), main.reference.model):
+        say(f"warning: adapter {name} was trained on {trained_on}, and is put on {main.reference.model}")
+    own = reference.tokenizer if reference.tokenizer != reference.model else None
+    return Adapter(reference.adapter, own)
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one == other or (Path(one).is_dir() and Path(other).is_dir() and Path(one).samefile(other))
 
 
 def name_of(found: Found) -> str:

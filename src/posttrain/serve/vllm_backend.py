@@ -12,8 +12,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from posttrain.serve.loading import ServeOptions
-from posttrain.serve.models import Found, ServeError, find_model, name_of
+from posttrain.serve.loading import Say, ServeOptions
+from posttrain.serve.models import ServeError, find_adapter, find_model, name_of
 from posttrain.serve.service import Limits
 
 # What vLLM's server does not do, by the option of ours that would ask for it.
@@ -28,12 +28,12 @@ _OPTION_OF_LIMIT = {
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 
 
-def vllm_arguments(options: ServeOptions, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+def vllm_arguments(options: ServeOptions, host: str, port: int, say: Say) -> tuple[list[str], dict[str, str]]:
     """Arguments of `vllm serve`, and variables for its environment. The key goes there: arguments are for all to see."""
     _refuse(options)
     found = find_model(options.model, options.registry)
     reference, engine = found.reference, options.engine
-    adapters = {name: str(_adapter(name, text)) for name, text in options.adapters.items()}
+    adapters = {name: str(find_adapter(name, text, found, say).folder) for name, text in options.adapters.items()}
     name = options.served_name or name_of(found)
     arguments = [reference.model, "--host", host, "--port", str(port), "--dtype", _DTYPES[engine.precision]]
     arguments += ["--tokenizer", reference.tokenizer] if reference.tokenizer != reference.model else []
@@ -52,18 +52,16 @@ def vllm_arguments(options: ServeOptions, host: str, port: int) -> tuple[list[st
     return arguments, {"VLLM_API_KEY": options.api_keys[0]} if options.api_keys else {}
 
 
-def become_vllm(options: ServeOptions, host: str, port: int) -> int:
+def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:
     """Replaces this process; returns only if that fails."""
     beside = Path(sys.executable).with_name("vllm")
     program = str(beside) if beside.exists() else shutil.which("vllm")
     if program is None:
         raise ServeError("--backend vllm needs vLLM: pip install 'posttrain[vllm]'")
-    arguments, environment = vllm_arguments(options, host, port)
-    print(
-        "posttrain serve: vLLM takes over. API, queue, time-outs, body limit and /metrics are vLLM's own now; "
-        f"posttrain's are not in force.\n  {program} serve {' '.join(arguments)}",
-        file=sys.stderr,
-        flush=True,
+    arguments, environment = vllm_arguments(options, host, port, say)
+    say(
+        "vLLM takes over. API, queue, time-outs, body limit and /metrics are vLLM's own now; posttrain's are not in force."
+        f"\n  {program} serve {' '.join(arguments)}"
     )
     os.execve(program, [program, "serve", *arguments], {**os.environ, **environment})
 
@@ -87,13 +85,6 @@ def _refuse(options: ServeOptions) -> None:
         raise ServeError(
             f"vLLM's server has no counterpart for {', '.join(changed)}: leave it out, or use --backend native"
         )
-
-
-def _adapter(name: str, text: str) -> Path:
-    found: Found = find_model(text)
-    if found.reference.adapter is None:
-        raise ServeError(f"--adapter {name}={text}: there is a whole model, and an adapter is needed")
-    return found.reference.adapter
 
 
 def _rank(adapter: Path) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tiny_server import options_for, save_adapter, save_model
+from transformers import AutoTokenizer
 
 import posttrain.registry
 from posttrain.export.model_reference import ModelReferenceError, resolve_model
@@ -29,6 +30,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_adapter(tmp_path_factory.mktemp("lora") / "polite", model, seed=1)
+
+
+def ignore(line: str) -> None:
+    pass
 
 
 def test_models_are_called_what_their_users_call_them(model: Path, tmp_path: Path) -> None:
@@ -83,7 +88,7 @@ def test_a_rollback_is_written_to_the_registry_if_the_canary_is_still_there(
 def test_vllm_is_told_the_same(model: Path, adapter: Path) -> None:
     engine = replace(options_for(model).engine, device="auto", kv_cache_gib=None, precision="bfloat16")
     options = options_for(model, engine=engine, api_keys=("sk-1",), adapters={"polite": str(adapter)})
-    arguments, environment = vllm_arguments(options, "0.0.0.0", 9)
+    arguments, environment = vllm_arguments(options, "0.0.0.0", 9, ignore)
     pairs = dict(zip(arguments[1::2], arguments[2::2], strict=False))
     assert arguments[0] == str(model)
     assert pairs["--served-model-name"] == "tiny"
@@ -97,7 +102,7 @@ def test_vllm_is_told_the_same(model: Path, adapter: Path) -> None:
 
 def test_vllm_serves_an_adapter_by_its_name(model: Path, adapter: Path) -> None:
     engine = replace(options_for(model).engine, device="auto", kv_cache_gib=None)
-    arguments, _ = vllm_arguments(options_for(adapter, engine=engine), "h", 1)
+    arguments, _ = vllm_arguments(options_for(adapter, engine=engine), "h", 1, ignore)
     assert arguments[0] == str(model)
     assert f"tiny={adapter}" in arguments
     assert "--served-model-name" not in arguments
@@ -115,7 +120,7 @@ def test_vllm_serves_an_adapter_by_its_name(model: Path, adapter: Path) -> None:
 def test_vllm_is_not_asked_for_what_it_does_not_do(model: Path, changes: dict[str, Any], words: str) -> None:
     engine = replace(options_for(model).engine, device="auto", kv_cache_gib=None)
     with pytest.raises(ServeError, match=words):
-        vllm_arguments(options_for(model, **{"engine": engine, **changes}), "h", 1)
+        vllm_arguments(options_for(model, **{"engine": engine, **changes}), "h", 1, ignore)
 
 
 def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
@@ -153,3 +158,44 @@ def test_adapters_are_on_the_model_before_an_engine_looks_at_its_modules(
     monkeypatch.setattr(NativeEngine, "__init__", watched)
     loading.build_service(options_for(model, adapters={"polite": str(adapter), "again": str(adapter)}))
     assert seen == [True]
+
+
+def test_an_adapter_brings_its_own_chat_template(model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "polite", model, seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
+    tokenizer.save_pretrained(adapter)
+    service = loading.build_service(options_for(model, adapters={"polite": str(adapter)}, canary="polite"))
+    said = [{"role": "user", "content": "hi"}]
+    polite, canary = service.models["polite"], service.canary_version
+    assert canary is not None
+    assert polite.chat.render(said) == canary.chat.render(said) == "[user] hi[answer]"
+    assert service.models["tiny"].chat.render(said) != polite.chat.render(said)
+
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(adapter)
+    with pytest.raises(ServeError, match="another vocabulary"):
+        loading.build_service(options_for(model, adapters={"polite": str(adapter)}))
+
+
+def test_an_adapter_on_another_base_is_told(model: Path, adapter: Path, tmp_path: Path) -> None:
+    """Also where its own base is no more: the main model takes its place."""
+    gone = save_adapter(tmp_path / "gone", tmp_path / "no longer here", seed=1)
+    for folder, trained_on in ((adapter, None), (gone, "no longer here")):
+        said: list[str] = []
+        service = loading.build_service(options_for(model, adapters={"polite": str(folder)}), said.append)
+        assert "polite" in service.models
+        warnings = [line for line in said if "warning" in line]
+        assert len(warnings) == (trained_on is not None)
+        assert all(f"was trained on {tmp_path / str(trained_on)}" in line for line in warnings)
+
+
+def test_production_and_canary_take_the_same_length(model: Path, tmp_path: Path) -> None:
+    shorter = save_model(tmp_path / "shorter", seed=3)
+    config = shorter / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 1024', '"max_position_embeddings": 128'))
+    engine = replace(options_for(model).engine, max_model_len=None, kv_cache_gib=0.05)
+    said: list[str] = []
+    service = loading.build_service(options_for(model, engine=engine, canary=str(shorter)), said.append)
+    assert [session.settings.max_total_tokens for session in service.sessions] == [128, 128]
+    assert any("production takes 1024 tokens and the canary 128: both get 128" in line for line in said)
