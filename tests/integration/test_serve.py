@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from tiny_server import ENGINE, RunningServer, options_for, running, save_adapter, save_model
 
 from posttrain.export.model_reference import load_for_sampling
+from posttrain.serve import server as serve_server
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.loading import build_service
 from posttrain.serve.server import DrainingServer, listen
@@ -498,24 +499,69 @@ def test_a_damaged_adapter_ends_itself_alone(model: Path, tmp_path: Path) -> Non
         assert codes == [200] * 10
 
 
-def test_answers_that_are_complete_before_the_end_are_not_counted_as_cut_off(model: Path) -> None:
+def test_when_the_time_for_draining_is_over_clients_are_told(model: Path) -> None:
     service = build_service(options_for(model), lambda _: None)
     with listen("127.0.0.1", 0) as door:
         port = door.getsockname()[1]
-        server = DrainingServer(service, "127.0.0.1", port, drain_timeout_s=0.0)  # only the time for the last bytes
+        server = DrainingServer(service, "127.0.0.1", port, drain_timeout_s=0.0)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)
         thread.start()
-        while not server.started:
-            time.sleep(0.005)
-        RunningServer(service, "").slow_down(0.01)
-        body = {**LONG, "stream": True, "max_tokens": 40, "ignore_eos": True}
-        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60) as response:
+        running_server = RunningServer(service, f"http://127.0.0.1:{port}")
+        running_server.wait_until(lambda: server.started)
+        running_server.slow_down(0.3)  # most of a minute for an answer: none is over by itself
+        url, whole = f"{running_server.url}/v1/chat/completions", []
+        asking = threading.Thread(target=lambda: whole.append(httpx.post(url, json=LONG, timeout=60)))
+        asking.start()
+        with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=60) as response:
             parts = response.iter_lines()
             next(parts)
-            server.should_exit = True
-            assert "data: [DONE]" in list(parts)
-        thread.join(20)
-    assert server.num_cut == 0
+            running_server.wait_until(lambda: service.num_inside == 2)
+            server.handle_exit(signal.SIGTERM, None)
+            last = [part for part in parts if part][-1]
+        asking.join(30)
+        thread.join(30)
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "service_unavailable_error"
+    assert whole[0].status_code == 503
+    assert "shut down" in whole[0].json()["error"]["message"]
+    assert server.num_cut == 2
+    assert (
+        running_server.metric("posttrain_requests_total", model="tiny", version="production", outcome="shutdown") == 2
+    )
+
+
+def test_the_server_hears_signals_when_it_says_that_it_is_ready(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if line.startswith("ready"):
+            signal.raise_signal(signal.SIGTERM)
+
+    def nobody_listens(sig: int, frame: Any) -> None:
+        raise AssertionError("it says that it is ready and does not hear")
+
+    monkeypatch.setattr(serve_server, "say", say)
+    usual = signal.signal(signal.SIGTERM, nobody_listens)
+    try:
+        assert serve_server.run(build_service(options_for(model), said.append), "127.0.0.1", 0, 5.0) == 0
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert said[-1] == "ended; every request was answered"
+
+
+def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: Path) -> None:
+    with running(options_for(model, limits=Limits(body_timeout_s=0.3))) as server:
+        server.slow_down(0.05)
+        host, port = server.url.removeprefix("http://").split(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=30) as silent,
+            socket.create_connection((host, int(port)), timeout=30) as half,
+            httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**LONG, "max_tokens": 40, "stream": True},
+                         timeout=60) as response,
+        ):  # fmt: skip
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+            assert "data: [DONE]" in list(response.iter_lines())
+            assert (silent.recv(10), half.recv(10)) == (b"", b"")
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(model: Path) -> None:

@@ -106,7 +106,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--request-timeout-s", type=float, default=600.0, metavar="S", help="queue included; then 504 (600)"
     )
     group.add_argument(
-        "--body-timeout-s", type=float, default=30.0, metavar="S", help="for a body to arrive; then 408 (30)"
+        "--body-timeout-s", type=float, default=30.0, metavar="S", help="for a head, and for a body, to arrive (30)"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -121,6 +122,8 @@ async def _read(service: Service, request: Request) -> bytes:
                     parts.append(part)
                 elif size > limit + MOST_BYTES_TO_DISCARD:
                     break
+    except ClientDisconnect:
+        raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before its body was complete") from None
     except TimeoutError:
         seconds = service.limits.body_timeout_s
         raise ApiError(408, f"the body did not arrive within {seconds:g} s", headers={"Connection": "close"}) from None

@@ -7,7 +7,9 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -18,6 +20,7 @@ from posttrain.serve.service import Service
 # For the last bytes of answers that are complete.
 _FLUSH_S = 2
 _KEEP_ALIVE_S = 30
+_TICKS_PER_LOOK = 5  # at connections that say nothing; uvicorn ticks ten times a second
 # The engine's thread gives the interpreter away with every operation that it launches, and waits this long to get it back
 # while the event loop is busy. Python's usual 5 ms would be longer than a step.
 _SWITCH_INTERVAL_S = 0.0005
@@ -30,12 +33,22 @@ class AddressError(InputError):
 class DrainingServer(uvicorn.Server):
     """SIGTERM or Ctrl-C: new requests are refused with 503, running ones get up to `drain_timeout_s`, then it ends.
 
-    A second signal ends it at once. `num_cut` then tells how many requests were not finished.
+    A second signal ends it at once. `num_cut` then tells how many requests were not finished. `on_ready` is called when
+    clients may come and signals are heard.
     """
 
-    def __init__(self, service: Service, host: str, port: int, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        service: Service,
+        host: str,
+        port: int,
+        drain_timeout_s: float,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
         self._service = service
         self._drain_timeout_s = drain_timeout_s
+        self._on_ready = on_ready
+        self._silent_since: dict[Any, float] = {}  # by connection
         self.num_cut = 0
         config = uvicorn.Config(
             create_app(service),
@@ -52,15 +65,27 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
-        if self.force_exit:
-            # Every stream that is cut off would be reported with a traceback.
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self.should_exit = True
         self._service.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.engine.start(asyncio.get_running_loop())
         await super().startup(sockets)
+        self._on_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_LOOK == 0:
+            self._close_silent()
+        return await super().on_tick(counter)
+
+    def _close_silent(self) -> None:
+        """uvicorn waits for ever for the head of a request; here it has as long to arrive as a body."""
+        now, patience_s = time.monotonic(), self._service.limits.body_timeout_s
+        silent = [connection for connection in self.server_state.connections if _is_silent(connection)]
+        self._silent_since = {connection: self._silent_since.get(connection, now) for connection in silent}
+        for connection, since in self._silent_since.items():
+            if now - since > patience_s:
+                connection.transport.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.draining = True
@@ -69,10 +94,19 @@ class DrainingServer(uvicorn.Server):
         end = time.monotonic() + self._drain_timeout_s
         while self._service.num_inside and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(0.05)
-        self._service.ending = True
+        self._service.end()
+        # Who does not even read that is cut off, and would be reported with a traceback.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)
         self.num_cut = self._service.num_cut + self._service.num_inside
         await asyncio.to_thread(self._service.engine.stop)
+
+
+def _is_silent(connection: Any) -> bool:
+    """No request of it is being answered, and uvicorn does not wait for its next one, which has a time limit already."""
+    answering = getattr(connection, "cycle", None)
+    is_idle = answering is None or answering.response_complete
+    return is_idle and getattr(connection, "timeout_keep_alive_task", None) is None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -96,8 +130,8 @@ def run(service: Service, host: str, port: int, drain_timeout_s: float) -> int:
     with listen(host, port) as door:
         address = door.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-        server = DrainingServer(service, host, address[1], drain_timeout_s)
-        say(f"ready: http://{shown}:{address[1]}/v1  models: {', '.join(service.models)}")
+        ready = f"ready: http://{shown}:{address[1]}/v1  models: {', '.join(service.models)}"
+        server = DrainingServer(service, host, address[1], drain_timeout_s, lambda: say(ready))
         server.run(sockets=[door])
     if server.num_cut:
         say(f"ended with {server.num_cut} samples unfinished")

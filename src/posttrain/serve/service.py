@@ -103,13 +103,14 @@ class Service:
         self.answers = AnswerLog()
         self.created = int(time.time())
         self.draining = False
-        self.ending = False  # nobody waits for answers any more
+        self._ending = False  # nobody waits for answers any more
         self.num_cut = 0  # samples that were unfinished then
         self.metrics = ServeMetrics()
         versions = [*self.models.values(), *([canary_version] if canary_version else [])]
         self.sessions = list({id(version.session): version.session for version in versions}.values())
         self.engine = EngineThread(self.sessions)
         self._inside = {id(session): 0 for session in self.sessions}
+        self._tickets: set[Ticket] = set()  # that are open
         self._mean_seconds = 1.0  # of the requests that finished lately
         self._watch(versions)
 
@@ -183,10 +184,20 @@ class Service:
                 f"{inside} samples run or wait and {capacity} may; try again in about {retry_after} s", retry_after
             )
         self._inside[id(session)] += job.num_samples
-        return Ticket(self, job)
+        ticket = Ticket(self, job)
+        self._tickets.add(ticket)
+        return ticket
 
-    def leave(self, job: Job, outcome: str, seconds: float, completion_tokens: int) -> None:
+    def end(self) -> None:
+        """Time is up: whoever is still being answered hears so."""
+        self.draining = self._ending = True
+        for ticket in self._tickets:
+            ticket.give_up("shutdown", unavailable("the server has shut down before the answer was complete"))
+
+    def leave(self, ticket: Ticket, outcome: str, seconds: float) -> None:
         """A ticket was closed."""
+        job, completion_tokens = ticket.job, ticket.num_completion_tokens
+        self._tickets.discard(ticket)
         labels = (job.model, job.version.name)
         self.metrics.requests.labels(*labels, outcome).inc()
         self.metrics.prompt_tokens.labels(*labels).inc(job.prompt_tokens)
@@ -195,7 +206,7 @@ class Service:
             self.metrics.request_seconds.labels(*labels).observe(seconds)
             self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
             self.answers.remember(job.id, job.version.name)
-        if self.ending and outcome != "ok":
+        if self._ending and outcome != "ok":
             self.num_cut += job.num_samples
         self._inside[id(job.version.session)] -= job.num_samples  # whoever sees that it has left finds it counted
         if self.canary is not None and outcome in ("ok", "error", "timeout"):
@@ -206,6 +217,14 @@ class Service:
         return sum(self._inside.values())
 
 
+@dataclass(frozen=True)
+class _End:
+    """The last that a ticket hears, if there is no answer to be had."""
+
+    outcome: str
+    error: ApiError
+
+
 class Ticket:
     """A place in the engine, from admission until `close`. Closing an unfinished one frees its slots."""
 
@@ -213,12 +232,13 @@ class Ticket:
         self.job = job
         self.num_completion_tokens = 0  # that are part of the answer; counted by whoever reads it
         self._service = service
-        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | _End] = asyncio.Queue()
         self._began = time.monotonic()
         self._outcome = "disconnected"  # unless something else is heard of first
         self._open = True
         self.time_limit_s = service.limits.request_timeout_s
-        self._alarm = asyncio.get_running_loop().call_later(self.time_limit_s, self._events.put_nowait, None)
+        late = timed_out(f"no complete answer within {self.time_limit_s:g} s")
+        self._alarm = asyncio.get_running_loop().call_later(self.time_limit_s, self.give_up, "timeout", late)
         for request in job.requests:
             service.engine.submit(job.version.session, request, self._events.put_nowait)
 
@@ -235,11 +255,9 @@ class Ticket:
         heard: dict[tuple[str, int], float] = {}
         left = self.job.num_samples
         while left:
-            batch = [self._checked(await self._events.get())]
-            while not self._events.empty():
-                batch.append(self._checked(self._events.get_nowait()))
+            batch, end = await self._arrived()
             now = time.monotonic()
-            if not heard:
+            if batch and not heard:
                 first.observe(now - self._began)
             for event in batch:
                 name = (event.request_id, event.sample)
@@ -249,16 +267,26 @@ class Ticket:
                 left -= event.finish_reason is not None
             if not left:
                 self.finished()
-            yield batch
+            if batch:
+                yield batch
+            if left and end is not None:
+                self._outcome = end.outcome
+                raise end.error
 
-    def _checked(self, event: Event | None) -> TokenEvent:
-        if event is None:
-            self._outcome = "timeout"
-            raise timed_out(f"no complete answer within {self.time_limit_s:g} s")
-        if isinstance(event, FailureEvent):
-            self._outcome = "error"
-            raise failed(event.message)
-        return event
+    async def _arrived(self) -> tuple[list[TokenEvent], _End | None]:
+        """All tokens that are there, at least one; or those before the end, if the request has come to one."""
+        tokens: list[TokenEvent] = []
+        event = await self._events.get()
+        while isinstance(event, TokenEvent):
+            tokens.append(event)
+            if self._events.empty():
+                return tokens, None
+            event = self._events.get_nowait()
+        return tokens, _End("error", failed(event.message)) if isinstance(event, FailureEvent) else event
+
+    def give_up(self, outcome: str, error: ApiError) -> None:
+        """Whoever reads hears the error, after all that has come so far."""
+        self._events.put_nowait(_End(outcome, error))
 
     def finished(self) -> None:
         """All that the client wanted is there, though the engine might go on."""
@@ -272,7 +300,7 @@ class Ticket:
         self._alarm.cancel()
         for request in self.job.requests:
             self._service.engine.cancel(self.job.version.session, request.id)
-        self._service.leave(self.job, self._outcome, time.monotonic() - self._began, self.num_completion_tokens)
+        self._service.leave(self, self._outcome, time.monotonic() - self._began)
 
 
 def _mean(scores: Scores) -> float:

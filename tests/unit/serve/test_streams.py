@@ -1,15 +1,21 @@
-"""Streams and the places that they hold in the engine."""
+"""Streams, the places that they hold in the engine, and clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from posttrain.generation.native.session_values import SessionRequest, TokenEvent
 from posttrain.serve import app as app_module
+from posttrain.serve.errors import ApiError, unavailable
+from posttrain.serve.metrics import ServeMetrics
+from posttrain.serve.service import Job, Limits, Ticket
+from posttrain.types import Sampling
 
 
 def test_a_client_that_does_not_read_its_stream_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +37,44 @@ def test_a_client_that_does_not_read_its_stream_loses_its_place(monkeypatch: pyt
 
     asyncio.run(serve())
     assert closed == [True]
+
+
+def test_what_came_before_the_end_is_heard_before_it() -> None:
+    service: Any = SimpleNamespace(
+        limits=Limits(), metrics=ServeMetrics(), engine=SimpleNamespace(submit=lambda *order: None)
+    )
+    version: Any = SimpleNamespace(name="production", session=None)
+    request = SessionRequest("r", (5,), Sampling(2), seed=0)
+
+    async def read(*events: TokenEvent) -> list[int]:
+        ticket = Ticket(service, Job("job", "tiny", version, [request]))
+        for event in events:
+            ticket._events.put_nowait(event)
+        ticket.give_up("shutdown", unavailable("the end"))
+        heard: list[int] = []
+        with suppress(ApiError):
+            async for batch in ticket.batches():
+                heard += [event.token_id for event in batch]
+            return heard
+        return [*heard, -1]
+
+    first, last = TokenEvent("r", 0, 7, -1.0), TokenEvent("r", 0, 8, -1.0, "length")
+    assert asyncio.run(read(first)) == [7, -1]
+    assert asyncio.run(read(first, last)) == [7, 8], "an answer that is complete is no error"
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_crash(caplog: pytest.LogCaptureFixture) -> None:
+    service: Any = SimpleNamespace(limits=Limits(), metrics=ServeMetrics(), api_keys=())
+    messages = iter([{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    asyncio.run(app_module.create_app(service)(scope, receive, send))
+    assert caplog.records == []
+    assert sent[0]["status"] == app_module.CLIENT_CLOSED_REQUEST
