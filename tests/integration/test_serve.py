@@ -616,6 +616,11 @@ def assert_drains(url: str) -> None:
         (["--kv-cache-gib", "0.0000001"], "raise kv_cache_gib"),
         (["--max-batch-size", "0"], "--max-batch-size is 0"),
         (["--backend", "vllm", "--canary", "x"], "no counterpart for --canary"),
+        (["--backend", "vllm", "--max-queue", "256"], "no counterpart for --max-queue"),  # also where it is our default
+        (["--backend", "vllm", "--drain-timeout-s", "5"], "no counterpart for --drain-timeout-s"),
+        (["--backend", "vllm", "--max-prefill-tokens", "64"], "no counterpart for --max-prefill-tokens"),
+        (["--drain-timeout-s", "-1"], "--drain-timeout-s is -1.0: at least 0"),
+        (["--body-timeout-s", "0"], "--body-timeout-s is 0.0: more than 0"),
         (["another"], "what is 'another'"),
         (["--api-key-file", "/does/not/exist"], "cannot be read"),
     ],
@@ -630,6 +635,22 @@ def test_bad_command_lines_say_what_is_wrong(
     filled = [argument.format(model=model) for argument in arguments]
     assert main(["serve", str(model), "--device", "cpu", "--port", "0", *filled]) == 64
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keys", ["", " ", ",\n , \n"])
+@pytest.mark.parametrize("source", ["variable", "file", "argument"])
+def test_keys_that_turn_out_to_be_none_do_not_open_the_server(
+    keys: str, source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from posttrain.cli.main import main
+
+    file = tmp_path / "keys"
+    file.write_text(keys)
+    if source == "variable":
+        monkeypatch.setenv("POSTTRAIN_API_KEY", keys)
+    given = {"variable": [], "file": ["--api-key-file", str(file)], "argument": ["--api-key", keys]}[source]
+    assert main(["serve", "never-looked-at", *given]) == 64
+    assert "holds no key: anybody could use the server" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from posttrain.cli.train_command import INTERRUPTED
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
@@ -23,7 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--steps", type=int, default=None, metavar="N", help="steps of GRPO, instead of the usual number"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupted=INTERRUPTED)
 
 
 def run(args: argparse.Namespace) -> int:

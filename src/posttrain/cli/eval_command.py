@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print summary.json instead of the block")
     parser.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
     parser.add_argument("words", nargs="*", metavar="MODEL key=value", help="the model, and settings of the config")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupted="stopped; finished problems are saved, and the same command goes on")
 
 
 def _compare_parser(prog: str) -> argparse.ArgumentParser:
@@ -95,11 +95,7 @@ def run(args: argparse.Namespace) -> int:
     # Results go to standard output, everything else beside it: `--json` can be piped.
     console = Console(sys.stderr, quiet=args.quiet)
     evaluation = EvaluationBuild(loaded, say=lambda text: console.show([Line(text, "muted")]))
-    try:
-        summary, problems, folder = evaluation.execute(console.progress, retry_unscored=args.retry_unscored)
-    except KeyboardInterrupt:
-        print("posttrain: stopped; finished problems are saved, and the same command goes on", file=sys.stderr)
-        return 130
+    summary, problems, folder = evaluation.execute(console.progress, retry_unscored=args.retry_unscored)
     if args.json:
         print((folder / SUMMARY_FILE).read_text(encoding="utf-8"), end="")
         return 0

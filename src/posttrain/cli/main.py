@@ -96,18 +96,21 @@ def main(arguments: list[str] | None = None) -> int:
         print("\nposttrain: error: no command given", file=sys.stderr)
         return EXIT_BAD_INPUT
     args = parser.parse_args(arguments)
-    return report_errors(lambda: int(args.run(args)))
+    return report_errors(lambda: int(args.run(args)), getattr(args, "interrupted", "stopped"))
 
 
-def report_errors(work: Callable[[], int]) -> int:
-    """The exit code of `work`: its own, or that of the error it ends with, which is said on the console."""
+def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
+    """The exit code of `work`: its own, or that of the error it ends with, which is said on the console.
+
+    `interrupted` says, after Ctrl-C, what there is now.
+    """
     try:
         return work()
     except InputError as error:
         print(f"posttrain: error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("posttrain: stopped at once; the newest checkpoint is the one that was saved last", file=sys.stderr)
+        print(f"posttrain: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_CRASH  # the reader of our output has gone; there is nobody to tell

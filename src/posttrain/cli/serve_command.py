@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,12 @@ if TYPE_CHECKING:
     from posttrain.serve.loading import ServeOptions
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
+_DRAIN_TIMEOUT_S = 120.0
+# What vLLM's own server does not do.
+_NATIVE_ONLY = (
+    "canary", "drain_timeout_s", "kv_cache_gib", "max_prefill_tokens",
+    "max_queue", "max_body_bytes", "max_completion_tokens", "max_samples", "request_timeout_s", "body_timeout_s",
+)  # fmt: skip
 
 DESCRIPTION = """\
 Serve a model over HTTP, as OpenAI's clients know it: /v1/chat/completions, /v1/completions, /v1/models; also /health,
@@ -70,9 +78,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", type=Path, metavar="FILE", help=f"keys that are accepted (default: {KEY_VARIABLE})"
     )
     group.add_argument("--api-key", metavar="KEY", help="the same, but others on this machine can see it")
-    group.add_argument(
-        "--drain-timeout-s", type=float, default=120.0, metavar="S", help="for running requests after SIGTERM (120)"
-    )
+    group.add_argument("--drain-timeout-s", type=float, metavar="S", help="for running requests after SIGTERM (120)")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -82,32 +88,22 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=int, metavar="N", help="prompt and answer, tokens (default: the model's, ≤ 8192)"
     )
-    group.add_argument("--max-batch-size", type=int, default=64, metavar="N", help="samples that decode together (64)")
-    group.add_argument(
-        "--max-prefill-tokens", type=int, default=4096, metavar="N", help="prompt tokens in a pass (4096)"
-    )
+    group.add_argument("--max-batch-size", type=int, metavar="N", help="samples that decode together (64)")
+    group.add_argument("--max-prefill-tokens", type=int, metavar="N", help="prompt tokens in a pass (4096)")
     group.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="memory of the KV cache (default: 2 on a CPU)")
-    group.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="of a GPU, weights included (0.9)"
-    )
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU, weights included (0.9)")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
-    group.add_argument("--max-queue", type=int, default=256, metavar="N", help="samples that may wait; then 429 (256)")
-    group.add_argument(
-        "--max-body-bytes", type=int, default=2 * 2**20, metavar="N", help="larger bodies get 413 (2 MiB)"
-    )
+    group.add_argument("--max-queue", type=int, metavar="N", help="samples that may wait; then 429 (256)")
+    group.add_argument("--max-body-bytes", type=int, metavar="N", help="larger bodies get 413 (2 MiB)")
     group.add_argument(
         "--max-completion-tokens", type=int, metavar="N", help="of one sample (default: what the context leaves)"
     )
-    group.add_argument("--max-samples", type=int, default=16, metavar="N", help="of one request: prompts times n (16)")
-    group.add_argument(
-        "--request-timeout-s", type=float, default=600.0, metavar="S", help="queue included; then 504 (600)"
-    )
-    group.add_argument(
-        "--body-timeout-s", type=float, default=30.0, metavar="S", help="for a head, and for a body, to arrive (30)"
-    )
+    group.add_argument("--max-samples", type=int, metavar="N", help="of one request: prompts times n (16)")
+    group.add_argument("--request-timeout-s", type=float, metavar="S", help="queue included; then 504 (600)")
+    group.add_argument("--body-timeout-s", type=float, metavar="S", help="for a head, and for a body, to arrive (30)")
 
 
 def _add_canary(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
     service = build_service(options, server.say)
     if not options.api_keys and args.host not in ("127.0.0.1", "localhost", "::1"):
         server.say(f"warning: anybody who reaches {args.host} may use this server; {KEY_VARIABLE} sets a key")
-    return server.run(service, args.host, args.port, args.drain_timeout_s)
+    drain_timeout_s = _DRAIN_TIMEOUT_S if args.drain_timeout_s is None else args.drain_timeout_s
+    return server.run(service, args.host, args.port, drain_timeout_s)
 
 
 def options_of(args: argparse.Namespace) -> ServeOptions:
@@ -160,23 +157,8 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         adapters=_adapters(args.adapter),
         canary=args.canary,
         canary_rules=CanaryRules(**{"share": 0.1, **_canary_options(args)}) if args.canary else None,
-        engine=EngineOptions(
-            precision=args.precision,
-            device=args.device,
-            max_model_len=args.max_model_len,
-            max_batch_size=args.max_batch_size,
-            max_prefill_tokens=args.max_prefill_tokens,
-            kv_cache_gib=args.kv_cache_gib,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-        ),
-        limits=Limits(
-            max_queue=args.max_queue,
-            max_body_bytes=args.max_body_bytes,
-            max_completion_tokens=args.max_completion_tokens,
-            max_samples=args.max_samples,
-            request_timeout_s=args.request_timeout_s,
-            body_timeout_s=args.body_timeout_s,
-        ),
+        engine=EngineOptions(**_given(args, [field.name for field in fields(EngineOptions)])),
+        limits=Limits(**_given(args, [field.name for field in fields(Limits)])),
         api_keys=_keys(args.api_key, args.api_key_file),
         registry=args.registry,
     )
@@ -184,9 +166,13 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
 
 def _canary_options(args: argparse.Namespace) -> dict[str, Any]:
     """Those that were given, by the names of their rules."""
-    names = ("share", "max_error_rate", "min_requests", "max_kpi_drop", "min_feedback")
-    given = {name: getattr(args, f"canary_{name}") for name in names}
-    return {name: value for name, value in given.items() if value is not None}
+    given = _given(args, [name for name in vars(args) if name.startswith("canary_")])
+    return {name.removeprefix("canary_"): value for name, value in given.items()}
+
+
+def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """What the user has said: defaults are in the values that the options become."""
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def _adapters(given: list[str]) -> dict[str, str]:
@@ -204,18 +190,18 @@ def _adapters(given: list[str]) -> dict[str, str]:
 def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
     if given is not None and file is not None:
         raise InputError("--api-key and --api-key-file are two ways to say the same: give one")
-    if file is None:
-        text = os.environ.get(KEY_VARIABLE, "") if given is None else given
-        if given is not None and not given.strip(" ,"):
-            raise InputError("--api-key is empty: anybody could use the server")
-    else:
+    source, text = (KEY_VARIABLE, os.environ.get(KEY_VARIABLE)) if given is None else ("--api-key", given)
+    if file is not None:
         try:
-            text = file.read_text(encoding="utf-8")
+            source, text = f"--api-key-file {file}", file.read_text(encoding="utf-8")
         except OSError as error:
             raise InputError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
-        if not text.strip():
-            raise InputError(f"--api-key-file {file} is empty: anybody could use the server")
-    return tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
+    if text is None:
+        return ()
+    keys = tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
+    if not keys:
+        raise InputError(f"{source} holds no key: anybody could use the server")
+    return keys
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -224,24 +210,22 @@ def _check(args: argparse.Namespace) -> None:
     if not args.canary and (rules := _canary_options(args)):
         option = f"--canary-{next(iter(rules)).replace('_', '-')}"
         raise InputError(f"{option} needs --canary MODEL, the second version")
-    at_least_one = ("max_batch_size", "max_prefill_tokens", "max_body_bytes", "max_samples")
-    checks = {
-        **{name: (getattr(args, name), getattr(args, name) >= 1, "at least 1") for name in at_least_one},
-        "max_queue": (args.max_queue, args.max_queue >= 0, "0 or more"),
-        "port": (args.port, 0 <= args.port < 2**16, "0 to 65535"),
-        "max_model_len": (args.max_model_len, args.max_model_len is None or args.max_model_len >= 2, "at least 2"),
-        "max_completion_tokens": (
-            args.max_completion_tokens,
-            args.max_completion_tokens is None or args.max_completion_tokens >= 1,
-            "at least 1",
-        ),
-        "request_timeout_s": (args.request_timeout_s, args.request_timeout_s > 0, "more than 0"),
-        "body_timeout_s": (args.body_timeout_s, args.body_timeout_s > 0, "more than 0"),
-        "drain_timeout_s": (args.drain_timeout_s, args.drain_timeout_s >= 0, "0 or more"),
+    if args.backend == "vllm" and (given := _given(args, _NATIVE_ONLY)):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InputError(f"vLLM's server has no counterpart for {options}: leave it out, or use --backend native")
+    at_least = {
+        "max_batch_size": 1, "max_prefill_tokens": 1, "max_body_bytes": 1, "max_samples": 1, "max_completion_tokens": 1,
+        "max_model_len": 2, "max_queue": 0, "drain_timeout_s": 0,
+    }  # fmt: skip
+    above_zero = ("request_timeout_s", "body_timeout_s")
+    checks = {"port": (0 <= args.port < 2**16, "0 to 65535")}
+    checks |= {
+        name: (value >= at_least[name], f"at least {at_least[name]}") for name, value in _given(args, at_least).items()
     }
-    for name, (value, fine, accepted) in checks.items():
-        if not fine:
-            raise InputError(f"--{name.replace('_', '-')} is {value}: {accepted} is accepted")
+    checks |= {name: (value > 0, "more than 0") for name, value in _given(args, above_zero).items()}
+    for name, (is_fine, accepted) in checks.items():
+        if not is_fine:
+            raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)}: {accepted} is accepted")
 
 
 def _require_extra() -> None:

@@ -18,6 +18,7 @@ settings are given as key=value, with the names that NeMo RL uses:
 (checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, with grpo, the samples of every step;
 the same command goes on from the newest checkpoint in it.
 """
+INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved last"
 SUMMARIES = {
     "grpo": "reinforcement learning: sample, score, and prefer what scored better in its group",
     "dpo": "direct preference optimisation on pairs of answers",
@@ -36,7 +37,7 @@ def add_parser(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_arguments(parser)
-        parser.set_defaults(run=partial(run, kind))
+        parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

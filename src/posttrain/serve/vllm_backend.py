@@ -1,7 +1,8 @@
 """`posttrain serve --backend vllm`: the same command line, answered by vLLM's own server, which takes this process over.
 
 posttrain finds the model and translates the options. From then on everything is vLLM's: its API, its limits, its metrics. An
-option that vLLM's server has no counterpart for is refused, so that nobody relies on a limit that is not there.
+option that vLLM's server has no counterpart for is refused, most by the command line, so that nobody relies on a limit that
+is not there.
 """
 
 from __future__ import annotations
@@ -9,22 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 from posttrain.serve.loading import Say, ServeOptions
 from posttrain.serve.models import ServeError, find_adapter, find_model, name_of
-from posttrain.serve.service import Limits
 
-# What vLLM's server does not do, by the option of ours that would ask for it.
-_OPTION_OF_LIMIT = {
-    "max_queue": "--max-queue",
-    "max_body_bytes": "--max-body-bytes",
-    "max_completion_tokens": "--max-completion-tokens",
-    "max_samples": "--max-samples",
-    "request_timeout_s": "--request-timeout-s",
-    "body_timeout_s": "--body-timeout-s",
-}
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 
 
@@ -67,23 +57,12 @@ def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:
 
 
 def _refuse(options: ServeOptions) -> None:
-    usual = Limits()
-    changed = [
-        _OPTION_OF_LIMIT[field.name]
-        for field in fields(Limits)
-        if getattr(options.limits, field.name) != getattr(usual, field.name)
-    ]
-    if options.canary is not None:
-        changed.append("--canary")
-    if options.engine.kv_cache_gib is not None:
-        changed.append("--kv-cache-gib (see --gpu-memory-utilization)")
-    if options.engine.device == "cpu":
-        changed.append("--device cpu")
+    strange = ["--device cpu"] if options.engine.device == "cpu" else []
     if len(options.api_keys) > 1:
-        changed.append("more than one API key")
-    if changed:
+        strange.append("more than one API key")
+    if strange:
         raise ServeError(
-            f"vLLM's server has no counterpart for {', '.join(changed)}: leave it out, or use --backend native"
+            f"vLLM's server has no counterpart for {', '.join(strange)}: leave it out, or use --backend native"
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import posttrain
-from posttrain.cli import train_command
+from posttrain.cli import chat_command, eval_command, serve_command, train_command
 from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.errors import InputError
@@ -115,6 +115,26 @@ def test_ctrl_c_before_there_is_anything_to_save_is_130(outcome: Any, capsys: py
     code, _, err = call(["sft"], capsys)
     assert code == 130
     assert "Traceback" not in err
+    assert "newest checkpoint" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (serve_command, "posttrain: stopped\n"),
+        (chat_command, "posttrain: stopped\n"),
+        (eval_command, "posttrain: stopped; finished problems are saved, and the same command goes on\n"),
+    ],
+)
+def test_after_ctrl_c_a_command_speaks_of_what_it_has(
+    command: Any, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(args: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run", interrupted)
+    code, _, err = call([command.__name__.rpartition(".")[2].removesuffix("_command"), "model"], capsys)
+    assert (code, err) == (130, words)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from posttrain.export.model_reference import ModelReferenceError, resolve_model
 from posttrain.generation.native import NativeEngine
 from posttrain.serve import loading
 from posttrain.serve.adapters import AdapterSwitch
-from posttrain.serve.models import Found, ServeError, find_model, name_of
-from posttrain.serve.service import Limits
+from posttrain.serve.models import EngineOptions, Found, ServeError, find_model, name_of
 from posttrain.serve.vllm_backend import vllm_arguments
 
 
@@ -111,16 +110,13 @@ def test_vllm_serves_an_adapter_by_its_name(model: Path, adapter: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"limits": Limits(max_queue=7)}, "--max-queue"),
-        ({"limits": Limits(request_timeout_s=7.0)}, "--request-timeout-s"),
-        ({"canary": "x"}, "--canary"),
+        ({"engine": EngineOptions(device="cpu")}, "--device cpu"),
         ({"api_keys": ("a", "b")}, "more than one API key"),
     ],
 )
 def test_vllm_is_not_asked_for_what_it_does_not_do(model: Path, changes: dict[str, Any], words: str) -> None:
-    engine = replace(options_for(model).engine, device="auto", kv_cache_gib=None)
     with pytest.raises(ServeError, match=words):
-        vllm_arguments(options_for(model, **{"engine": engine, **changes}), "h", 1, ignore)
+        vllm_arguments(options_for(model, **{"engine": EngineOptions(), **changes}), "h", 1, ignore)
 
 
 def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
