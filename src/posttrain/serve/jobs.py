@@ -111,9 +111,11 @@ def _check_number(service: Service, body: ChatBody | CompletionBody, num_prompts
 
 
 def _num_new_tokens(service: Service, body: ChatBody | CompletionBody, version: Version, prompt_length: int) -> int:
-    """What the client asked for, or all that the context leaves; ApiError where it does not fit."""
-    context, limit = version.max_total_tokens, service.limits.max_completion_tokens
-    wanted = body.new_tokens_wanted
+    """What the client asked for, or what is usual and allowed; ApiError where it does not fit."""
+    context = version.max_total_tokens
+    limit = service.limits.max_completion_tokens or context
+    asked: int | None = getattr(body, body.new_tokens_field)
+    wanted = asked or (min(body.usual_new_tokens, limit) if body.usual_new_tokens else None)
     where = "messages" if isinstance(body, ChatBody) else "prompt"
     if prompt_length + (wanted or 1) > context:
         completion = f" ({prompt_length} in the {where}, {wanted} in the completion)" if wanted else f" in the {where}"
@@ -123,9 +125,10 @@ def _num_new_tokens(service: Service, body: ChatBody | CompletionBody, version: 
             where,
             "context_length_exceeded",
         )
-    if limit is not None and wanted is not None and wanted > limit:
-        raise bad_request(f"max_tokens is {wanted}: this server gives at most {limit}", "max_tokens")
-    return wanted or min(context - prompt_length, limit or context)
+    if asked is not None and asked > limit:
+        field = body.new_tokens_field
+        raise bad_request(f"{field} is {asked}: this server gives at most {limit}", field)
+    return wanted or min(context - prompt_length, limit)
 
 
 def choices_of(job: Job) -> dict[tuple[str, int], Choice]:

@@ -134,8 +134,12 @@ class ChatBody(_Body):
     modalities: list[str] | None = None
 
     @property
-    def new_tokens_wanted(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+    def new_tokens_field(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
+
+    @property
+    def usual_new_tokens(self) -> int | None:
+        return None
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -151,8 +155,13 @@ class CompletionBody(_Body):
     best_of: int | None = None
 
     @property
-    def new_tokens_wanted(self) -> int | None:
-        return 16 if self.max_tokens is None else self.max_tokens
+    def new_tokens_field(self) -> str:
+        return "max_tokens"
+
+    @property
+    def usual_new_tokens(self) -> int | None:
+        """For a client that names no number; None: what the context leaves."""
+        return 16
 
     @property
     def num_top_logprobs(self) -> int | None:

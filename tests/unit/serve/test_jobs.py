@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,8 @@ def service(tokenizer: WatchedTokenizer) -> Any:
     )
     version = Version("production", "m", session, tokenizer, ChatFormat(tokenizer))
     tokenizer.threads.clear()  # of making the chat format
-    return SimpleNamespace(version_for=lambda model, key: version, limits=Limits(max_samples=4))
+    limits = Limits(max_samples=4, max_completion_tokens=9)
+    return SimpleNamespace(version_for=lambda model, key: version, limits=limits)
 
 
 def job_of(service: Any, **body: Any) -> Job:
@@ -89,3 +91,25 @@ def test_long_texts_are_tokenised_beside_the_event_loop(service: Any, tokenizer:
         job = job_of(service, **{name: text if name == "prompt" else said(text)})
         assert job.prompt_tokens >= length
         assert (tokenizer.threads[0] is not threading.main_thread()) == beside
+
+
+def test_who_names_no_number_of_tokens_gets_what_the_server_allows(service: Any) -> None:
+    bodies: tuple[dict[str, Any], ...] = ({"prompt": "a"}, {"messages": said("a")})
+    for limit, expected in ((9, [9, 9]), (100, [16, 100])):
+        service.limits = replace(service.limits, max_completion_tokens=limit)
+        jobs = [job_of(service, **body) for body in bodies]
+        assert [job.requests[0].sampling.max_new_tokens for job in jobs] == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": "a", "max_tokens": 10}, "max_tokens"),
+        ({"messages": said("a"), "max_tokens": 10}, "max_tokens"),
+        ({"messages": said("a"), "max_completion_tokens": 10}, "max_completion_tokens"),
+    ],
+)
+def test_too_many_tokens_are_refused_by_the_name_that_was_sent(service: Any, body: dict[str, Any], field: str) -> None:
+    with pytest.raises(ApiError, match=f"{field} is 10: this server gives at most 9") as refused:
+        job_of(service, **body)
+    assert refused.value.param == field
