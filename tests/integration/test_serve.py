@@ -149,9 +149,13 @@ def test_completions_of_texts_and_tokens(client: openai.OpenAI, model: Path) -> 
     assert (
         [c.text for c in of_text.choices] == [c.text for c in of_tokens.choices] == [c.text for c in both.choices[2:]]
     )
-    assert len(of_tokens.choices[0].logprobs.tokens) == len(of_tokens.choices[0].logprobs.top_logprobs) > 0
-    streamed = client.completions.create(prompt="two words", **{**settings, "n": 1}, stream=True)
+    whole = of_tokens.choices[0].logprobs
+    assert len(whole.tokens) == len(whole.top_logprobs) > 0
+    streamed = list(client.completions.create(prompt="two words", **{**settings, "n": 1}, logprobs=2, stream=True))
     assert "".join(chunk.choices[0].text for chunk in streamed) == of_text.choices[0].text
+    parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices[0].logprobs is not None]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [entry for part in parts for entry in getattr(part, name)] == getattr(whole, name)
 
 
 def test_curl_gets_events_as_they_are(server: RunningServer) -> None:

@@ -57,7 +57,7 @@ class ResponseWriter:
         else:
             choice["text"] = piece.text
         if self._logprobs and piece.logprobs:
-            choice["logprobs"] = self._written(piece.logprobs, len(told.text))
+            choice["logprobs"] = self._written(piece.logprobs)
         self.tell(piece)
         usage = {"usage": None} if self._includes_usage else {}
         return server_sent({**self._head, "choices": [choice], **usage})
@@ -82,7 +82,7 @@ class ResponseWriter:
         }
 
     def _choice(self, index: int, told: _Told) -> dict[str, Any]:
-        logprobs = self._written(told.logprobs, 0) if self._logprobs else None
+        logprobs = self._written(told.logprobs) if self._logprobs else None
         said: dict[str, Any] = (
             {"message": {"role": "assistant", "content": told.text, "refusal": None}}
             if self._chat
@@ -90,9 +90,9 @@ class ResponseWriter:
         )
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": told.finish_reason}
 
-    def _written(self, logprobs: tuple[TokenLogprobs, ...], offset: int) -> dict[str, Any]:
-        tokenizer = self._job.version.tokenizer
-        return chat_logprobs(tokenizer, logprobs) if self._chat else completion_logprobs(tokenizer, logprobs, offset)
+    def _written(self, logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+        write = chat_logprobs if self._chat else completion_logprobs
+        return write(self._job.version.tokenizer, logprobs)
 
     def _usage(self, completion: int) -> dict[str, int]:
         prompt = self._job.prompt_tokens

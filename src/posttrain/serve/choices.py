@@ -14,6 +14,7 @@ from posttrain.types import FinishReason
 class TokenLogprobs:
     token_id: int
     logprobs: ModelLogprobs
+    offset: int  # in the answer, of the text that the token is part of; half characters stand where the character does
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,18 @@ class Choice:
         self._cut = StopCut(stop_strings)
         self._stop_ids = stop_ids
         self._waiting: list[TokenLogprobs] = []
+        self._length = 0  # characters that all tokens so far have become
 
     def push(self, event: TokenEvent) -> Piece:
         assert self.finish_reason is None, "a finished choice gets no tokens"
         ends_turn = event.finish_reason == "stop" and event.token_id in self._stop_ids
         text = ""
         if not ends_turn:  # the token that ends the turn is counted, and is not part of what was said
-            text = self._cut.push(self._text.push(event.token_id))
             if event.model_logprobs is not None:
-                self._waiting.append(TokenLogprobs(event.token_id, event.model_logprobs))
+                self._waiting.append(TokenLogprobs(event.token_id, event.model_logprobs, self._length))
+            added = self._text.push(event.token_id)
+            self._length += len(added)
+            text = self._cut.push(added)
         self.finish_reason = "stop" if self._cut.found else event.finish_reason
         if self.finish_reason is not None and not self._cut.found:
             text += self._cut.push(self._text.finish())
@@ -80,19 +84,26 @@ def chat_logprobs(tokenizer: Any, tokens: tuple[TokenLogprobs, ...]) -> dict[str
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Any, tokens: tuple[TokenLogprobs, ...], offset: int) -> dict[str, Any]:
-    """As /v1/completions writes them; `offset` is the length of the text before."""
-    texts = [token_bytes(tokenizer, token.token_id).decode(errors="replace") for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+def completion_logprobs(tokenizer: Any, tokens: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+    """As /v1/completions writes them."""
+
+    def text(token_id: int) -> str:
+        raw = token_bytes(tokenizer, token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:  # half a character: OpenAI's way to write it
+            return "bytes:" + raw.decode("ascii", errors="backslashreplace")
+
+    def top(token: TokenLogprobs) -> dict[str, float]:
+        """By text; of two tokens that are written alike, the more probable one."""
+        found: dict[str, float] = {}
+        for token_id, logprob in token.logprobs.top:
+            found.setdefault(text(token_id), logprob)
+        return found
+
     return {
-        "tokens": texts,
+        "tokens": [text(token.token_id) for token in tokens],
         "token_logprobs": [token.logprobs.of_token for token in tokens],
-        "top_logprobs": [
-            {token_bytes(tokenizer, t).decode(errors="replace"): value for t, value in token.logprobs.top}
-            for token in tokens
-        ],
-        "text_offset": offsets,
+        "top_logprobs": [top(token) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
     }

@@ -13,7 +13,8 @@ from tiny_models import byte_tokenizer
 from transformers import AutoTokenizer
 
 from posttrain.generation.native.session_values import ModelLogprobs, TokenEvent
-from posttrain.serve.choices import Choice, chat_logprobs, completion_logprobs
+from posttrain.serve import choices
+from posttrain.serve.choices import Choice, TokenLogprobs, chat_logprobs, completion_logprobs
 from posttrain.serve.text import IncrementalText, StopCut, token_bytes
 
 BYTES = byte_tokenizer()
@@ -120,8 +121,34 @@ def test_a_choice_hands_logprobs_out_with_the_text_of_their_tokens() -> None:
     written = chat_logprobs(BYTES, tuple(entry for piece in found for entry in piece.logprobs))["content"]
     assert bytes(byte for entry in written for byte in entry["bytes"]).decode() == "a🙂b"
     assert written[0]["top_logprobs"] == [{"token": "a", "logprob": -1.0, "bytes": [97]}]
-    plain = completion_logprobs(BYTES, found[0].logprobs + found[5].logprobs, 10)
-    assert (plain["tokens"], plain["text_offset"]) == (["a", "b"], [10, 11])
+    plain = completion_logprobs(BYTES, tuple(entry for piece in found for entry in piece.logprobs))
+    assert plain["tokens"] == ["a", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x99", r"bytes:\x82", "b"]
+    assert plain["text_offset"] == [0, 1, 1, 1, 1, 2]
+
+
+def test_offsets_are_places_in_the_text() -> None:
+    """Also after special tokens, which are not part of it, and where text waits because it may be a stop string."""
+    answer = "ä€x stop here 🙂."
+    ids = [token for text in answer for token in [*BYTES(text)["input_ids"], BYTES.pad_token_id]]
+    choice = Choice(0, BYTES, ("here you are",), frozenset())
+    found = [choice.push(event(token, "length" if place == len(ids) - 1 else None)) for place, token in enumerate(ids)]
+    assert "".join(piece.text for piece in found) == answer
+    plain = completion_logprobs(BYTES, tuple(entry for piece in found for entry in piece.logprobs))
+    assert [token for token in plain["tokens"] if token.startswith("bytes:")]
+    for token, offset in zip(plain["tokens"], plain["text_offset"], strict=True):
+        if len(token) == 1:
+            assert answer[offset] == token
+    starts = [
+        offset for token, offset in zip(plain["tokens"], plain["text_offset"], strict=True) if token != BYTES.pad_token
+    ]
+    assert sorted(set(starts)) == list(range(len(answer)))
+
+
+def test_of_two_tokens_that_are_written_alike_the_more_probable_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "token_bytes", lambda tokenizer, token_id: b"same" if token_id < 7 else b"other")
+    top = ((5, -0.5), (6, -2.0), (7, -3.0))
+    written = completion_logprobs(BYTES, (TokenLogprobs(5, ModelLogprobs(-0.5, top), 0),))
+    assert written["top_logprobs"] == [{"same": -0.5, "other": -3.0}]
 
 
 def test_a_choice_that_ends_in_the_middle_says_all_that_it_has() -> None:
