@@ -17,7 +17,7 @@ Talk with a model. Answers are written as they are sampled; the conversation is 
   posttrain chat models/smollm2-135m-instruct
   posttrain chat results/grpo/step_60 --temperature 0          a checkpoint, greedy
   posttrain chat registry:maths@production --system "Be brief."
-  echo "What is 7 + 5?" | posttrain chat models/mine           one answer per line of input
+  echo "What is 7 + 5?" | posttrain chat models/mine           one answer per line of input, and no commands
 """
 
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             raise EOFError
         return line
 
-    all_answered = converse(conversation, read, _write, _say)
+    all_answered = converse(conversation, read, _write, _say, has_commands=interactive)
     return 0 if interactive or all_answered else EXIT_BAD_INPUT
 
 

@@ -57,6 +57,7 @@ class Conversation:
     def answer(self, text: str) -> Iterator[str]:
         """The pieces of the answer. Closing the iterator stops it; what was said until then is remembered."""
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
+        self.num_forgotten = 0  # also where the message does not fit
         self.num_forgotten, prompt_ids = self._fitting_prompt(turns)
         self.turns = turns[self.num_forgotten :]
         room = self.session.settings.max_total_tokens - len(prompt_ids)
@@ -96,10 +97,12 @@ class Conversation:
         return forgotten, tuple(ids)
 
 
-def converse(conversation: Conversation, read: Callable[[], str], write: Write, say: Write) -> bool:
+def converse(
+    conversation: Conversation, read: Callable[[], str], write: Write, say: Write, *, has_commands: bool = True
+) -> bool:
     """Until the input ends. `write` is for answers, `say` for everything else; `read` raises EOFError at the end.
 
-    Whether every message had an answer.
+    Without commands every line is a message, whatever it begins with. Whether every message had an answer.
     """
     all_answered = True
     while True:
@@ -112,7 +115,7 @@ def converse(conversation: Conversation, read: Callable[[], str], write: Write, 
             continue
         if not line:
             continue
-        if line.startswith("/"):
+        if has_commands and line.startswith("/"):
             if not obey(conversation, line, say):
                 return all_answered
             continue
@@ -121,7 +124,6 @@ def converse(conversation: Conversation, read: Callable[[], str], write: Write, 
 
 def speak(conversation: Conversation, line: str, write: Write, say: Write) -> bool:
     """False if the message could not be answered."""
-    answered = True
     pieces = conversation.answer(line)
     try:
         for piece in pieces:
@@ -132,14 +134,14 @@ def speak(conversation: Conversation, line: str, write: Write, say: Write) -> bo
     except DamagedModelError:
         raise
     except ValueError as error:  # the message does not fit, or the template refuses it
-        say(f"posttrain: {error}")
-        answered = False
+        say(f"posttrain: {error}\n")
+        return False
     write("\n")
     if conversation.num_forgotten:
         say(
             f"(the conversation is too long for the model: its {conversation.num_forgotten} oldest messages are forgotten)\n"
         )
-    return answered
+    return True
 
 
 def obey(conversation: Conversation, line: str, say: Write) -> bool:

@@ -30,7 +30,13 @@ def conversation(session: GenerationSession) -> Conversation:
     return Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed=5)
 
 
-def play(conversation: Conversation, lines: list[str | BaseException], *, all_answered: bool = True) -> tuple[str, str]:
+def play(
+    conversation: Conversation,
+    lines: list[str | BaseException],
+    *,
+    all_answered: bool = True,
+    has_commands: bool = True,
+) -> tuple[str, str]:
     """What was written and what was said."""
     written: list[str] = []
     said: list[str] = []
@@ -42,7 +48,7 @@ def play(conversation: Conversation, lines: list[str | BaseException], *, all_an
             raise line
         return line
 
-    assert converse(conversation, read, written.append, said.append) == all_answered
+    assert converse(conversation, read, written.append, said.append, has_commands=has_commands) == all_answered
     return "".join(written), "".join(said)
 
 
@@ -73,6 +79,12 @@ def test_commands(conversation: Conversation) -> None:
     assert conversation.messages == []
 
 
+def test_lines_of_a_pipe_are_messages_whatever_they_begin_with(conversation: Conversation) -> None:
+    _, said = play(conversation, ["/exit", "/etc/hosts is a file"], has_commands=False)
+    assert said == ""
+    assert [message["content"] for message in conversation.messages[::2]] == ["/exit", "/etc/hosts is a file"]
+
+
 def test_a_seed_gives_the_same_chat_again(session: GenerationSession) -> None:
     def texts(seed: int | None) -> str:
         made = Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed)
@@ -91,9 +103,17 @@ def test_the_oldest_turns_go_when_there_is_no_room(conversation: Conversation) -
 
 
 def test_a_message_that_can_never_fit_is_refused_and_forgotten(conversation: Conversation) -> None:
-    _, said = play(conversation, ["ok", "w" * 500, "fine"], all_answered=False)
+    written, said = play(conversation, ["ok", "w" * 500, "fine"], all_answered=False)
     assert "at most 200 together" in said
+    assert said.endswith("\n")
+    assert written == "".join(message["content"] + "\n" for message in conversation.messages[1::2])
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["ok", "fine"]
+
+
+def test_what_is_forgotten_is_told_once(conversation: Conversation) -> None:
+    _, said = play(conversation, ["x" * 40, "y" * 40, "z" * 40, "w" * 500], all_answered=False)
+    assert said.count("oldest messages are forgotten") == 1
+    assert conversation.num_forgotten == 0
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(conversation: Conversation) -> None:
