@@ -265,7 +265,7 @@ def test_a_session_replays_steps_up_to_the_logits(model: nn.Module, monkeypatch:
     expected = session_tokens(GenerationSession(NativeEngine(model, TOKENIZER, settings)), make_tasks(), samplings)
     monkeypatch.setattr(graphs_module, "Recorder", SimulatedRecorder)
     session = GenerationSession(NativeEngine(model, TOKENIZER, settings))
-    session._may_record = True
+    session._decoding.may_record = True
     assert session_tokens(session, make_tasks(), samplings) == expected
     session.add(SessionRequest("lost", make_tasks()[1].prompt_ids, SAMPLING, seed=9))
     session.step()

@@ -15,7 +15,6 @@ from tiny_models import VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
 from torch import nn
 
 from posttrain.generation.native import NativeEngine, NativeSettings, SamplingError
-from posttrain.generation.native.attention import PagedDecode
 from posttrain.generation.native.session import GenerationSession
 from posttrain.generation.native.session_values import FailureEvent, SessionRequest, TokenEvent
 from posttrain.types import NoiseKey, Sampling, Task
@@ -120,14 +119,15 @@ def test_a_cache_that_is_too_small_for_all_costs_time_and_changes_nothing(model:
 def test_dense_copies_never_take_more_than_the_pages(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     session = session_of(model, max_total_tokens=240, kv_cache_gib=80 * PAGE_GIB)
     used: list[str] = []
-    choose = session._decode_for
+    decoding = session._decoding
+    choose = decoding.way_for
 
-    def watched(num_rows: int, longest: int) -> Any:
-        decode = choose(num_rows, longest)
+    def watched(adapter: str, num_rows: int, longest: int) -> Any:
+        decode = choose(adapter, num_rows, longest)
         used.append(type(decode).__name__)
         return decode
 
-    monkeypatch.setattr(session, "_decode_for", watched)
+    monkeypatch.setattr(decoding, "way_for", watched)
     limit = session.num_pages * 4
     # Two that run all the time, and a long one that comes and goes: dense, from the pages, and dense again.
     wanted = [SessionRequest(f"short{n}", (5 + n, 6), Sampling(50, 0.0, ignore_eos=True), seed=n) for n in range(2)]
@@ -140,12 +140,11 @@ def test_dense_copies_never_take_more_than_the_pages(model: nn.Module, monkeypat
         for event in session.step():
             assert isinstance(event, TokenEvent)
             answers[event.request_id, event.sample].append(event)
-        dense = [decode for decode in session._decodes.values() if not isinstance(decode, PagedDecode)]
-        assert sum(decode.num_rows * decode.row_length for decode in dense) <= limit
+        assert sum(copy.num_rows * copy.row_length for copy in decoding.copies.values()) <= limit
         if not arriving and not session.unfinished:
             break
     assert [name for name, _ in itertools.groupby(used)] == ["DenseDecode", "PagedDecode", "DenseDecode"]
-    assert session._decodes == {}
+    assert decoding.copies == {}
     roomy = session_of(model, max_total_tokens=240)
     assert tokens(answers) == tokens(run(roomy, wanted)), "the way of decoding changes nothing"
 

@@ -14,23 +14,20 @@ A process may have several sessions, but only one of them may be inside `step` a
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from posttrain.generation.native.attention import DenseDecode, PagedDecode
 from posttrain.generation.native.engine import NativeEngine, SamplingError
-from posttrain.generation.native.graphs import LogitGraphs
 from posttrain.generation.native.kv_cache import PagedKvCache, num_pages_for_call
 from posttrain.generation.native.noise import sequence_key
 from posttrain.generation.native.pages import pages_for
 from posttrain.generation.native.prefill import first_logits, prefill
-from posttrain.generation.native.recording import RecordingError
 from posttrain.generation.native.sampler import TokenSampler
 from posttrain.generation.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
+from posttrain.generation.native.session_decoding import SessionDecoding
 from posttrain.generation.native.session_values import (
     Event,
     FailureEvent,
@@ -40,9 +37,6 @@ from posttrain.generation.native.session_values import (
 )
 from posttrain.generation.native.stopping import StopRules
 from posttrain.types import Sampling, Task
-
-# A dense copy grows in steps of about this many tokens; see `DenseDecode`.
-_DENSE_HEADROOM_TOKENS = 96
 
 
 @dataclass(eq=False)
@@ -72,9 +66,6 @@ class GenerationSession:
         self._make_cache()
         self._entries: dict[str, _Entry] = {}
         self._by_group: dict[PromptGroup, _Entry] = {}
-        self._decodes: dict[str, DenseDecode | PagedDecode] = {}
-        self._graphs: dict[str, LogitGraphs] = {}
-        self._may_record = self.device.type == "cuda"
         self._prefilled_last = False
         self.num_preemptions = 0  # of schedulers that `reset` has thrown away
 
@@ -90,6 +81,7 @@ class GenerationSession:
             reserve=self.forward.working_bytes(settings.max_prefill_tokens, settings.max_batch_size),
         )  # fmt: skip
         self.cache = PagedKvCache(layers, self.num_pages + 1, size, self.device)  # one that belongs to nobody
+        self._decoding = SessionDecoding(self.forward, self.cache, settings, self.num_pages)
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -169,7 +161,7 @@ class GenerationSession:
         """Cancel a request whose numbers are none. They go with it: a mask does not hide them from whoever comes next."""
         pages = {page for sample in entry.unfinished.values() for page in sample.pages}
         self.cache.clear_pages(sorted(pages.union(entry.group.pages or ())))
-        self._decodes.clear()
+        self._decoding.forget_copies()
         self.cancel(entry.request.id)
 
     def reset(self) -> list[str]:
@@ -177,9 +169,7 @@ class GenerationSession:
         lost = list(self._entries)
         self._entries.clear()
         self._by_group.clear()
-        for graphs in self._graphs.values():
-            graphs.decode.forget_rows()
-        self._decodes.clear()
+        self._decoding.forget_rows()
         self.num_preemptions += self.scheduler.num_preemptions
         self.scheduler = self._new_scheduler()
         self._adapter, self._prefilled_last = None, False
@@ -206,9 +196,10 @@ class GenerationSession:
         self.scheduler.reserve_step()
         events: list[Event] = []
         for samples in self._batches(list(self.scheduler.active)):
-            events += self._keep(samples, *self._draw(samples, self._next_logits(samples)))
-        if not self.scheduler.active and self.device.type == "cpu":
-            self._decodes.clear()  # an idle server keeps no dense copies
+            logits = self._decoding.next_logits(self._adapter or "", samples)
+            events += self._keep(samples, *self._draw(samples, logits))
+        if not self.scheduler.active:
+            self._decoding.forget_copies()  # an idle server keeps none
         return events
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
@@ -265,60 +256,6 @@ class GenerationSession:
         prefill(self.forward, self.cache, jobs, self.settings.max_prefill_tokens)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
-
-    def _next_logits(self, samples: Sequence[Sample]) -> Tensor:
-        if self._may_record:
-            try:
-                return self._graphs_of_adapter().logits(samples)
-            except RecordingError as error:
-                warnings.warn(f"decoding goes on without CUDA graphs, more slowly: {error}", stacklevel=2)
-                self._may_record = False
-        size = self.settings.page_size
-        last = [sample.token_ids[-1] for sample in samples]
-        at = [sample.num_cached for sample in samples]
-        slots = [
-            sample.pages[position // size] * size + position % size
-            for sample, position in zip(samples, at, strict=True)
-        ]
-        inputs = torch.tensor([last, at, slots], dtype=torch.long).to(self.device, non_blocking=True)
-        decode = self._decode_for(len(samples), max(at) + 1)
-        decode.prepare(samples, inputs[2])
-        return self.forward.head.logits(self.forward.hidden(decode, inputs[0], inputs[1]))
-
-    def _graphs_of_adapter(self) -> LogitGraphs:
-        """Recorded steps have the adapter that was on when they were recorded."""
-        adapter = self._adapter or ""
-        if adapter not in self._graphs:
-            self._graphs[adapter] = LogitGraphs(self.forward, self._paged(), scratch_page=self.num_pages)
-        return self._graphs[adapter]
-
-    def _decode_for(self, num_rows: int, longest: int) -> DenseDecode | PagedDecode:
-        """The active adapter's way of decoding. On a CPU dense copies together never take more than the pages do."""
-        adapter = self._adapter or ""
-        decode = self._decodes.get(adapter)
-        if self.device.type == "cpu":
-            size, longest_ever = self.settings.page_size, self.settings.max_total_tokens
-            limit = self.num_pages * size
-            rows, length = num_rows, pages_for(min(longest + _DENSE_HEADROOM_TOKENS, longest_ever), size) * size
-            if rows * length > limit:  # one long answer among many short ones: read the pages where they lie
-                self._decodes.pop(adapter, None)  # a copy would miss the tokens of these steps
-                return self._paged()
-            if isinstance(decode, DenseDecode):
-                rows, length = max(rows, decode.num_rows), max(length, decode.row_length)
-            others = (other for name, other in self._decodes.items() if name != adapter)
-            held = sum(other.num_rows * other.row_length for other in others if isinstance(other, DenseDecode))
-            if rows * length + held > limit:
-                self._decodes.clear()  # the pages have everything: whoever needs a copy makes it again
-                decode = None
-        if decode is None:
-            dense = self.device.type == "cpu"
-            decode = DenseDecode(self.cache, self.settings.max_total_tokens) if dense else self._paged()
-            self._decodes[adapter] = decode
-        return decode
-
-    def _paged(self) -> PagedDecode:
-        most = pages_for(self.settings.max_total_tokens, self.settings.page_size) + 1
-        return PagedDecode(self.cache, self.settings.max_batch_size, most)
 
     def _draw(self, samples: Sequence[Sample], logits: Tensor) -> tuple[Tensor, Mapping[int, ModelLogprobs]]:
         """Token ids and log-probabilities [2, rows]; and the model's log-probabilities for the rows that want them."""
