@@ -302,6 +302,7 @@ def test_a_key_is_needed_where_one_is_set(model: Path) -> None:
                 assert response.status_code == 401
                 assert response.json()["error"]["code"] == "invalid_api_key"
         assert client.get("/health").status_code == 200
+        assert client.head("/health").status_code == 200
         assert client.get("/metrics").status_code == 200
         for key in ("sk-one", "sk-two"):
             with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as allowed:

@@ -56,7 +56,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])  # load balancers ask either way
     async def health() -> Response:
         return _health(service)
 

@@ -127,7 +127,9 @@ class EngineThread:
         answered: set[str] = set()
         failed: set[str] = set()
         for event in events:
-            adapter = self._callers[event.request_id].adapter
+            if (caller := self._callers.get(event.request_id)) is None:
+                continue  # it has left
+            adapter = caller.adapter
             if isinstance(event, FailureEvent):
                 failed.add(adapter)
                 log.error("%s failed%s: %s", event.request_id, f" in {adapter}" if adapter else "", event.message)

@@ -45,7 +45,7 @@ class _Body(BaseModel):
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -89,7 +89,7 @@ class _Body(BaseModel):
             top_k=max(self.top_k or 0, 0),
             end_of_turn_ids=end_of_turn_ids,
             stop_strings=self.stop_strings,
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
         )
 
 

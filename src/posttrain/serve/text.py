@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
+_BYTE_LEVEL: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by tokenizer
 # A character has at most four bytes, so what waits longer is no character in the making.
 _MOST_WAITING_TOKENS = 32
 _HALF_CHARACTER = "�"
@@ -91,8 +93,11 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+    """Looked up once: it is asked of every token, and the decoder tells only when it is written out."""
+    if (known := _BYTE_LEVEL.get(tokenizer)) is None:
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        known = _BYTE_LEVEL[tokenizer] = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+    return known
 
 
 @cache

@@ -57,7 +57,8 @@ def test_prompts_of_text_and_of_tokens(prompt: Any, expected: Any) -> None:
 
 def test_labels_and_harmless_values_are_accepted() -> None:
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "presence_penalty": 0, "logit_bias": {}, "tools": [],
-                "response_format": {"type": "text"}, "n": None, "stream": None, "parallel_tool_calls": True}  # fmt: skip
+                "response_format": {"type": "text"}, "n": None, "stream": None, "ignore_eos": None,
+                "parallel_tool_calls": True}  # fmt: skip
     parse_chat(json.dumps({**CHAT, **harmless}).encode())
     parse_completion(json.dumps({**COMPLETION, "echo": False, "best_of": 1, "suffix": None}).encode())
 
