@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from side_by_side.job import GRPO, POSTTRAIN, TRL, Job, peak_bytes
+from side_by_side.job import GRPO, POSTTRAIN, TRL, Job, peaks_of_helpers
 
 GIB = 2**30
 _LOOK_EVERY_S = 0.2
@@ -90,12 +90,13 @@ def run_side(job: Job, side: str, scratch: Path) -> Outcome:
         raise SideFailedError(f"{side} ended with exit code {process.returncode}; the end of its output:\n{tail}")
     others = (_busy_cpu() - busy) - (_cpu_of_children() - before)
     result = json.loads(result_file.read_text())
+    seen = {int(pid): peak for pid, peak in result["helpers"].items()}  # by the side itself
     return Outcome(
         version=result["version"],
         steps=result["steps"],
         inputs=result["inputs"],
         process_bytes=result["peak_bytes"],
-        helper_bytes=sum(helpers.values()),
+        helper_bytes=sum(max(helpers.get(pid, 0), seen.get(pid, 0)) for pid in helpers.keys() | seen.keys()),
         others_share=max(0.0, others / ((time.monotonic() - start) * (psutil.cpu_count() or 1))),
     )
 
@@ -103,13 +104,9 @@ def run_side(job: Job, side: str, scratch: Path) -> Outcome:
 def _watch_helpers(process: subprocess.Popen[bytes]) -> dict[int, int]:
     """Wait for the process; the peak of each process that it started meanwhile."""
     peaks: dict[int, int] = {}
-    watched = psutil.Process(process.pid)
     while process.poll() is None:
-        try:
-            for helper in watched.children(recursive=True):
-                peaks[helper.pid] = max(peaks.get(helper.pid, 0), peak_bytes(helper.pid))
-        except (psutil.NoSuchProcess, OSError):
-            pass  # one that ended while we looked
+        for pid, peak in peaks_of_helpers(process.pid).items():
+            peaks[pid] = max(peaks.get(pid, 0), peak)
         time.sleep(_LOOK_EVERY_S)
     return peaks
 

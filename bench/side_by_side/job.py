@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 GRPO, DPO = "grpo", "dpo"
 TRL, POSTTRAIN = "trl", "posttrain"
@@ -143,12 +145,30 @@ def peak_bytes(pid: int | str = "self") -> int:
     return 0  # a process that has ended already
 
 
-def write_result(path: Path, steps: Sequence[StepTime], inputs: Iterable[Sequence[int]], version: str) -> None:
+def peaks_of_helpers(pid: int | None = None) -> dict[int, int]:
+    """The peak of each process that this one (or `pid`) has started and that is still there."""
+    peaks = {}
+    try:
+        for helper in psutil.Process(pid).children(recursive=True):
+            peaks[helper.pid] = peak_bytes(helper.pid)
+    except (psutil.NoSuchProcess, OSError):
+        pass  # one that ended while we looked
+    return peaks
+
+
+def write_result(
+    path: Path,
+    steps: Sequence[StepTime],
+    inputs: Iterable[Sequence[int]],
+    version: str,
+    helpers: Mapping[int, int] | None = None,
+) -> None:
     """What a side hands back. `inputs`: the prompts (GRPO) or the whole sequences (DPO) it was given, as tokens."""
     result = {
         "version": version,
         "steps": [asdict(step) for step in steps],
         "inputs": fingerprint(inputs),
         "peak_bytes": peak_bytes(),
+        "helpers": {str(pid): peak for pid, peak in (helpers or {}).items()},
     }
     path.write_text(json.dumps(result))

@@ -27,7 +27,7 @@ from posttrain.config import load_config
 from posttrain.roles import Algorithm, Objective, Policy
 from posttrain.types import Pair, StepReport, TokenBatch, UpdateReport
 from side_by_side import rewards
-from side_by_side.job import GRPO, Job, StepTime, write_result
+from side_by_side.job import GRPO, Job, StepTime, peaks_of_helpers, write_result
 
 
 class WatchedPairs:
@@ -73,12 +73,14 @@ class WatchedAlgorithm:
             self.algorithm = replace(algorithm, policy=self.policy)
         self.steps: list[StepTime] = []
         self.inputs: list[Sequence[int]] = []
+        self.helpers: dict[int, int] = {}
 
     def step(self, step: int) -> StepReport:
         self.policy.num_tokens = 0
         wall, cpu = time.perf_counter(), time.process_time()
         report = self.algorithm.step(step)
         seconds, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        self.helpers |= peaks_of_helpers()  # whoever looks from outside may miss those of a short run
         name, stage = ("reference", "policy_and_reference_logprobs") if self.pairs else ("generation", "generation")
         stages = {name: report.timings_s[stage], "training": seconds - report.timings_s[stage]}
         loss, grad_norm = report.metrics["loss"], report.metrics["grad_norm"]
@@ -149,7 +151,7 @@ def main(job_file: str, result_file: str) -> None:
         run.loop.algorithm = watched
         code = run.execute()
         assert code == 0, f"the run ended with exit code {code}"
-    write_result(Path(result_file), watched.steps, watched.inputs, f"posttrain {__version__}")
+    write_result(Path(result_file), watched.steps, watched.inputs, f"posttrain {__version__}", watched.helpers)
 
 
 if __name__ == "__main__":
