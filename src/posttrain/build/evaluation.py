@@ -24,6 +24,7 @@ from posttrain.evaluation.answering import AnswerSource, EngineAnswers, ServerAn
 from posttrain.evaluation.answers import AnswerReader, answer_reader
 from posttrain.evaluation.folder import EvaluationFolder
 from posttrain.evaluation.identity import digest, files_digest, model_fingerprint, prompts_hash
+from posttrain.evaluation.judges import judge_of
 from posttrain.evaluation.problems import ProblemSet, load_problems
 from posttrain.evaluation.results import Problem, Summary, problem_set_hash
 from posttrain.evaluation.runner import EvaluationRunner
@@ -104,7 +105,6 @@ class EvaluationBuild:
         """What decides answers and rewards, and nothing that only decides how fast they come."""
         config, generation = self.config, self.config.generation
         problems = self.problem_set.problems
-        judge = self.environment_config.model_dump(exclude={"num_workers", "timeout_s"})
         template = [config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs]
         named = generation.model_name if self.fingerprint is None else None
         own_tokenizer = config.tokenizer.name if config.tokenizer.name != generation.model_name else None
@@ -128,7 +128,7 @@ class EvaluationBuild:
             "seed": config.eval.seed,
             "num_tests_per_prompt": config.eval.num_tests_per_prompt,
             "problems_per_step": self.problems_per_step,
-            "judge": [judge, files_digest(judge)],
+            "judge": judge_of(self.environment_config.model_dump()),
         }
 
     def _engine(self) -> list[Any]:

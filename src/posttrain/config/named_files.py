@@ -1,4 +1,4 @@
-"""The local files that settings name: their content is a part of what the settings say."""
+"""The files that a config names, so that whoever keeps results can tell whether their content has changed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import glob
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +17,67 @@ _WRITTEN = (".cache_path", ".usage_file")  # by the run itself: other content do
 _OF_A_CHECKPOINT = ("policy/weights", "policy/tokenizer")  # what reading a model from it reads
 
 
+@dataclass(frozen=True)
+class Named:
+    """One setting that names files."""
+
+    key: str  # dotted
+    text: str  # as it is written: data.jsonl, rewards.py:score, a folder, package.module:score
+    files: tuple[Path, ...]
+    names: tuple[str, ...]  # of the files below what is named; a single file has none
+    part: str = ""  # what of the file is meant: a function
+
+
 def files_named_in(values: Any) -> list[Path]:
     """Files such as `data.jsonl` and `rewards.py:score`, those below folders of data and models, and modules of functions."""
-    found: dict[Path, None] = {}
+    return list(dict.fromkeys(file for named in settings_with_files(values) for file in named.files))
+
+
+def settings_with_files(values: Any) -> Iterator[Named]:
     for key, text in _texts(values, ""):
-        if not key.endswith(_WRITTEN):
-            found.update(dict.fromkeys(_files(key, text)))
-    return list(found)
+        if not key.endswith(_WRITTEN) and (found := _named(key, text)) is not None:
+            yield found
 
 
-def _files(key: str, text: str) -> Iterator[Path]:
-    for candidate in (text, text.rpartition(":")[0]):
+def _named(key: str, text: str) -> Named | None:
+    setting = key.removeprefix(".")
+    for file in (text, text.rpartition(":")[0]):
         # os.path: a prompt of 300 characters is no name that the system can look up, which pathlib takes as an error.
-        if os.path.isfile(os.path.expanduser(candidate)):
-            yield Path(candidate).expanduser()
-    if key.endswith(_DATA_OR_MODEL):
-        yield from _below(os.path.expanduser(text))
-    elif key.endswith(_FUNCTION):
-        yield from _module(text)
+        if os.path.isfile(os.path.expanduser(file)):
+            return Named(setting, text, (Path(file).expanduser(),), ("",), text[len(file) + 1 :])
+    if key.endswith(_DATA_OR_MODEL) and (below := list(_below(os.path.expanduser(text)))):
+        return Named(setting, text, *zip(*below, strict=True))  # type: ignore[arg-type]
+    if key.endswith(_FUNCTION) and (module := _module(text)) is not None:
+        return Named(
+            setting, text, (module,), ("",), text.rpartition(":")[2] if ":" in text else text.rpartition(".")[2]
+        )
+    return None
 
 
-def _below(text: str) -> Iterator[Path]:
+def _below(text: str) -> Iterator[tuple[Path, str]]:
+    """Each file, and its name below the folder, or the folder of a pattern."""
     if os.path.isdir(text):
+        root = text
         parts = [part for name in _OF_A_CHECKPOINT if os.path.isdir(part := os.path.join(text, name))] or [text]
         patterns = [os.path.join(glob.escape(part), "**", "*") for part in parts]
     else:
+        root = os.path.dirname(text)
         patterns = [text] if any(character in text for character in "*?") else []
     for pattern in patterns:  # hidden files are nobody's data
-        yield from (Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path))
+        for path in sorted(glob.glob(pattern, recursive=True)):
+            if os.path.isfile(path):
+                yield Path(path), os.path.relpath(path, root or ".")
 
 
-def _module(text: str) -> Iterator[Path]:
+def _module(text: str) -> Path | None:
     """The file of `package.module:name` or `package.module.name`, looked for as an import would; nothing is imported."""
     module = text.rpartition(":")[0] or text.rpartition(".")[0]
     inner = module.replace(".", os.sep)
     for folder in (os.getcwd(), *sys.path):
         for place in (os.path.join(folder, f"{inner}.py"), os.path.join(folder, inner, "__init__.py")):
             if inner and os.path.isfile(place):
-                yield Path(place)
-                return
+                return Path(place)
+    return None
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -264,12 +264,13 @@ def _read(reply: Any) -> Answer:
         choice = reply["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         reason = choice.get("finish_reason")
-        num_tokens = (reply.get("usage") or {}).get("completion_tokens")
+        given = (reply.get("usage") or {}).get("completion_tokens")
+        num_tokens = given if isinstance(given, int) else None
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         return Answer(None, 0, error=f"request failed: the reply has no answer in it: {str(reply)[:200]}")
     if reason not in ("stop", "length"):
         return Answer(None, 0, error=f"request failed: the server ended it with finish_reason {reason!r}")
-    return Answer(Completion((), (), text or "", reason), None if num_tokens is None else int(num_tokens))
+    return Answer(Completion((), (), text or "", reason), num_tokens)
 
 
 def _named(error: Exception) -> str:

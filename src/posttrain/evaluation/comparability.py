@@ -9,31 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from posttrain.config.tree import dotted, leaves
+from posttrain.evaluation.judges import differences, judge_settings
 from posttrain.evaluation.results import IDENTITY_FILE, Evaluation, EvaluationError
 
 Difference = tuple[str, Any, Any]  # what, in the first, in the second
 
-# How fast a judge is, and what it costs: it says the same.
-_PACE_OF_A_JUDGE = (
-    "num_workers",
-    "timeout_s",
-    "request_timeout_s",
-    "max_retries",
-    "retry_base_s",
-    "retry_max_s",
-    "cache",
-    "cache_path",
-    "usage_file",
-    "input_price",
-    "output_price",
-    "api_key_env",
-    "device",
-    "max_batch_tokens",
-)
 _ADDRESS_OF_A_JUDGE = ("base_url", "extra_headers")  # a model of the same name elsewhere ought to be the same judge
 # Settings that may differ between two models without making their evaluations incomparable, …
 _MAY_DIFFER = (
@@ -109,24 +92,8 @@ def told(difference: Difference, names: tuple[str, str]) -> str:
 def _judge_differences(first: Evaluation, second: Evaluation) -> list[Difference]:
     one, other = _identity(first).get("judge"), _identity(second).get("judge")
     if one is None or other is None:
-        one, other = ([evaluation.summary.config.get("env") or {}, {}] for evaluation in (first, second))
-    (ours, shown), (theirs, also_shown) = _judge(*one[:2]), _judge(*other[:2])
-    return [(f"env.{key}", shown.get(key), also_shown.get(key)) for key, _, _ in _differences(ours, theirs)]
-
-
-def _judge(settings: Mapping[str, Any], files: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What decides how answers are scored, by dotted key, with the content of files in place of their names; and to show."""
-    meant, shown = {}, {}
-    for key, value in _flat(settings).items():
-        if key.rpartition(".")[2] in _PACE_OF_A_JUDGE:
-            continue
-        meant[key] = shown[key] = value
-        for name in (str(value), str(value).rpartition(":")[0]):  # rewards.json, rewards.py:score
-            if content := files.get(str(Path(name).expanduser())):
-                meant[key] = content + str(value).removeprefix(name)
-                shown[key] = f"{value} (sha256 {content[:8]})"
-                break
-    return meant, shown
+        one, other = (judge_settings(evaluation.summary.config.get("env") or {}) for evaluation in (first, second))
+    return [(f"env.{key}", ours, theirs) for key, ours, theirs in differences(one, other)]
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Difference]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 from posttrain.config.named_files import files_named_in
 from posttrain.evaluation.problems import EvalProblem
 from posttrain.export.model_reference import ModelReference
-from posttrain.file_hashes import hash_files
+from posttrain.hashing import digest, hash_files
 
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
 
@@ -25,10 +23,6 @@ def files_digest(values: Any) -> dict[str, str]:
     """SHA-256 of every file that settings name: a judge is the content of its file, not the name of it."""
     files = files_named_in(values)
     return {str(file): found for file, found in zip(files, hash_files(files), strict=True)}
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def model_fingerprint(reference: ModelReference, say: Callable[[str], None] | None = None) -> str | None:

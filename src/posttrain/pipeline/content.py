@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from posttrain.file_hashes import FileHashes
-
-
-def digest(value: Any) -> str:
-    """One SHA-256 for plain values, whatever the order of their keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+from posttrain.hashing import FileHashes
 
 
 def traces_content(path: str | Sequence[str], hashes: FileHashes) -> list[str]:

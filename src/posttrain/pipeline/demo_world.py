@@ -17,7 +17,7 @@ from pathlib import Path
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import DemoSection
-from posttrain.pipeline.content import digest
+from posttrain.hashing import digest
 from posttrain.pipeline.stage import Stop
 from posttrain.pipeline.training_process import run_training
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from posttrain.checkpointing import durable
 from posttrain.errors import InputError
-from posttrain.pipeline.content import digest
+from posttrain.hashing import digest
 
 STAGE_FILE = "stage.json"
 ITERATION_FILE = "iteration.json"

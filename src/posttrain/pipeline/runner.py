@@ -18,8 +18,7 @@ from pathlib import Path
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.file_hashes import FileHashes
-from posttrain.pipeline.content import digest
+from posttrain.hashing import FileHashes, digest
 from posttrain.pipeline.lock import only_runner
 from posttrain.pipeline.models import choose_models
 from posttrain.pipeline.planning import Decision, decide, plan

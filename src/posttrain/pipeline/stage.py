@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.file_hashes import FileHashes
+from posttrain.hashing import FileHashes
 from posttrain.pipeline.records import Iteration, Outcome, StageName, StageRecord
 from posttrain.roles import ShowProgress
 

@@ -130,8 +130,9 @@ class MemoryModel:
         """Of the first rank, which has all the weights in its copy of a checkpoint."""
         state = self.state_bytes() / self.settings.ranks
         items = {"optimizer state": state} if self.settings.optimizer.is_offloaded else {}
-        if self.settings.copies_checkpoints:
-            items["copy of a checkpoint"] = self.settings.element * self.num_trained + state
+        if (copy := self.settings.checkpoint_copy) != "none":
+            weights = self.settings.element * self.num_trained
+            items["copy of a checkpoint"] = weights + (state if copy == "with optimizer" else 0)
         return items
 
     def _while_sampling(self) -> dict[str, float]:

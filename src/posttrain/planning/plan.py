@@ -10,7 +10,7 @@ from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.errors import InputError
 from posttrain.planning.calibration import CALIBRATION, GIB, GPUS, MEASURED_ON, Calibration, Gpu
 from posttrain.planning.memory import SAMPLING, MemoryModel, MemoryPlan, Phase
-from posttrain.planning.settings import RunSettings, counts_too_many_adapters, run_settings
+from posttrain.planning.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
 from posttrain.planning.shape import ModelShape, find_shape
 from posttrain.planning.timing import StepTime, TimeModel
 from posttrain.planning.workload import Lengths, Workload, needs_reference, workload_of
@@ -86,7 +86,7 @@ def estimate_run(
             ranks=config.cluster.num_nodes * config.cluster.gpus_per_node,
             scores_answers=isinstance(config, RmRunConfig),
             checkpointing=recomputes,
-            copies_checkpoints=_saves_in_background(config.checkpointing),
+            checkpoint_copy=_checkpoint_copy(config.checkpointing),
         )
         return estimate(shape, settings, workload, gpu)
 
@@ -96,9 +96,11 @@ def estimate_run(
     return plain
 
 
-def _saves_in_background(config: CheckpointingConfig) -> bool:
+def _checkpoint_copy(config: CheckpointingConfig) -> CheckpointCopy:
     """As loop.py decides it on a GPU, where host memory suffices."""
-    return config.enabled and config.async_save is not False and not config.save_consolidated
+    if not config.enabled or config.async_save is False or config.save_consolidated:
+        return "none"
+    return "with optimizer" if config.save_optimizer else "weights"
 
 
 def assumptions(found: Estimate, config: RunConfig) -> list[str]:
@@ -168,7 +170,8 @@ def as_json(found: Estimate, config: RunConfig) -> dict[str, Any]:
             }
             for phase in found.memory.phases
         },
-        "host_memory_gib": {name: num_bytes / GIB for name, num_bytes in found.memory.host_items.items()},
+        "host_memory_gib": sum(found.memory.host_items.values()) / GIB,
+        "host_memory_items_gib": {name: num_bytes / GIB for name, num_bytes in found.memory.host_items.items()},
         "kv_cache": None
         if cache is None
         else {

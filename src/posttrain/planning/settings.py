@@ -8,6 +8,7 @@ from typing import Literal
 from posttrain.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
 
 AdamKind = Literal["foreach", "fused", "single", "compact"]
+CheckpointCopy = Literal["none", "weights", "with optimizer"]  # in host memory, to be written in the background
 _ALL_LINEARS = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 
 
@@ -58,7 +59,7 @@ class RunSettings:
     scores_answers: bool  # a reward model: no output head
     ranks: int
     engine: EngineSettings | None
-    copies_checkpoints: bool = False  # into host memory, to write them in the background
+    checkpoint_copy: CheckpointCopy = "none"
 
     @property
     def holds_copy(self) -> bool:
@@ -72,7 +73,7 @@ def run_settings(
     ranks: int,
     scores_answers: bool = False,
     checkpointing: bool | None = None,
-    copies_checkpoints: bool = False,
+    checkpoint_copy: CheckpointCopy = "none",
 ) -> RunSettings:
     """`checkpointing` decides where the config says auto."""
     engine = None
@@ -96,7 +97,7 @@ def run_settings(
         scores_answers=scores_answers,
         ranks=ranks,
         engine=engine,
-        copies_checkpoints=copies_checkpoints,
+        checkpoint_copy=checkpoint_copy,
     )
 
 

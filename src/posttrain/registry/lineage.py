@@ -227,6 +227,8 @@ def doubtful_evaluations(folder: Path, evaluations: Mapping[str, Path]) -> dict[
     """Of evaluations by name, those that are not known to be of the model in `folder`, and why."""
     from posttrain.evaluation.results import read_summary
 
+    if not evaluations:
+        return {}  # a fingerprint of nothing's use would be read from every byte of the model
     own = _fingerprint(folder)
     found = {}
     for name, path in evaluations.items():

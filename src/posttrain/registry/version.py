@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.file_hashes import cache_folder
+from posttrain.hashing import cache_folder
 from posttrain.registry.artifacts import FileRecord, Files, content_digest
 from posttrain.registry.lineage import Lineage
 from posttrain.registry.stages import Stage, Stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,24 @@ from posttrain.config.gate import GateConfig
 from posttrain.errors import InputError
 from posttrain.evaluation.comparison import compare
 from posttrain.evaluation.gate import judge
+from posttrain.evaluation.judges import judge_of
 from posttrain.evaluation.results import Evaluation, EvaluationError
 
 REWARDS = [[float(index % 2)] for index in range(60)]
 
 
-def judged_by(function: str, content: str, **more: Any) -> dict[str, Any]:
-    """The identity of an evaluation whose reward is a function in a file."""
-    return {"judge": [{"function": function, **more}, {function.partition(":")[0]: content}]}
+def judged_by(**settings: Any) -> dict[str, Any]:
+    """The identity of an evaluation with this judge, files as they are now."""
+    return {"judge": judge_of(settings)}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current one, with a file of rewards, a copy of it, another one, and a reward model."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("r.py", "def f(): 1"), ("copies/r.py", "def f(): 1"), ("rm/model.safetensors", "weights")):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
 
 
 def pair(folder: Path, *sides: dict[str, Any]) -> list[Evaluation]:
@@ -32,35 +43,45 @@ def gated(ours: Evaluation, theirs: Evaluation, metric: str) -> str:
     return found.verdict if not found.notes else f"{found.verdict}: {'; '.join(found.notes)}"
 
 
-def test_scores_of_an_edited_reward_file_are_refused(tmp_path: Path) -> None:
-    one, other = pair(
-        tmp_path, {"identity": judged_by("r.py:f", "1a2b3c4d5e")}, {"identity": judged_by("r.py:f", "f9e8d7c6b5")}
-    )
-    said = (
-        r"different judges: env.function is 'r.py:f \(sha256 1a2b3c4d\)' in {} and 'r.py:f \(sha256 f9e8d7c6\)' in {}"
-    )
+@pytest.mark.parametrize(
+    ("setting", "file"),
+    [
+        ({"function": "r.py:f"}, "r.py"),
+        ({"function": "r:f"}, "r.py"),
+        ({"rewards": {"a": {"function": "r.f"}}}, "r.py"),
+        ({"rewards": {"a": {"model_name": "rm"}}}, "rm/model.safetensors"),
+    ],
+)
+def test_scores_of_an_edited_judge_are_refused(tmp_path: Path, setting: dict[str, Any], file: str) -> None:
+    before = judged_by(**setting)
+    Path(file).write_text("another")
+    one, other = pair(tmp_path / "pair", {"identity": before}, {"identity": judged_by(**setting)})
+    said = r"different judges: env\.[a-z._]+ is '[a-z.:]+ \(content \w{{8}}\)' in {} and '[a-z.:]+ \(content \w{{8}}\)' in {}"
     with pytest.raises(EvaluationError, match=said.format("A", "B")):
         compare(one, other)
     for metric in ("pass@1", "reward"):
         with pytest.raises(InputError, match=f"checks.a: {metric} .*{said.format('the candidate', 'production')}"):
             gated(one, other, metric)
-    assert gated(one, other, "mean_length_tokens").startswith(
-        "promote: main: evaluated under different settings: env.f"
-    )
+    assert gated(one, other, "mean_length_tokens").startswith("promote: main: evaluated under different settings: env.")
 
 
-def test_a_judge_is_what_its_file_says_and_not_where_it_is_or_how_fast(tmp_path: Path) -> None:
+def test_a_judge_is_what_its_files_say_and_not_where_they_are_or_how_fast(tmp_path: Path) -> None:
     model = {"model": "m", "base_url": "http://a/v1"}
+    shutil.copytree("rm", "copies/rm")
     one, other, elsewhere = pair(
-        tmp_path,
-        {"identity": judged_by("r.py:f", "1a2b", **model)},
-        {"identity": judged_by("/here/r.py:f", "1a2b", **model, max_retries=9, cache_path="c.sqlite")},
-        {"identity": judged_by("r.py:f", "1a2b", **model | {"base_url": "http://b/v1"})},
+        tmp_path / "pair",
+        {"identity": judged_by(function="r.py:f", model_name="rm", **model)},
+        {
+            "identity": judged_by(
+                function="copies/r.py:f", model_name="copies/rm", **model, max_retries=9, cache_path="c.sqlite"
+            )
+        },
+        {"identity": judged_by(function="r.py:f", model_name="rm", **model | {"base_url": "http://b/v1"})},
     )
     assert compare(one, other).cautions == ()
     assert gated(one, other, "pass@1") == "promote"
     assert compare(one, elsewhere).cautions == ("env.base_url is 'http://a/v1' in A and 'http://b/v1' in B",)
-    (another,) = pair(tmp_path / "g", {"identity": judged_by("r.py:g", "1a2b", **model)})
+    (another,) = pair(tmp_path / "g", {"identity": judged_by(function="r.py:g", model_name="rm", **model)})
     with pytest.raises(EvaluationError, match="different judges"):
         compare(one, another)
 

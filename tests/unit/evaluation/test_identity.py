@@ -97,6 +97,16 @@ def test_what_a_judge_writes_down_is_not_what_it_is() -> None:
     assert not differing(before, identity(*HUB, *words))
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["request_timeout_s=9", "max_retries=9", "input_price=1", "api_key_env=MY_KEY", "cache=false", "timeout_s=9"],
+)
+def test_how_fast_and_how_dear_a_judge_is_is_not_what_it_says(setting: str) -> None:
+    words = [f"env.m.rewards.s.{each}" for each in ("type=judge", "model=gpt", "base_url=http://localhost:1/v1")]
+    assert not differing(identity(*HUB, *words), identity(*HUB, *words, f"env.m.rewards.s.{setting}"))
+    assert differing(identity(*HUB, *words), identity(*HUB, *words, "env.m.rewards.s.model=other")) == ["judge"]
+
+
 def test_another_model_behind_the_same_address_is_another_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for name in ("old", "new"):

@@ -122,13 +122,17 @@ def test_failures_are_tried_again_and_then_unscored_never_wrong(server: Server) 
     server.script = {"busy": [503, 429, "late"], "down": [500], "bad": [400], "odd": [{"nothing": 1}]}
     server.script["cut"] = [{"choices": [{"message": {"content": "x"}, "finish_reason": "length"}]}]
     server.script["filtered"] = [{"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}]
-    names = ["busy", "down", "bad", "odd", "cut", "filtered"]
+    choice = {"message": {"content": "x"}, "finish_reason": "stop"}
+    server.script["uncounted"] = [{"choices": [choice], "usage": {"completion_tokens": "n/a"}}]
+    names = ["busy", "down", "bad", "odd", "cut", "filtered", "uncounted"]
     found = dict(zip(names, source(server).answer([problem(i, n) for i, n in enumerate(names)], 1), strict=True))
     assert found["busy"][0].completion is not None
     assert found["busy"][0].completion.text == "late"
     assert found["cut"][0].completion is not None
     assert found["cut"][0].completion.finish_reason == "length"
-    assert found["cut"][0].num_tokens is None, "the reply has no usage, and an unknown length is not 0"
+    for name in ("cut", "uncounted"):
+        assert found[name][0].num_tokens is None, "no usage, or none that can be read: an unknown length is not 0"
+    assert found["uncounted"][0].completion is not None
     for name, said in {
         "down": "HTTP 500",
         "bad": "HTTP 400",

@@ -108,8 +108,9 @@ def test_state_of_an_8b_model_by_hand() -> None:
     offloaded = replace(PLAIN, optimizer=OptimizerSettings("compact", 2, "bfloat16", False, is_offloaded=True))
     plan = model_of(offloaded).plan(workload())
     assert plan.host_items == {"optimizer state": 4 * n}
-    copied = replace(short, copies_checkpoints=True)
-    assert model_of(copied).plan(workload()).host_items == {"copy of a checkpoint": (2 + 4) * n}
+    for copy, bytes_each in (("with optimizer", 2 + 4), ("weights", 2)):
+        copied = replace(short, checkpoint_copy=copy)
+        assert model_of(copied).plan(workload()).host_items == {"copy of a checkpoint": bytes_each * n}
     assert all("optimizer state" not in phase.items for phase in plan.phases)
 
 

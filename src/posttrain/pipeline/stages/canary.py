@@ -14,7 +14,7 @@ import yaml
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.pipeline.content import digest
+from posttrain.hashing import digest
 from posttrain.pipeline.models import registry_of, versions_of
 from posttrain.pipeline.records import ModelChoice, Outcome, PipelineError, StageName, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.pipeline.content import digest
+from posttrain.hashing import digest
 from posttrain.pipeline.records import Outcome, StageName, StageRecord
 from posttrain.pipeline.stage import StageContext, missing_path
 

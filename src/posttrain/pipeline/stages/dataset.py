@@ -17,7 +17,7 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.data.errors import DataError
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import Prompt, TraceGroup
-from posttrain.pipeline.content import digest
+from posttrain.hashing import digest
 from posttrain.pipeline.records import Outcome, StageName, StageRecord
 from posttrain.pipeline.stage import StageContext, missing_path
 from posttrain.pipeline.stages.traces import current_content, pair_rules_of, reading_of

@@ -18,7 +18,8 @@ from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.pipeline.content import digest, model_identity
+from posttrain.hashing import digest
+from posttrain.pipeline.content import model_identity
 from posttrain.pipeline.models import locate
 from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about, relative
 from posttrain.pipeline.stage import StageContext

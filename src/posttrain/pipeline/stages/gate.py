@@ -12,7 +12,7 @@ from posttrain.config.gate import GateConfig
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.config.standalone import load_standalone
 from posttrain.errors import InputError
-from posttrain.pipeline.content import digest
+from posttrain.hashing import digest
 from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path
 

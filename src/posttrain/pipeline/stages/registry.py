@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.pipeline.content import digest
+from posttrain.hashing import digest
 from posttrain.pipeline.models import registry_of, versions_of
 from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, key_of
 from posttrain.pipeline.stage import StageContext

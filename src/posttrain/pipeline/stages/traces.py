@@ -11,8 +11,8 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.data.traces.reading import Reading
 from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters
 from posttrain.errors import InputError
-from posttrain.file_hashes import FileHashes
-from posttrain.pipeline.content import digest, traces_content
+from posttrain.hashing import FileHashes, digest
+from posttrain.pipeline.content import traces_content
 from posttrain.pipeline.records import Outcome, StageName, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path
 

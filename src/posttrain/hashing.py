@@ -1,4 +1,4 @@
-"""SHA-256 of files, remembered, so that looking at a large, unchanged file again costs nothing.
+"""SHA-256 of values and of files, the latter remembered, so that looking at a large, unchanged file again costs nothing.
 
 A file is known again by its path, size, time and inode. One that was written a moment ago is not remembered: it might change
 once more within the same tick of the clock, and then nothing would tell the two apart.
@@ -6,14 +6,19 @@ once more within the same tick of the clock, and then nothing would tell the two
 
 from __future__ import annotations
 
+import datetime
+import fcntl
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import contextmanager
+from decimal import Decimal
+from pathlib import Path, PurePath
 from typing import Any
+from uuid import UUID
 
 from posttrain.checkpointing import durable
 from posttrain.errors import InputError
@@ -23,6 +28,22 @@ _MAX_THREADS = 8  # hashing lets other threads run, so large models are read as 
 _SETTLED_S = 2.0
 _LARGE_BYTES = 1 << 20
 _LONG_BYTES = 8 << 30
+
+
+def digest(value: Any) -> str:
+    """One SHA-256 for plain values, whatever the order of their keys. Of others, such as images, the bytes count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def _plain(value: Any) -> str:
+    """Never the text of an object, which may hold where it lies in memory."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal | UUID | PurePath):
+        return str(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    content = getattr(value, "tobytes", None)  # images and arrays
+    return f"{kind} {hashlib.sha256(content()).hexdigest()}" if callable(content) else kind
 
 
 class FileHashes:
@@ -62,12 +83,14 @@ class FileHashes:
         return sum(status.st_size for file, status in statuses if not self._remembered(file, status))
 
     def save(self) -> None:
-        if self._new and self._memory.parent.is_dir():
+        if not self._new or not self._memory.parent.is_dir():
+            return
+        with _locked(self._memory.with_suffix(".lock")):
             # Others may have written since: what they know is kept, what is gone from the disk is not.
             merged = {**_read_memory(self._memory), **self._new}
             kept = {name: row for name, row in merged.items() if os.path.exists(name)}
             durable.write_text(self._memory, json.dumps(kept))
-            self._new = {}
+        self._new = {}
 
     def _remembered(self, file: Path, status: os.stat_result) -> str | None:
         known = self._known.get(_name(file))
@@ -76,13 +99,16 @@ class FileHashes:
 
 def hash_files(files: Sequence[Path], say: Callable[[str], None] | None = None) -> list[str]:
     """With the memory that all of the user's commands share. `say` hears of it if it takes long."""
-    folder = cache_folder()
-    hashes = FileHashes(folder / "file_hashes.json", min_bytes=_LARGE_BYTES)
+    try:
+        memory = cache_folder() / "file_hashes.json"
+    except RuntimeError:  # a user without a home
+        memory = Path(os.devnull) / "file_hashes.json"
+    hashes = FileHashes(memory, min_bytes=_LARGE_BYTES)
     if say is not None and (unknown := hashes.unknown_bytes(files)) > _LONG_BYTES:
         say(f"hashing {unknown / 2**30:.0f} GiB of files; the hashes are remembered for the next time")
     found = hashes.of_all(files)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        memory.parent.mkdir(parents=True, exist_ok=True)
         hashes.save()
     except OSError:
         pass  # a home that cannot be written: the files are read again the next time
@@ -92,6 +118,13 @@ def hash_files(files: Sequence[Path], say: Callable[[str], None] | None = None) 
 def cache_folder() -> Path:
     """Of what can be had again at the price of time: POSTTRAIN_CACHE, or ~/.cache/posttrain."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "posttrain")
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _name(file: Path) -> str:

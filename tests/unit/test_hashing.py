@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import array
+import datetime
 import hashlib
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from posttrain.evaluation.identity import folder_fingerprint
-from posttrain.file_hashes import FileHashes
+from posttrain.hashing import FileHashes, digest, hash_files
 
 
 def age(file: Path, seconds: float = 10.0) -> os.stat_result:
@@ -99,3 +102,46 @@ def test_a_memory_that_cannot_be_written_costs_nothing_but_time(
     (tmp_path / "model.safetensors").write_bytes(bytes(2 << 20))
     age(tmp_path / "model.safetensors")
     assert folder_fingerprint(tmp_path) == folder_fingerprint(tmp_path)
+
+
+def test_two_commands_that_remember_at_once_lose_nothing(tmp_path: Path) -> None:
+    files = [tmp_path / f"file{number}" for number in range(40)]
+    for file in files:
+        file.write_text(file.name)
+        age(file)
+    memory = tmp_path / "memory.json"
+
+    def remember(part: list[Path]) -> None:
+        for file in part:
+            hashes = FileHashes(memory)
+            hashes.of(file)
+            hashes.save()
+
+    threads = [threading.Thread(target=remember, args=(files[start::4],)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert FileHashes(memory).unknown_bytes(files) == 0
+
+
+def test_a_user_without_a_home_has_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("POSTTRAIN_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    (tmp_path / "a").write_text("a")
+    assert hash_files([tmp_path / "a"]) == [hashlib.sha256(b"a").hexdigest()]
+
+
+def test_a_digest_is_of_what_a_value_holds_and_not_of_where_it_is() -> None:
+    class Decoder:
+        """Its text says where it is in memory, as that of most objects."""
+
+    day = datetime.date(2026, 1, 1)
+    for value in (Decoder, lambda: array.array("b", [1, 2]), lambda: b"bytes", lambda: day, lambda: Path("a/b")):
+        assert digest({"column": value()}) == digest({"column": value()})
+    assert digest(array.array("b", [1, 2])) != digest(array.array("b", [1, 3]))
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest(day) != digest(datetime.date(2026, 1, 2))
