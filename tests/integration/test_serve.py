@@ -117,6 +117,14 @@ def test_stop_strings_end_the_answer_and_are_not_part_of_it(client: openai.OpenA
         chunk.choices[0].delta.content or "" for chunk in ask(client, seed=2, max_tokens=60, stop=stop, stream=True)
     ]
     assert "".join(pieces) == expected
+    listed = ask(client, seed=2, max_tokens=60, stop=stop, logprobs=True)
+    content = listed.choices[0].logprobs.content
+    assert bytes(byte for entry in content for byte in entry.bytes).decode(errors="replace") == expected
+    assert len(content) < listed.usage.completion_tokens
+    chunks = ask(client, seed=2, max_tokens=60, stop=stop, logprobs=True, stream=True)
+    assert [
+        entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
+    ] == content
 
 
 def test_logprobs_are_those_of_the_tokens(client: openai.OpenAI) -> None:

@@ -19,7 +19,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a client hears next of a choice. Log-probabilities travel with the text that their tokens completed."""
+    """What a client hears next of a choice. Log-probabilities travel with the first text of their tokens."""
 
     index: int
     text: str
@@ -44,6 +44,7 @@ class Choice:
         self._stop_ids = stop_ids
         self._waiting: list[TokenLogprobs] = []
         self._length = 0  # characters that all tokens so far have become
+        self._num_told = 0  # of them, those that the client has heard
 
     def push(self, event: TokenEvent) -> Piece:
         assert self.finish_reason is None, "a finished choice gets no tokens"
@@ -61,10 +62,19 @@ class Choice:
             if self._cut.found:
                 self.finish_reason = "stop"
             text += self._cut.finish()
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if text or self.finish_reason is not None:
-            logprobs, self._waiting = tuple(self._waiting), []
-        return Piece(self.index, text, logprobs, self.finish_reason)
+        self._num_told += len(text)
+        ended_by_string = self.finish_reason == "stop" and not ends_turn
+        return Piece(self.index, text, self._heard(ended_by_string), self.finish_reason)
+
+    def _heard(self, ended_by_string: bool) -> tuple[TokenLogprobs, ...]:
+        """The waiting tokens of which the client has heard at least a part. What may become a stop string waits with its
+        tokens, so that those of a stop string are never listed."""
+        if self.finish_reason is not None and not ended_by_string:
+            num_heard = len(self._waiting)  # also those without text, which nothing comes after
+        else:
+            num_heard = sum(token.offset < self._num_told for token in self._waiting)  # offsets only grow
+        heard, self._waiting = self._waiting[:num_heard], self._waiting[num_heard:]
+        return tuple(heard)
 
 
 def chat_logprobs(tokenizer: Any, tokens: tuple[TokenLogprobs, ...]) -> dict[str, Any]:

@@ -167,3 +167,49 @@ def test_a_stop_string_that_only_the_text_shows_ends_the_choice() -> None:
     texts = [choice.push(event(token)).text for token in (a, BYTES.pad_token_id)]
     last = choice.push(event(b))
     assert ("".join(texts) + last.text, last.finish_reason) == ("", "stop")
+
+
+def answer_of(ids: list[int], stop: str, reason: Any = None) -> list[choices.Piece]:
+    """The pieces of an answer until its stop string is found, or until `reason` ends it."""
+    choice = Choice(0, BYTES, (stop,), frozenset({BYTES.eos_token_id}))
+    found: list[choices.Piece] = []
+    for place, token in enumerate(ids):
+        found.append(choice.push(event(token, reason if place == len(ids) - 1 else None)))
+        if choice.finish_reason is not None:
+            break
+    return found
+
+
+@pytest.mark.parametrize("reason", [None, "stop", "length"])
+def test_tokens_of_a_stop_string_are_not_listed(reason: Any) -> None:
+    """Not even those that came long before it was complete: in a stream nothing could take them back."""
+    found = answer_of(BYTES("Ena 🙂 END")["input_ids"], "END", reason)
+    assert [(piece.text, len(piece.logprobs)) for piece in found if piece.says_something] == [
+        ("En", 2), ("a", 1), (" ", 1), ("🙂", 4), (" ", 1), ("", 0),
+    ]  # fmt: skip
+    assert found[-1].finish_reason == "stop"
+
+
+def test_the_beginning_of_a_stop_string_that_was_none_is_listed() -> None:
+    for text in ("so EN", "so ENO"):
+        found = answer_of(BYTES(text)["input_ids"], "END", "length")
+        listed = [token for piece in found for token in piece.logprobs]
+        assert "".join(piece.text for piece in found) == text
+        assert [token.token_id for token in listed] == BYTES(text)["input_ids"]
+
+
+def test_a_token_that_is_partly_in_the_text_is_listed(smollm2: Any) -> None:
+    ids = smollm2("one two")["input_ids"]
+    assert smollm2.convert_ids_to_tokens(ids) == ["one", "Ġtwo"]
+    for stop, text, num_listed in (("two", "one ", 2), (" two", "one", 1), ("wo", "one t", 2)):
+        choice = Choice(0, smollm2, (stop,), frozenset())
+        found = [choice.push(event(token)) for token in ids]
+        listed = [token.token_id for piece in found for token in piece.logprobs]
+        assert ("".join(piece.text for piece in found), listed) == (text, ids[:num_listed])
+
+
+def test_a_stop_string_that_only_the_engine_sees_is_not_listed() -> None:
+    """It is a special token, which is not part of the text."""
+    ids = [*BYTES("ab")["input_ids"], BYTES.pad_token_id]
+    found = answer_of(ids, BYTES.pad_token, "stop")
+    assert [token.token_id for piece in found for token in piece.logprobs] == ids[:2]
