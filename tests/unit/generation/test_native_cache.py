@@ -133,6 +133,29 @@ def test_decoding_equals_attention_over_the_whole_sequence(
             samples[row].token_ids.append(1)
 
 
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_a_sequence_that_overflows_does_not_spoil_the_padding_of_another(kind: str) -> None:
+    """What a mask hides meets a factor of 0, and 0 * inf is nan: padding is no page of a sequence, now or before."""
+    cache = make_cache()
+    decode = DenseDecode(cache, 100) if kind == "dense" else PagedDecode(cache, 3, 8)
+    long, short = tokens(9, 0), tokens(2, 1)
+    samples = [
+        active_sample(cache, history, pages, admission)
+        for admission, (history, pages) in enumerate([(long, [3, 4, 5]), (short, [6]), (tokens(5, 2), [0, 1])])
+    ]
+    infinite = tuple(torch.full_like(part, torch.inf) for part in tokens(1, 3))
+    cache.write(0, torch.arange(2 * PAGE), *(part.expand(2 * PAGE, -1, -1) for part in infinite[1:]))
+    # A table of pages is kept: the short one comes where the overflowing one was. (A session throws dense copies away then.)
+    for rows in ([0, 2], [0, 1]) if kind == "paged" else ([0, 1],):
+        batch = [samples[row] for row in rows]
+        slots = torch.tensor([s.pages[s.num_cached // PAGE] * PAGE + s.num_cached % PAGE for s in batch])
+        q, k, v = (torch.cat([part, part]) for part in tokens(1, 4))
+        decode.prepare(batch, slots)
+        out = decode.attend(0, q, k, v, scale=SCALE, window=None, softcap=None)
+    expected = slow_attention(q[-1:], torch.cat([short[1], k[-1:]]), torch.cat([short[2], v[-1:]]), None, None)
+    torch.testing.assert_close(out[1:].double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_values_may_be_narrower_than_keys() -> None:
     cache = make_cache(value_dim=5)
     prompt = tokens(6, 0, value_dim=5)

@@ -153,7 +153,9 @@ class DenseDecode:
         size = self.cache.page_size
         used = [sample.pages[: pages_for(sample.num_cached, size)] for sample in samples]
         most = max(len(pages) for pages in used)
-        table = torch.tensor([pages + [0] * (most - len(pages)) for pages in used], dtype=torch.long)
+        # Not another sequence's page: should that one overflow, its numbers would meet a factor of 0 here, and give nan.
+        spare = [self.cache.scratch_page]
+        table = torch.tensor([pages + spare * (most - len(pages)) for pages in used], dtype=torch.long)
         at = torch.tensor(rows)
         for dense, paged in ((self.keys, self.cache.keys), (self.values, self.cache.values)):
             for layer, pool in paged.items():
@@ -166,7 +168,7 @@ class PagedDecode:
     def __init__(self, cache: PagedKvCache, max_rows: int, max_pages_per_row: int, num_heads: int = 0) -> None:
         self.cache = cache
         self.num_heads = num_heads  # of queries
-        self.host_table = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
+        self.host_table = np.full((max_rows, max_pages_per_row), cache.scratch_page, dtype=np.int32)
         self.admissions = [-1] * max_rows
         self.num_filled = [0] * max_rows
         self.num_sent = -1  # rows of the table that the device has
@@ -185,6 +187,7 @@ class PagedDecode:
         for row, sample in enumerate(samples):
             if self.admissions[row] != sample.admission:
                 self.admissions[row], self.num_filled[row] = sample.admission, 0
+                self.host_table[row, len(sample.pages) :] = self.cache.scratch_page  # not who stood here before
             filled = self.num_filled[row]
             if filled < len(sample.pages):
                 self.host_table[row, filled : len(sample.pages)] = sample.pages[filled:]

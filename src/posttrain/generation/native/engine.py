@@ -213,7 +213,7 @@ class NativeEngine:
             return Workspace(cache, num_pages, num_pages < wanted, longest, DenseDecode(cache, longest))
         width = pages_for(longest, settings.page_size)
         decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.config.num_attention_heads)
-        graphs = DecodeGraphs(self.forward, decode, scratch_page=num_pages) if self._may_record else None
+        graphs = DecodeGraphs(self.forward, decode) if self._may_record else None
         workspace = Workspace(cache, num_pages, num_pages < wanted, width * settings.page_size, decode, graphs)
         self._workspace = workspace
         return workspace

@@ -30,16 +30,16 @@ _TOKEN, _POSITION, _KEY, _INDEX, _LIVE = range(5)
 class DecodeGraphs:
     """Rows that decode together, on the device. Lives as long as its KV cache; recordings are made when first needed."""
 
-    def __init__(self, forward: ForwardPass, decode: PagedDecode, scratch_page: int) -> None:
+    def __init__(self, forward: ForwardPass, decode: PagedDecode) -> None:
         self.forward = forward
         self.decode = decode
-        self.scratch_page = scratch_page
+        self.scratch_page = decode.cache.scratch_page
         device = decode.cache.device
         max_rows, width = decode.host_table.shape
         self.sizes = batch_sizes(max_rows)
         most = self.sizes[-1]
         self.state = torch.zeros(5, most, dtype=torch.long, device=device)
-        self.table = torch.full((most, width), scratch_page, dtype=torch.int32, device=device)
+        self.table = torch.full((most, width), self.scratch_page, dtype=torch.int32, device=device)
         # The rows as they will be; in place of the token the number of the place where it is found.
         self._new_rows = torch.zeros_like(self.state)
         self._staged_rows, self._staged_table = Staging(self._new_rows), Staging(self.table)
@@ -119,15 +119,15 @@ class DecodeGraphs:
 class LogitGraphs:
     """A decode step up to the logits, for a session, whose rows are drawn in different ways. The host knows all tokens."""
 
-    def __init__(self, forward: ForwardPass, decode: PagedDecode, scratch_page: int) -> None:
+    def __init__(self, forward: ForwardPass, decode: PagedDecode) -> None:
         self.forward = forward
         self.decode = decode
-        self.scratch_page = scratch_page
+        self.scratch_page = decode.cache.scratch_page
         device = decode.cache.device
         max_rows, width = decode.host_table.shape
         self.sizes = batch_sizes(max_rows)
         self.rows = torch.zeros(2, self.sizes[-1], dtype=torch.long, device=device)  # token, position
-        self.table = torch.full((self.sizes[-1], width), scratch_page, dtype=torch.int32, device=device)
+        self.table = torch.full((self.sizes[-1], width), self.scratch_page, dtype=torch.int32, device=device)
         self._staged_rows, self._staged_table = Staging(self.rows), Staging(self.table)
         self._recorder = Recorder(device)
 

@@ -49,6 +49,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class PagedKvCache:
+    """The last page belongs to no sequence: it stands wherever a table of pages needs an entry that nobody looks at."""
+
     def __init__(self, layers: dict[int, LayerShape], num_pages: int, page_size: int, device: torch.device) -> None:
         self.layers = layers
         self.num_pages = num_pages
@@ -60,6 +62,10 @@ class PagedKvCache:
             pages = (num_pages, page_size, shape.num_heads)
             self.keys[layer] = zeros((*pages, shape.key_dim), shape.dtype, device)
             self.values[layer] = zeros((*pages, shape.value_dim), shape.dtype, device)
+
+    @property
+    def scratch_page(self) -> int:
+        return self.num_pages - 1
 
     @property
     def num_bytes(self) -> int:

@@ -26,7 +26,7 @@ _DENSE_HEADROOM_TOKENS = 96
 
 
 class SessionDecoding:
-    """`num_pages` are those that sequences may have; the cache has one more, for the padding of recorded steps."""
+    """`num_pages` are those that sequences may have; the cache has one more, for padding."""
 
     def __init__(self, forward: ForwardPass, cache: PagedKvCache, settings: NativeSettings, num_pages: int) -> None:
         self._forward, self._cache, self._settings, self._num_pages = forward, cache, settings, num_pages
@@ -83,7 +83,7 @@ class SessionDecoding:
 
     def _graphs_of(self, adapter: str) -> LogitGraphs:
         if adapter not in self._graphs:
-            self._graphs[adapter] = LogitGraphs(self._forward, self._new_paged(), scratch_page=self._num_pages)
+            self._graphs[adapter] = LogitGraphs(self._forward, self._new_paged())
         return self._graphs[adapter]
 
     def _new_paged(self) -> PagedDecode:
