@@ -617,7 +617,7 @@ def assert_drains(url: str) -> None:
     ("arguments", "words"),
     [
         (["--max-model-len", "9999"], "made for 1024 tokens"),
-        (["--adapter", "nonsense"], "NAME=FOLDER"),
+        (["--adapter", "nonsense"], "NAME=ADAPTER"),
         (["--adapter", "tiny={model}", "--served-model-name", "tiny"], "both called 'tiny'"),
         (["--adapter", "other={model}"], "an adapter is needed"),
         (["--canary", "nowhere", "--canary-share", "2"], "canary share is 2.0"),

@@ -57,8 +57,8 @@ def add_parser(commands: Any) -> None:
         "--adapter",
         action="append",
         default=[],
-        metavar="NAME=FOLDER",
-        help="a LoRA adapter as a model; may be repeated",
+        metavar="NAME=ADAPTER",
+        help="a LoRA adapter as a model: a folder, checkpoint, run or registry:NAME@STAGE; may be repeated",
     )
     parser.add_argument(
         "--registry", metavar="WHERE", help="where the registry is (default: POSTTRAIN_REGISTRY, ./registry)"
@@ -178,12 +178,12 @@ def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 def _adapters(given: list[str]) -> dict[str, str]:
     adapters: dict[str, str] = {}
     for text in given:
-        name, equals, folder = text.partition("=")
-        if not name or not equals or not folder:
-            raise InputError(f"--adapter {text!r}: NAME=FOLDER is expected")
+        name, equals, adapter = text.partition("=")
+        if not name or not equals or not adapter:
+            raise InputError(f"--adapter {text!r}: NAME=ADAPTER is expected")
         if name in adapters:
             raise InputError(f"--adapter: two adapters are called {name!r}")
-        adapters[name] = folder
+        adapters[name] = adapter
     return adapters
 
 

@@ -54,7 +54,7 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
     main_name = options.served_name or name_of(main)
     if main_name in options.adapters:
         raise ServeError(f"an adapter and the main model are both called {main_name!r}; see --served-model-name")
-    adapters = {name: _adapter(name, text, main, say) for name, text in options.adapters.items()}
+    adapters = {name: _adapter(name, text, main, say, options.registry) for name, text in options.adapters.items()}
     canary_is_adapter = options.canary in adapters
     other = find_model(options.canary, options.registry) if options.canary and not canary_is_adapter else None
 
@@ -80,22 +80,23 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
             if canary_is_adapter
             else version(CANARY, other.text if other else "", sessions[1])
         )
-        canary = Canary(options.canary_rules or CanaryRules(0.1), _on_rollback(other, options.registry, say))
+        found = adapters[options.canary].found if canary_is_adapter else other
+        canary = Canary(options.canary_rules or CanaryRules(0.1), _on_rollback(found, options.registry, say))
     limits = replace(options.limits, max_samples=min(options.limits.max_samples, options.engine.max_batch_size))
     return Service(models, limits, canary=canary, canary_version=canary_version, api_keys=options.api_keys)
 
 
-def _adapter(name: str, text: str, main: Found, say: Say) -> Adapter:
+def _adapter(name: str, text: str, main: Found, say: Say, registry: str | None) -> Adapter:
     if name in (PRODUCTION, CANARY):
         raise ServeError(
             f"--adapter {name}: {PRODUCTION} and {CANARY} name versions of the main model; take another name"
         )
-    return find_adapter(name, text, main, say)
+    return find_adapter(name, text, main, say, registry)
 
 
 def _adapted(base: Version, name: str, adapter: Adapter) -> Version:
     """With the chat template that the adapter was trained with, where it brought one."""
-    version = replace(base, name=name, source=str(adapter.folder), adapter=name)
+    version = replace(base, name=name, source=adapter.source, adapter=name)
     if adapter.tokenizer is None:
         return version
     tokenizer = load_tokenizer(adapter.tokenizer, f"adapter {name!r}")

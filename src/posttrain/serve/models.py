@@ -45,28 +45,38 @@ class Found:
 class Adapter:
     folder: Path
     tokenizer: str | None  # where its own is; None: it brought none
+    found: Found
+
+    @property
+    def source(self) -> str:
+        """What it is called: its version in the registry, or its folder."""
+        return self.found.text if self.found.registered is not None else str(self.folder)
 
 
-def find_model(text: str, registry: str | None = None) -> Found:
-    """`registry:` names are looked up and their files compared with their checksums; everything else is a reference."""
+def find_model(text: str, registry: str | None = None, base: str | None = None) -> Found:
+    """`registry:` names are looked up and their files compared with their checksums; everything else is a reference.
+
+    `base` takes the place of the base model that an adapter names.
+    """
     if not text.startswith("registry:"):
-        return Found(text, resolve_model(text))
+        return Found(text, resolve_model(text, base=base))
     from posttrain.registry import resolve_version
 
     version = resolve_version(text, registry=registry)
-    return Found(version.reference, resolve_model(version.path), (version.name, version.version))
+    return Found(version.reference, resolve_model(version.path, base=base), (version.name, version.version))
 
 
-def find_adapter(name: str, text: str, main: Found, say: Callable[[str], None]) -> Adapter:
-    """What `--adapter NAME=FOLDER` names, over the main model: where its own base model is does not matter."""
-    reference = resolve_model(text, base=main.reference.model)
+def find_adapter(name: str, text: str, main: Found, say: Callable[[str], None], registry: str | None = None) -> Adapter:
+    """What `--adapter NAME=ADAPTER` names, over the main model: where its own base model is does not matter."""
+    found = find_model(text, registry, base=main.reference.model)
+    reference = found.reference
     if reference.adapter is None:
         raise ServeError(f"--adapter {name}={text}: there is a whole model, and an adapter is needed")
     trained_on = read_json(reference.adapter / "adapter_config.json").get("base_model_name_or_path")
     if trained_on and not _same_place(str(trained_on), main.reference.model):
         say(f"warning: adapter {name} was trained on {trained_on}, and is put on {main.reference.model}")
     own = reference.tokenizer if reference.tokenizer != reference.model else None
-    return Adapter(reference.adapter, own)
+    return Adapter(reference.adapter, own, found)
 
 
 def _same_place(one: str, other: str) -> bool:

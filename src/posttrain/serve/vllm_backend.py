@@ -23,7 +23,10 @@ def vllm_arguments(options: ServeOptions, host: str, port: int, say: Say) -> tup
     _refuse(options)
     found = find_model(options.model, options.registry)
     reference, engine = found.reference, options.engine
-    adapters = {name: str(find_adapter(name, text, found, say).folder) for name, text in options.adapters.items()}
+    adapters = {
+        name: str(find_adapter(name, text, found, say, options.registry).folder)
+        for name, text in options.adapters.items()
+    }
     name = options.served_name or name_of(found)
     arguments = [reference.model, "--host", host, "--port", str(port), "--dtype", _DTYPES[engine.precision]]
     arguments += ["--tokenizer", reference.tokenizer] if reference.tokenizer != reference.model else []

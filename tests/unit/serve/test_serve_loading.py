@@ -84,6 +84,35 @@ def test_a_rollback_is_written_to_the_registry_if_the_canary_is_still_there(
     assert all("too many errors" in call["why"] for call in registry.calls)
 
 
+@pytest.fixture
+def registered_adapter(model: Path, tmp_path: Path) -> tuple[str, str]:
+    """Where the registry is, and the name of an adapter in it whose base model is no longer where it was."""
+    store = posttrain.registry.Registry(tmp_path / "registry")
+    store.add("polite-lora", save_adapter(tmp_path / "polite", tmp_path / "gone", seed=1), posttrain.registry.Lineage())
+    return str(tmp_path / "registry"), "registry:polite-lora@1"
+
+
+def test_an_adapter_may_come_from_the_registry(model: Path, registered_adapter: tuple[str, str]) -> None:
+    registry, name = registered_adapter
+    options = options_for(model, adapters={"polite": name}, registry=registry, canary="polite")
+    assert loading.build_service(options).models["polite"].source == name
+
+    arguments, _ = vllm_arguments(replace(options, canary=None, engine=EngineOptions()), "h", 1, ignore)
+    (given,) = [argument for argument in arguments if argument.startswith("polite=")]
+    assert (Path(given.removeprefix("polite=")) / "adapter_config.json").is_file()
+    assert registry in given
+
+
+def test_a_canary_that_is_an_adapter_of_the_registry_is_taken_out_of_its_stage(
+    model: Path, registered_adapter: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(loading, "_on_rollback", lambda canary, registry, say: told.append((canary, registry)))
+    registry, name = registered_adapter
+    loading.build_service(options_for(model, adapters={"polite": name}, registry=registry, canary="polite"))
+    assert [(canary.registered, where) for canary, where in told] == [(("polite-lora", 1), registry)]
+
+
 def test_vllm_is_told_the_same(model: Path, adapter: Path) -> None:
     engine = replace(options_for(model).engine, device="auto", kv_cache_gib=None, precision="bfloat16")
     options = options_for(model, engine=engine, api_keys=("sk-1",), adapters={"polite": str(adapter)})
