@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from posttrain.data.chat import ChatFormat
 from posttrain.generation.native.engine import NativeEngine
 from posttrain.generation.native.kv_cache import GIB
 from posttrain.generation.native.session import GenerationSession
-from posttrain.policy.model import load_tokenizer
+from posttrain.serve.adapter_tokenizers import load_adapter_tokenizer
 from posttrain.serve.adapters import AdapterSwitch
 from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
 from posttrain.serve.models import (
@@ -57,6 +58,8 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
     adapters = {name: _adapter(name, text, main, say, options.registry) for name, text in options.adapters.items()}
     canary_is_adapter = options.canary in adapters
     other = find_model(options.canary, options.registry) if options.canary and not canary_is_adapter else None
+    # Before any weights: what does not fit together is said in seconds, not after minutes of loading.
+    tokenizers = {name: load_adapter_tokenizer(name, adapter, main, say) for name, adapter in adapters.items()}
 
     say(f"loading {main.text}")
     switch = AdapterSwitch({name: adapter.folder for name, adapter in adapters.items()})
@@ -72,7 +75,7 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
 
     production = version(PRODUCTION, main.text, sessions[0])
     models = {main_name: production}
-    models |= {name: _adapted(production, name, adapter) for name, adapter in adapters.items()}
+    models |= {name: _adapted(production, name, adapter, tokenizers[name]) for name, adapter in adapters.items()}
     canary, canary_version = None, None
     if options.canary is not None:
         canary_version = (
@@ -94,17 +97,10 @@ def _adapter(name: str, text: str, main: Found, say: Say, registry: str | None) 
     return find_adapter(name, text, main, say, registry)
 
 
-def _adapted(base: Version, name: str, adapter: Adapter) -> Version:
+def _adapted(base: Version, name: str, adapter: Adapter, tokenizer: Any | None) -> Version:
     """With the chat template that the adapter was trained with, where it brought one."""
     version = replace(base, name=name, source=adapter.source, adapter=name)
-    if adapter.tokenizer is None:
-        return version
-    tokenizer = load_tokenizer(adapter.tokenizer, f"adapter {name!r}")
-    if tokenizer.get_vocab() != base.tokenizer.get_vocab():
-        raise ServeError(
-            f"--adapter {name}: the tokenizer in {adapter.tokenizer} has another vocabulary than that of {base.source}"
-        )
-    return replace(version, tokenizer=tokenizer, chat=ChatFormat(tokenizer))
+    return version if tokenizer is None else replace(version, tokenizer=tokenizer, chat=ChatFormat(tokenizer))
 
 
 def _of_one_length(engines: list[NativeEngine], say: Say) -> list[NativeEngine]:

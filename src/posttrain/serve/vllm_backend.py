@@ -12,8 +12,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from posttrain.serve.adapter_tokenizers import load_adapter_tokenizer, warn_of_unused_template
 from posttrain.serve.loading import Say, ServeOptions
-from posttrain.serve.models import ServeError, find_adapter, find_model, name_of
+from posttrain.serve.models import Found, ServeError, find_adapter, find_model, name_of
 
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 
@@ -23,10 +24,7 @@ def vllm_arguments(options: ServeOptions, host: str, port: int, say: Say) -> tup
     _refuse(options)
     found = find_model(options.model, options.registry)
     reference, engine = found.reference, options.engine
-    adapters = {
-        name: str(find_adapter(name, text, found, say, options.registry).folder)
-        for name, text in options.adapters.items()
-    }
+    adapters = {name: str(_adapter(name, text, found, options, say)) for name, text in options.adapters.items()}
     name = options.served_name or name_of(found)
     arguments = [reference.model, "--host", host, "--port", str(port), "--dtype", _DTYPES[engine.precision]]
     arguments += ["--tokenizer", reference.tokenizer] if reference.tokenizer != reference.model else []
@@ -57,6 +55,15 @@ def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:
         f"\n  {program} serve {' '.join(arguments)}"
     )
     os.execve(program, [program, "serve", *arguments], {**os.environ, **environment})
+
+
+def _adapter(name: str, text: str, main: Found, options: ServeOptions, say: Say) -> Path:
+    """The folder of an adapter, with a warning where vLLM will not ask it as it was trained."""
+    adapter = find_adapter(name, text, main, say, options.registry)
+    tokenizer = load_adapter_tokenizer(name, adapter, main, say)
+    if tokenizer is not None:
+        warn_of_unused_template(name, tokenizer, main, say)
+    return adapter.folder
 
 
 def _refuse(options: ServeOptions) -> None:

@@ -136,6 +136,18 @@ def test_vllm_serves_an_adapter_by_its_name(model: Path, adapter: Path) -> None:
     assert "--served-model-name" not in arguments
 
 
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}>"])
+def test_vllm_warns_of_a_chat_template_that_it_will_not_use(model: Path, tmp_path: Path, template: str | None) -> None:
+    adapter = save_adapter(tmp_path / "polite", model, seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    tokenizer.save_pretrained(adapter)
+    said: list[str] = []
+    options = options_for(model, adapters={"polite": str(adapter)}, engine=EngineOptions())
+    vllm_arguments(options, "h", 1, said.append)
+    assert [("polite" in line and "chat template" in line) for line in said] == ([True] if template else [])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -196,11 +208,6 @@ def test_an_adapter_brings_its_own_chat_template(model: Path, tmp_path: Path) ->
     assert canary is not None
     assert polite.chat.render(said) == canary.chat.render(said) == "[user] hi[answer]"
     assert service.models["tiny"].chat.render(said) != polite.chat.render(said)
-
-    tokenizer.add_tokens(["<another>"])
-    tokenizer.save_pretrained(adapter)
-    with pytest.raises(ServeError, match="another vocabulary"):
-        loading.build_service(options_for(model, adapters={"polite": str(adapter)}))
 
 
 def test_an_adapter_on_another_base_is_told(model: Path, adapter: Path, tmp_path: Path) -> None:
