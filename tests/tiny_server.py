@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import byte_tokenizer, tiny_model
 
 from posttrain.serve.loading import ServeOptions, build_service
-from posttrain.serve.models import EngineOptions
+from posttrain.serve.options import EngineOptions
 from posttrain.serve.server import DrainingServer, listen
 from posttrain.serve.service import Service
 

@@ -27,8 +27,8 @@ from posttrain.export.model_reference import load_for_sampling
 from posttrain.serve import server as serve_server
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.loading import build_service
+from posttrain.serve.options import Limits
 from posttrain.serve.server import DrainingServer, listen
-from posttrain.serve.service import Limits
 from posttrain.types import NoiseKey, Sampling, Task
 
 HELLO = [{"role": "user", "content": "hello"}]

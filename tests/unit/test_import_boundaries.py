@@ -143,7 +143,14 @@ HEAVY = ("torch", "transformers", "numpy", "peft", "datasets", "ray", "pyarrow",
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["grpo", "--help"], ["config", "show", "grpo"], ["config", "check", "dpo"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["grpo", "--help"],
+        ["serve", "--help"],
+        ["config", "show", "grpo"],
+        ["config", "check", "dpo"],
+    ],
     ids=" ".join,
 )
 def test_help_and_config_answer_without_heavy_imports(arguments: list[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT
 from posttrain.errors import InputError
+from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
 
 DESCRIPTION = """\
 Talk with a model. Answers are written as they are sampled; the conversation is remembered until /reset.
@@ -39,7 +40,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, help="the same answers every time")
     parser.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of a conversation (default: the model's, ≤ 8192)"
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help=f"tokens of a conversation (default: the model's, ≤ {LONGEST_UNASKED_TOKENS})",
     )
     parser.add_argument("--precision", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     quieten_libraries()
     from posttrain.data.chat import ChatFormat
     from posttrain.generation.native.session import GenerationSession
-    from posttrain.serve.models import EngineOptions, find_model, load_engine
+    from posttrain.serve.models import find_model, load_engine
     from posttrain.serve.terminal import Conversation, converse
     from posttrain.types import Sampling
 

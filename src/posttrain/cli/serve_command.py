@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import InputError
+from posttrain.serve.canary import CanaryRules
+from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, Limits
 
 if TYPE_CHECKING:
     from posttrain.serve.loading import ServeOptions
@@ -78,47 +80,85 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", type=Path, metavar="FILE", help=f"keys that are accepted (default: {KEY_VARIABLE})"
     )
     group.add_argument("--api-key", metavar="KEY", help="the same, but others on this machine can see it")
-    group.add_argument("--drain-timeout-s", type=float, metavar="S", help="for running requests after SIGTERM (120)")
+    group.add_argument(
+        "--drain-timeout-s", type=float, metavar="S", help=f"for running requests after SIGTERM ({_DRAIN_TIMEOUT_S:g})"
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
+    group, usual = parser.add_argument_group("engine"), EngineOptions()
     group.add_argument("--precision", choices=("auto", "bfloat16", "float32"), default="auto")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument(
-        "--max-model-len", type=int, metavar="N", help="prompt and answer, tokens (default: the model's, ≤ 8192)"
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help=f"prompt and answer, tokens (default: the model's, ≤ {LONGEST_UNASKED_TOKENS})",
     )
-    group.add_argument("--max-batch-size", type=int, metavar="N", help="samples that decode together (64)")
-    group.add_argument("--max-prefill-tokens", type=int, metavar="N", help="prompt tokens in a pass (4096)")
+    group.add_argument(
+        "--max-batch-size", type=int, metavar="N", help=f"samples that decode together ({usual.max_batch_size})"
+    )
+    group.add_argument(
+        "--max-prefill-tokens", type=int, metavar="N", help=f"prompt tokens in a pass ({usual.max_prefill_tokens})"
+    )
     group.add_argument("--kv-cache-gib", type=float, metavar="GIB", help="memory of the KV cache (default: 2 on a CPU)")
-    group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU, weights included (0.9)")
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help=f"of a GPU, weights included ({usual.gpu_memory_utilization:g})",
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("limits")
-    group.add_argument("--max-queue", type=int, metavar="N", help="samples that may wait; then 429 (256)")
-    group.add_argument("--max-body-bytes", type=int, metavar="N", help="larger bodies get 413 (2 MiB)")
+    group, usual = parser.add_argument_group("limits"), Limits()
+    group.add_argument(
+        "--max-queue", type=int, metavar="N", help=f"samples that may wait; then 429 ({usual.max_queue})"
+    )
+    group.add_argument(
+        "--max-body-bytes", type=int, metavar="N", help=f"larger bodies get 413 ({usual.max_body_bytes / 2**20:g} MiB)"
+    )
     group.add_argument(
         "--max-completion-tokens", type=int, metavar="N", help="of one sample (default: what the context leaves)"
     )
-    group.add_argument("--max-samples", type=int, metavar="N", help="of one request: prompts times n (16)")
-    group.add_argument("--request-timeout-s", type=float, metavar="S", help="queue included; then 504 (600)")
-    group.add_argument("--body-timeout-s", type=float, metavar="S", help="for a head, and for a body, to arrive (30)")
+    group.add_argument(
+        "--max-samples", type=int, metavar="N", help=f"of one request: prompts times n ({usual.max_samples})"
+    )
+    group.add_argument(
+        "--request-timeout-s", type=float, metavar="S", help=f"queue included; then 504 ({usual.request_timeout_s:g})"
+    )
+    group.add_argument(
+        "--body-timeout-s",
+        type=float,
+        metavar="S",
+        help=f"for a head, and for a body, to arrive ({usual.body_timeout_s:g})",
+    )
 
 
 def _add_canary(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("canary: a second version behind the same name")
+    group, usual = parser.add_argument_group("canary: a second version behind the same name"), CanaryRules()
     group.add_argument("--canary", metavar="MODEL", help="the second version: a model, or the name of an --adapter")
-    group.add_argument("--canary-share", type=float, metavar="SHARE", help="of users, or of requests (0.1)")
-    group.add_argument("--canary-max-error-rate", type=float, metavar="RATE", help="more sends everybody back (0.05)")
-    group.add_argument("--canary-min-requests", type=int, metavar="N", help="before that is judged (20)")
+    group.add_argument(
+        "--canary-share", type=float, metavar="SHARE", help=f"of users, or of requests ({usual.share:g})"
+    )
+    group.add_argument(
+        "--canary-max-error-rate",
+        type=float,
+        metavar="RATE",
+        help=f"more sends everybody back ({usual.max_error_rate:g})",
+    )
+    group.add_argument(
+        "--canary-min-requests", type=int, metavar="N", help=f"before that is judged ({usual.min_requests})"
+    )
     group.add_argument(
         "--canary-max-kpi-drop",
         type=float,
         metavar="X",
         help="mean score of /v1/feedback below production's (default: off)",
     )
-    group.add_argument("--canary-min-feedback", type=int, metavar="N", help="scores of each, before that (30)")
+    group.add_argument(
+        "--canary-min-feedback", type=int, metavar="N", help=f"scores of each, before that ({usual.min_feedback})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,17 +186,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> ServeOptions:
-    from posttrain.serve.canary import CanaryRules
     from posttrain.serve.loading import ServeOptions
-    from posttrain.serve.models import EngineOptions
-    from posttrain.serve.service import Limits
 
     return ServeOptions(
         model=args.model,
         served_name=args.served_model_name,
         adapters=_adapters(args.adapter),
         canary=args.canary,
-        canary_rules=CanaryRules(**{"share": 0.1, **_canary_options(args)}) if args.canary else None,
+        canary_rules=CanaryRules(**_canary_options(args)) if args.canary else None,
         engine=EngineOptions(**_given(args, [field.name for field in fields(EngineOptions)])),
         limits=Limits(**_given(args, [field.name for field in fields(Limits)])),
         api_keys=_keys(args.api_key, args.api_key_file),

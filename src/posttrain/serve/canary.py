@@ -32,7 +32,7 @@ class CanaryError(InputError):
 
 @dataclass(frozen=True)
 class CanaryRules:
-    share: float  # of the traffic, 0 to 1
+    share: float = 0.1  # of the traffic, 0 to 1
     max_error_rate: float = 0.05
     min_requests: int = 20
     window: int = 200  # the newest answers that count

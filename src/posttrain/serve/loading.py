@@ -19,7 +19,6 @@ from posttrain.serve.adapters import AdapterSwitch
 from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
 from posttrain.serve.models import (
     Adapter,
-    EngineOptions,
     Found,
     ServeError,
     find_adapter,
@@ -27,7 +26,8 @@ from posttrain.serve.models import (
     load_engine,
     name_of,
 )
-from posttrain.serve.service import Limits, Service, Version
+from posttrain.serve.options import EngineOptions, Limits
+from posttrain.serve.service import Service, Version
 
 log = logging.getLogger("posttrain.serve")
 
@@ -84,7 +84,7 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
             else version(CANARY, other.text if other else "", sessions[1])
         )
         found = adapters[options.canary].found if canary_is_adapter else other
-        canary = Canary(options.canary_rules or CanaryRules(0.1), _on_rollback(found, options.registry, say))
+        canary = Canary(options.canary_rules or CanaryRules(), _on_rollback(found, options.registry, say))
     limits = replace(options.limits, max_samples=min(options.limits.max_samples, options.engine.max_batch_size))
     return Service(models, limits, canary=canary, canary_version=canary_version, api_keys=options.api_keys)
 

@@ -11,25 +11,11 @@ from torch import nn
 from posttrain.errors import InputError
 from posttrain.export.model_reference import ModelReference, load_for_sampling, read_json, resolve_model
 from posttrain.generation.native.engine import NativeEngine
-
-_DEFAULT_LONGEST = 8192
+from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
 
 
 class ServeError(InputError):
     """Settings of the server that do not fit together."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Sizes of the engine; none of them changes an answer."""
-
-    precision: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None  # None: the model's own, at most 8192
-    max_batch_size: int = 64
-    max_prefill_tokens: int = 4096
-    kv_cache_gib: float | None = None
-    gpu_memory_utilization: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -112,8 +98,8 @@ def load_engine(
         native_settings=native,
         adapt=adapt,
     )
-    own = int(getattr(engine.forward.config, "max_position_embeddings", 0) or _DEFAULT_LONGEST)
-    wanted = options.max_model_len or min(own, _DEFAULT_LONGEST)
+    own = int(getattr(engine.forward.config, "max_position_embeddings", 0) or LONGEST_UNASKED_TOKENS)
+    wanted = options.max_model_len or min(own, LONGEST_UNASKED_TOKENS)
     if wanted > own:
         raise ServeError(f"--max-model-len is {wanted}, and {found.text} was made for {own} tokens at most")
     engine.settings = replace(engine.settings, max_total_tokens=wanted)

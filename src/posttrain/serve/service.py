@@ -23,21 +23,12 @@ from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, Scores
 from posttrain.serve.engine_thread import EngineThread
 from posttrain.serve.errors import ApiError, failed, overloaded, timed_out, unavailable
 from posttrain.serve.metrics import ServeMetrics
+from posttrain.serve.options import Limits
 from posttrain.types import Sampling
 
 log = logging.getLogger("posttrain.serve")
 
 _LONGEST_RETRY_AFTER_S = 30
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_queue: int = 256  # samples that wait beyond those that run
-    max_body_bytes: int = 2 * 2**20
-    max_completion_tokens: int | None = None  # per sample; None: what the context leaves
-    max_samples: int = 16  # of one request, over all of its prompts
-    request_timeout_s: float = 600.0  # waiting included
-    body_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from tiny_models import byte_tokenizer
 from posttrain.data.chat import ChatFormat
 from posttrain.serve.errors import ApiError
 from posttrain.serve.jobs import chat_job, completion_job
+from posttrain.serve.options import Limits
 from posttrain.serve.protocol import parse_chat, parse_completion
-from posttrain.serve.service import Job, Limits, Version
+from posttrain.serve.service import Job, Version
 
 CONTEXT = 6000
 

@@ -17,7 +17,8 @@ from posttrain.export.model_reference import ModelReferenceError, resolve_model
 from posttrain.generation.native import NativeEngine
 from posttrain.serve import loading
 from posttrain.serve.adapters import AdapterSwitch
-from posttrain.serve.models import EngineOptions, Found, ServeError, find_model, name_of
+from posttrain.serve.models import Found, ServeError, find_model, name_of
+from posttrain.serve.options import EngineOptions
 from posttrain.serve.vllm_backend import vllm_arguments
 
 

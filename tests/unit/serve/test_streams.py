@@ -14,7 +14,8 @@ from posttrain.generation.native.session_values import SessionRequest, TokenEven
 from posttrain.serve import app as app_module
 from posttrain.serve.errors import ApiError, unavailable
 from posttrain.serve.metrics import ServeMetrics
-from posttrain.serve.service import Job, Limits, Ticket
+from posttrain.serve.options import Limits
+from posttrain.serve.service import Job, Ticket
 from posttrain.types import Sampling
 
 
