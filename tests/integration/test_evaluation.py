@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -223,3 +224,16 @@ def test_weights_that_are_no_numbers_are_bad_input(
     assert main(arguments(tmp_path / "broken", data, tmp_path / "e", "--quiet")) == 64
     assert "the model cannot be evaluated" in capsys.readouterr().err
     assert not (tmp_path / "e" / "summary.json").exists()
+
+
+def test_a_judge_that_always_fails_is_told_with_its_reason(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def f(prompt, response, reference):\n    return 1.0 * {}\n")
+    words = arguments(model, data, tmp_path / "e", "--quiet", f"env.mine.function={rewards}:f")
+    assert main(words) == 1
+    shown = capsys.readouterr().out
+    assert "score=none (no sample was scored)" in shown
+    assert re.search(r"\d+ times: .*TypeError: unsupported operand type", shown)
+    assert main([*words, "--json"]) == 1, "also for whoever reads the JSON"

@@ -18,7 +18,7 @@ Talk with a model. Answers are written as they are sampled; the conversation is 
   posttrain chat models/smollm2-135m-instruct
   posttrain chat results/grpo/step_60 --temperature 0          a checkpoint, greedy
   posttrain chat registry:maths@production --system "Be brief."
-  echo "What is 7 + 5?" | posttrain chat models/mine           one answer per line of input, and no commands
+  echo "What is 7 + 5?" | posttrain chat models/mine           each line is the next turn; no commands
 """
 
 

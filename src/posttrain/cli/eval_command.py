@@ -22,7 +22,9 @@ examples:
 The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
 OpenAI-compatible server; a word without `=` means it. Settings have the names that NeMo RL uses; `posttrain config show eval`
 lists all of them. Every finished problem is saved at once: after an interruption the same command goes on.
+exit codes: 0 done · 1 done, and not one answer could be scored · 64 bad input
 """
+EXIT_NOTHING_SCORED = 1
 COMPARE_EPILOG = """\
 A and B are folders that `posttrain eval` has written, of the same problems. The test is paired: exact McNemar where every
 problem is passed or failed, a sign-flip permutation test of the mean difference otherwise. The interval of the difference
@@ -98,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
     summary, problems, folder = evaluation.execute(console.progress, retry_unscored=args.retry_unscored)
     if args.json:
         print((folder / SUMMARY_FILE).read_text(encoding="utf-8"), end="")
-        return 0
-    print("\n".join(block(loaded.config, summary, problems)))
-    print(f"  saved      {folder}")
-    return 0
+    else:
+        print("\n".join(block(loaded.config, summary, problems)))
+        print(f"  saved      {folder}")
+    return EXIT_NOTHING_SCORED if summary.score is None else 0
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:

@@ -14,7 +14,7 @@ from posttrain.errors import InputError
 EPILOG = """\
 examples:
   posttrain plan --config configs/grpo.yaml policy.model_name=Qwen/Qwen3-8B
-  posttrain plan grpo policy.model_name=llama-8b policy.optimizer.state_dtype=bfloat16 --prompt-tokens 128 --answer-tokens 600
+  posttrain plan grpo policy.model_name=llama-8b policy.max_total_sequence_length=1024 --prompt-tokens 128 --answer-tokens 600
   posttrain plan --run results/grpo                              predicted beside measured
   posttrain plan --config configs/dpo.yaml --gpu h100 --json
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,16 @@ GRPO_STEPS = 100
 
 
 def show(folder: Path, seed: int, steps: int | None) -> int:
+    steps = steps or GRPO_STEPS
+    with _claimed(folder, {"seed": seed, "steps": steps}) as finish:
+        code = _show(folder, seed, steps)
+        if code == 0:
+            finish()
+    return code
+
+
+def _show(folder: Path, seed: int, steps: int) -> int:
     started = time.monotonic()
-    _start_over(folder)
     num_parameters = build_model(folder / "model", seed)
     write_data(folder / "data", seed)
     print(f"A model of {num_parameters / 1e6:.1f} million random weights, and sums of two numbers to learn.\n")
@@ -32,7 +43,6 @@ def show(folder: Path, seed: int, steps: int | None) -> int:
     code = _train("sft", folder, _sft_overrides(folder, seed))
     if code:
         return code
-    steps = steps or GRPO_STEPS
     print(f"\n2. Letting it find out which answers are right (GRPO, {steps} steps)", flush=True)
     code = _train("grpo", folder, _grpo_overrides(folder, seed, steps))
     if code:
@@ -41,15 +51,37 @@ def show(folder: Path, seed: int, steps: int | None) -> int:
     return 0
 
 
-def _start_over(folder: Path) -> None:
-    """Remove what an earlier demo left; the demo always starts from the beginning. Nobody else's runs are touched."""
+@contextmanager
+def _claimed(folder: Path, settings: dict[str, int]) -> Iterator[Callable[[], None]]:
+    """The folder, for this process alone. One that was stopped goes on; whatever else an earlier demo left is removed.
+
+    Nobody else's runs are touched. Call what is yielded when the demo is over: the next one begins anew.
+    """
     marker = folder / ".posttrain-demo"
     if folder.exists() and any(folder.iterdir()) and not marker.exists():
         raise InputError(f"--folder {folder} holds something else than a demo; name an empty or a new folder")
-    for name in ("taught", "grpo"):
-        shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+    with marker.open("a+", encoding="utf-8") as claim:
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(
+                f"--folder {folder}: another demo is running there; wait for it, or name a new folder"
+            ) from None
+        claim.seek(0)
+        under_way = json.dumps(settings)
+        if claim.read() == under_way:
+            print(f"Going on with the demo in {folder} that was stopped.")
+        elif (folder / "taught").exists():
+            print(f"Starting over: the results of the demo before, in {folder}, are removed.")
+            for name in ("taught", "grpo"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+        marker.write_text(under_way, encoding="utf-8")
+        yield lambda: _forget(marker)
+
+
+def _forget(marker: Path) -> None:
+    marker.write_text("", encoding="utf-8")
 
 
 def _train(kind: str, folder: Path, overrides: list[str]) -> int:

@@ -5,6 +5,7 @@ Computed from the saved problems alone, so that another metric of a finished eva
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,11 +110,22 @@ def block(config: EvalRunConfig, summary: Summary, problems: Sequence[Problem]) 
         score,
         RULE,
         "",
-        *_more(summary, count),
+        *_more(summary, count, _first_reason(ordered)),
     ]
 
 
-def _more(summary: Summary, num_measured: int) -> list[str]:
+def _first_reason(problems: Sequence[Problem]) -> str | None:
+    """Why most of the unscored samples are unscored."""
+    errors = Counter(s.error for problem in problems for s in problem.samples if s.reward is None and s.error)
+    if not errors:
+        return None
+    (error, count), *others = errors.most_common()
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or [error]
+    others_too = f"; {len(others)} other reasons, in problems.jsonl" if others else ""
+    return f"{count} times: {lines[-1][:200]}{others_too}"
+
+
+def _more(summary: Summary, num_measured: int, why_unscored: str | None) -> list[str]:
     counts = summary.counts
     lines = []
     for name, value in summary.metrics.items():
@@ -132,6 +144,8 @@ def _more(summary: Summary, num_measured: int) -> list[str]:
     left_out = counts.problems - num_measured
     note = f"; {left_out} problems without any scored sample are left out" if left_out else ""
     lines.append(("unscored", f"{counts.unscored} of {counts.samples} samples{note}"))
+    if why_unscored is not None:
+        lines.append(("", why_unscored))
     if summary.tokens_per_second is not None:
         lines.append(
             (

@@ -266,8 +266,10 @@ def _fingerprint(folder: Path) -> str | None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RegistryError(f"{path}: cannot be read as JSON ({error})") from error
+    except OSError as error:
+        raise RegistryError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise RegistryError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, dict):
         raise RegistryError(f"{path}: a JSON {type(content).__name__}; expected an object")
     return content
