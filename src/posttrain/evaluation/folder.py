@@ -88,10 +88,10 @@ class EvaluationFolder:
         if not self._holds_problems():  # an attempt that failed before it had finished any
             write_text(file, json.dumps(self.identity, indent=2) + "\n")
             return
-        told = [key for key in differing if before.get(key) is not None and self.identity.get(key) is not None]
-        values = "".join(f" ({key} was {before[key]!r:.200} and is {self.identity[key]!r:.200})" for key in told[:1])
+        shown = [_difference(key, before.get(key), self.identity.get(key)) for key in differing]
         raise EvaluationError(
-            f"{self.path} holds another evaluation: {', '.join(differing)} differ{values}; choose another eval.save_path"
+            f"{self.path} holds another evaluation: {'; '.join(shown[:3])}{'; …' * (len(shown) > 3)}. Choose another "
+            "eval.save_path"
         )
 
     def _holds_problems(self) -> bool:
@@ -143,6 +143,20 @@ class EvaluationFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    """In words for people: hashes mean nothing to them, and of many settings only those that differ count."""
+    if key == "model_fingerprint" and before and now:
+        return "the files of the model are others"
+    if key.endswith("_hash"):
+        return f"other {key.removesuffix('_hash').replace('_', ' ')}"
+    if isinstance(before, dict) and isinstance(now, dict):
+        inner = next(name for name in {**before, **now} if before.get(name) != now.get(name))
+        return _difference(f"{key}.{inner}", before.get(inner), now.get(inner))
+    if key.endswith(".content"):
+        return f"{key.removesuffix('.content')} names a file of other content"
+    return f"{key} was {before!r:.100} and is {now!r:.100}"
 
 
 def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -143,7 +143,7 @@ def test_an_attempt_that_finished_nothing_does_not_keep_the_folder(tmp_path: Pat
 
 def test_another_evaluation_in_the_folder_is_refused_by_what_differs(tmp_path: Path) -> None:
     run(tmp_path, Source())
-    with pytest.raises(EvaluationError, match=r"holds another evaluation: seed differ \(seed was 1 and is 2\)"):
+    with pytest.raises(EvaluationError, match=r"holds another evaluation: seed was 1 and is 2\. Choose another"):
         EvaluationFolder.open(tmp_path, {**IDENTITY, "seed": 2}, "")
     EvaluationFolder.open(tmp_path, IDENTITY, "").close()
 
