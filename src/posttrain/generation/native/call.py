@@ -97,17 +97,7 @@ class GenerationCall:
             drawn = self.graphs.step(samples, self.fresh, self.sampler)
             self.fresh.clear()
             return self._launched(drawn)
-        size = self.cache.page_size
-        last = [sample.token_ids[-1] for sample in samples]
-        at = [sample.num_cached for sample in samples]
-        slots = [
-            sample.pages[position // size] * size + position % size
-            for sample, position in zip(samples, at, strict=True)
-        ]
-        inputs = torch.tensor([last, at, slots], dtype=torch.long).to(self.cache.device, non_blocking=True)
-        self.decode.prepare(samples, inputs[2])
-        hidden = self.forward.hidden(self.decode, inputs[0], inputs[1])
-        return self._draw(samples, self.forward.head.logits(hidden))
+        return self._draw(samples, self.forward.next_logits(self.decode, samples))
 
     def _draw(self, samples: Sequence[Sample], logits: Tensor, *, joins: bool = False) -> Drawn:
         keys = [sample.noise_key for sample in samples]

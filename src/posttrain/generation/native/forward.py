@@ -5,9 +5,9 @@ Knows nothing of sequences or pages: tokens and positions in, hidden states out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from posttrain.generation.native.kv_cache import LayerShape
 from posttrain.policy.attention import ATTENTION, AttentionContext, attention_context
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
+
+if TYPE_CHECKING:
+    from posttrain.generation.native.attention import DenseDecode, PagedDecode
+    from posttrain.generation.native.scheduler import Sample
 
 # Rotary embeddings whose angles depend on the longest sequence of the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -53,6 +57,19 @@ class ForwardPass:
         """Hidden states [tokens, hidden size] of one packed row; `context` decides who sees whom."""
         with attention_context(context):
             return self.head.hidden(token_ids[None], positions[None])
+
+    def next_logits(self, decode: DenseDecode | PagedDecode, samples: Sequence[Sample]) -> Tensor:
+        """[samples, vocabulary] after the newest token of each, whose keys and values go into its pages."""
+        size = decode.cache.page_size
+        last = [sample.token_ids[-1] for sample in samples]
+        at = [sample.num_cached for sample in samples]
+        slots = [
+            sample.pages[position // size] * size + position % size
+            for sample, position in zip(samples, at, strict=True)
+        ]
+        inputs = torch.tensor([last, at, slots], dtype=torch.long).to(decode.cache.device, non_blocking=True)
+        decode.prepare(samples, inputs[2])
+        return self.head.logits(self.hidden(decode, inputs[0], inputs[1]))
 
     def layers(self) -> dict[int, LayerShape]:
         """What each attention layer keeps of a token, seen by running one. Also compares our logits with the model's."""

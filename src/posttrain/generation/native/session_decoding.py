@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from posttrain.generation.native.attention import DenseDecode, PagedDecode
@@ -43,17 +42,8 @@ class SessionDecoding:
             except RecordingError as error:
                 warnings.warn(f"decoding goes on without CUDA graphs, more slowly: {error}", stacklevel=2)
                 self.may_record = False
-        size = self._settings.page_size
-        last = [sample.token_ids[-1] for sample in samples]
-        at = [sample.num_cached for sample in samples]
-        slots = [
-            sample.pages[position // size] * size + position % size
-            for sample, position in zip(samples, at, strict=True)
-        ]
-        inputs = torch.tensor([last, at, slots], dtype=torch.long).to(self._cache.device, non_blocking=True)
-        decode = self.way_for(adapter, len(samples), max(at) + 1)
-        decode.prepare(samples, inputs[2])
-        return self._forward.head.logits(self._forward.hidden(decode, inputs[0], inputs[1]))
+        longest = 1 + max(sample.num_cached for sample in samples)
+        return self._forward.next_logits(self.way_for(adapter, len(samples), longest), samples)
 
     def forget_copies(self) -> None:
         self.copies.clear()
