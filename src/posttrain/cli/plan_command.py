@@ -88,12 +88,15 @@ def _config(args: argparse.Namespace) -> RunConfig:
         from posttrain.reporting.run_files import CONFIG_FILE
 
         path = args.run_folder / CONFIG_FILE
+        if not args.run_folder.is_dir():
+            raise InputError(f"--run {args.run_folder}: no such folder; expected the folder of a run")
         if not path.is_file():
             raise InputError(f"--run {args.run_folder}: no {CONFIG_FILE} there; give the run's config with --config")
     if kind is None:
         if path is None:
+            unknown = f"{words[0]!r} is no kind of run: " if words and "=" not in words[0] else ""
             raise ConfigError(
-                f"say which kind of run is meant ({', '.join(KINDS)}), or give --config FILE or --run FOLDER"
+                f"{unknown}say which kind of run is meant ({', '.join(KINDS)}), or give --config FILE or --run FOLDER"
             )
         kind = guess_kind(path)
     if kind not in KINDS:

@@ -111,7 +111,7 @@ class MlflowStore:
             if folder and not (folder / DATABASE).exists():
                 raise RegistryError(
                     f"{self.location.text}: there is no registry here yet; `posttrain registry add` makes one "
-                    "(another place: --registry, or the variable POSTTRAIN_REGISTRY)"
+                    "(another place: the variable POSTTRAIN_REGISTRY, or --registry where a command has it)"
                 )
             self._client = self._call(lambda: _client(self.location.uri))
         return self._client

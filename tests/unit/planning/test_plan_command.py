@@ -105,7 +105,9 @@ def test_what_does_not_fit_is_64_and_says_what_would(capsys: pytest.CaptureFixtu
             "do not fit policy.max_total_sequence_length = 512",
         ),
         (["grpo", "policy.model_name=nowhere"], "no folder 'nowhere'"),
-        (["grpo", "--run", "/nonexistent/run", "policy.model_name=llama-8b"], "no config.yaml there"),
+        (["grpo", "--run", "/nonexistent/run", "policy.model_name=llama-8b"], "no such folder"),
+        (["grpo", "--run", "/", "policy.model_name=llama-8b"], "no config.yaml there"),
+        (["grop"], "'grop' is no kind of run: say which"),
     ],
 )
 def test_bad_input_is_64_with_a_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
