@@ -87,6 +87,36 @@ def test_gradients_in_bf16_are_added_up_exactly(count: int) -> None:
     assert torch.equal(total, expected)
 
 
+def test_a_product_adds_to_sums_in_fp32_without_rounding() -> None:
+    """Nearer to float64 than gradients that are rounded to bf16 on their way; and the same numbers each time."""
+    from posttrain.policy.fused.accumulate import begin_sum, sum_of
+    from posttrain.policy.fused.products import Multiply
+
+    def summed() -> tuple[Tensor, Tensor, Tensor]:
+        weights = [torch.nn.Parameter(device_noise(n, 256, dtype=BF16, seed=n)) for n in (384, 128)]
+        for weight in weights:
+            begin_sum(weight)
+        expected = torch.zeros(512, 256, dtype=torch.float64, device=DEVICE)
+        rounded = torch.zeros(512, 256, device=DEVICE)
+        for seed in range(4):
+            x = device_noise(700, 256, dtype=BF16, seed=seed)
+            upstream = device_noise(700, 512, dtype=BF16, seed=seed + 50)
+            product = Product(tuple(weights), (), joined(weights), None)
+            Multiply.apply(x, product, *product.parts).backward(upstream)
+            expected += upstream.double().T @ x.double()
+            rounded += upstream.T @ x
+        assert all(weight.grad is None for weight in weights)
+        sums = [sum_of(weight) for weight in weights]
+        return torch.cat([part for part in sums if part is not None]), expected, rounded
+
+    total, expected, rounded = summed()
+    assert total.dtype == torch.float32
+    error, rounding = ((t.double() - expected).abs().max() / expected.abs().max() for t in (total, rounded))
+    assert error < 1e-5
+    assert error < rounding / 10
+    assert torch.equal(total, summed()[0])
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("frozen", [[], ["w1"], ["w0", "w1"]], ids=["all", "one frozen", "both frozen"])
 @pytest.mark.parametrize(("rows", "width", "sizes"), [(300, 200, (130, 70)), (1, 512, (64, 64))])

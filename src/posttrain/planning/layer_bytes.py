@@ -15,7 +15,7 @@ from posttrain.planning.shape import ModelShape
 from posttrain.planning.workload import Pass
 
 FP32 = 4
-CHUNK_LOGITS = 2**29  # policy/logprobs.py on a GPU
+CHUNK_LOGITS = 2**30  # policy/logprobs.py on a GPU
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,17 @@ class LayerBytes:
             return 0.0
         return FP32 * self.shape.vocab * min(row.responses, self.chunk_tokens)
 
-    def head_backward(self, row: Pass) -> float:
-        """A chunk's logits beside their gradient; then, the logits given up, that gradient beside the head's."""
+    def head_backward(self, row: Pass, *, accumulates: bool) -> float:
+        """A chunk's logits beside their gradient; then, the logits given up, that gradient beside the head's, unless there
+        is a sum already that it can be added to on the way: `accumulates`."""
         if self.settings.scores_answers:
             return 0.0
         v, e = self.shape.vocab, self.settings.element
         weight = self.shape.head_products if self.settings.lora_rank is None else 0
         rows = min(row.responses, self.chunk_tokens)
-        total = FP32 * weight if self.recomputes_logits(row) else 0.0  # of several chunks, added up in fp32
-        return max((FP32 + e) * v * rows + total, e * v * rows + e * weight + total)
+        total = 0.0 if accumulates and e != FP32 else FP32 * weight
+        from_start = total if self.recomputes_logits(row) else 0.0  # of the chunks before
+        return max((FP32 + e) * v * rows + from_start, e * v * rows + total)
 
     def recomputes_logits(self, row: Pass) -> bool:
         return row.responses > self.chunk_tokens

@@ -185,7 +185,11 @@ class MemoryModel:
         kept = self.layer.kept(row)
         one_layer = 0.0 if self.settings.checkpointing else self.layer.kept_by_layer(row)  # else counted as a moment
         moments: list[dict[str, float]] = [
-            {"gradients": before, "activations": kept, "logits chunk": self.layer.head_backward(row)},
+            {
+                "gradients": before,
+                "activations": kept,
+                "logits chunk": self.layer.head_backward(row, accumulates=accumulates),
+            },
             {"gradients": before, "activations": kept + self.layer.layer_backward(row)},
             {
                 "gradients": self.gradients() + self._largest_gradient(),

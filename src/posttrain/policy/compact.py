@@ -15,7 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from posttrain.config.policy import OptimizerConfig
 from posttrain.errors import InputError
 from posttrain.policy.adam import CompactAdam, StateFormat
-from posttrain.policy.fused.accumulate import add_into
+from posttrain.policy.fused.accumulate import move_to_sum, sum_of
 from posttrain.policy.optimizer import MixedPrecisionOptimizer, class_name, parameter_of, resolve
 from posttrain.policy.parallel import as_shard, local_part
 
@@ -59,15 +59,9 @@ class CompactOptimizer(MixedPrecisionOptimizer):
 
     @torch.no_grad()
     def _collect(self, name: str) -> None:
-        gradient = self.parameters[name].grad
-        if gradient is None:
-            return
-        gradients = self.optimizer.gradients
-        if name in gradients:
-            add_into(gradients[name], gradient)
-        else:
-            gradients[name] = gradient.float()  # the same tensor where it is fp32 already
-        self.parameters[name].grad = None
+        move_to_sum(self.parameters[name])
+        if (total := sum_of(self.parameters[name])) is not None:
+            self.optimizer.gradients[name] = total
 
     def _gradients(self) -> dict[str, Tensor]:
         self.collect_gradients()
@@ -79,7 +73,7 @@ class CompactOptimizer(MixedPrecisionOptimizer):
 
     def _forget_gradients(self) -> None:
         self.optimizer.gradients.clear()
-        self.optimizer.zero_grad(set_to_none=True)
+        super()._forget_gradients()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.policy.fused.accumulate import add_product
 from posttrain.policy.head import OutputHead, project
 from posttrain.policy.packed import PackedRow
 
-# One chunk of fp32 logits takes 128 MiB on a CPU. On a GPU 2 GiB: each chunk adds to a gradient as large as the head.
-_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**29}
+# One chunk of fp32 logits takes 128 MiB on a CPU. On a GPU 4 GiB: then those of 8,192 tokens of a vocabulary of 128,256 are
+# one chunk, which the backward pass need not compute again.
+_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**30}
 
 
 class TokenLogprobs(nn.Module):
@@ -77,7 +79,7 @@ class _LinearLogprobs(torch.autograd.Function):
         kept, ctx.logits = ctx.logits, None  # it is used up below
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight: Tensor | None = None
+        grad_weight: Tensor | None = None  # what is not in the weight's own sum
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = _logits(hidden[part], weight, ctx.scale) if kept is None else kept
@@ -88,7 +90,7 @@ class _LinearLogprobs(torch.autograd.Function):
             kept = None
             if grad_hidden is not None:
                 grad_hidden[part] = d_logits @ weight
-            if needs_weight:
+            if needs_weight and not add_product([weight], d_logits.T, hidden[part]):
                 grad_weight = _add_product(grad_weight, d_logits.T, hidden[part], alone=len(hidden) <= ctx.chunk)
             del d_logits
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None

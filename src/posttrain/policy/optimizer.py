@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from posttrain.checkpointing.errors import CheckpointError
 from posttrain.errors import InputError
-from posttrain.policy.fused.accumulate import add_into
+from posttrain.policy.fused.accumulate import begin_sum, move_to_sum, sum_of
 
 
 def resolve(dotted: str, field: str) -> Any:
@@ -107,6 +107,7 @@ class MixedPrecisionOptimizer:
         Those of sharded parameters are put in place by FSDP, after its own hooks: they wait for `collect_gradients`.
         """
         for name, parameter in self.parameters.items():
+            begin_sum(parameter)
             if parameter.dtype != torch.float32 and not isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._collect(name))
 
@@ -118,13 +119,9 @@ class MixedPrecisionOptimizer:
     @torch.no_grad()
     def _collect(self, name: str) -> None:
         parameter, master = self.parameters[name], self.masters[name]
-        if master is parameter or parameter.grad is None:
-            return
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            add_into(master.grad, parameter.grad)
-        parameter.grad = None
+        if master is not parameter:
+            move_to_sum(parameter)
+            master.grad = sum_of(parameter)
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.masters.items() if p.grad is not None}
@@ -151,6 +148,8 @@ class MixedPrecisionOptimizer:
 
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            begin_sum(parameter)
 
     @torch.no_grad()
     def _round_back(self) -> None:

@@ -158,18 +158,21 @@ def test_keys_of_a_shared_prompt_are_repeated_for_every_answer() -> None:
 
 
 def test_the_head_holds_logits_of_one_chunk_and_a_gradient_in_fp32() -> None:
-    vocab, chunk = 128256, 2**29 // 128256
+    vocab, chunk = 128256, 2**30 // 128256
     layer = LayerBytes(LLAMA, PLAIN, CALIBRATION)
     assert layer.chunk_tokens == chunk
     long = Pass(3 * chunk, 3 * chunk, 0, 0)
     assert layer.head_forward(long) == 4 * vocab * chunk
-    assert layer.head_backward(long) == (4 + 2) * vocab * chunk + 4 * vocab * 4096
+    assert layer.head_backward(long, accumulates=False) == (4 + 2) * vocab * chunk + 4 * vocab * 4096
+    assert layer.head_backward(long, accumulates=True) == (4 + 2) * vocab * chunk, (
+        "it is added to the sum that is there"
+    )
     short = Pass(100, 100, 0, 0)
-    assert layer.head_backward(short) == 2 * vocab * 100 + 2 * vocab * 4096
+    assert layer.head_backward(short, accumulates=False) == 2 * vocab * 100 + 4 * vocab * 4096
     assert not layer.recomputes_logits(short)
     assert layer.recomputes_logits(long)
     adapters = LayerBytes(LLAMA, replace(PLAIN, lora_rank=8), CALIBRATION)
-    assert adapters.head_backward(short) == (4 + 2) * vocab * 100, "a frozen head has no gradient"
+    assert adapters.head_backward(short, accumulates=False) == (4 + 2) * vocab * 100, "a frozen head has no gradient"
 
 
 @pytest.mark.parametrize(("tokens", "measured_gib"), [(8100, 58.0), (16200, 87.0)])
@@ -177,7 +180,7 @@ def test_the_peak_of_a_measured_training_pass_is_predicted_within_15_percent(tok
     """Measured with gradients in bf16 and without an optimizer; sequences of 900 tokens."""
     layer = LayerBytes(LLAMA, PLAIN, CALIBRATION)
     row = Pass.of(Bundle(1, 899, 1), tokens / 900, None)
-    moment = max(layer.head_backward(row), layer.layer_backward(row))
+    moment = max(layer.head_backward(row, accumulates=True), layer.layer_backward(row))
     predicted = (2 * 2 * LLAMA.num_weights + layer.kept(row) + moment) / GIB
     assert predicted == pytest.approx(measured_gib, rel=0.15)
 

@@ -1,17 +1,79 @@
-"""Adding a gradient in bf16 to a sum in fp32, at the speed of the memory."""
+"""Gradients of weights in lower precision, added up in fp32 over the micro-batches of an update.
+
+The sum hangs on the parameter it belongs to. A matrix product that makes a gradient can add to it on the way out
+(`add_product`): then the gradient is never rounded, written and read again. All others arrive in the parameter's own type,
+as autograd hands them over (`move_to_sum`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from posttrain.policy.fused.joining import joined
+
+_SUM = (
+    "gradient_sum"  # the attribute; a parameter without it is in nobody's care, and its gradients go by autograd alone
+)
+
+
+def begin_sum(parameter: Tensor) -> None:
+    """From now on its gradients are added up; what was added up before is forgotten."""
+    setattr(parameter, _SUM, None)
+
+
+def sum_of(parameter: Tensor) -> Tensor | None:
+    """None before the first gradient."""
+    total: Tensor | None = getattr(parameter, _SUM)
+    return total
+
+
+def move_to_sum(parameter: Tensor) -> None:
+    """Take the gradient that autograd has left."""
+    if (gradient := parameter.grad) is None:
+        return
+    parameter.grad = None
+    if (total := sum_of(parameter)) is None:
+        setattr(parameter, _SUM, gradient.float())  # the same tensor where it is fp32 already
+    else:
+        add_into(total, gradient)
+
+
+def add_product(parameters: Sequence[Tensor], left: Tensor, right: Tensor) -> bool:
+    """Add left @ right, the gradient of parameters that lie one below the other, to their sums; False if it must
+    go by autograd: they keep no sums, or are in fp32 themselves, where nothing would be gained."""
+    if left.dtype == torch.float32 or not all(hasattr(parameter, _SUM) for parameter in parameters):
+        return False
+    totals = [sum_of(parameter) for parameter in parameters]
+    there = [total for total in totals if total is not None]
+    if not there:
+        product = _product(left, right)
+        for parameter, part in zip(parameters, product.split([len(p) for p in parameters]), strict=True):
+            setattr(parameter, _SUM, part)
+    elif len(there) == len(totals):
+        _add_product(joined(there), left, right)
+    else:
+        return False  # one of them was used on its own before
+    return True
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else torch.mm(left, right).float()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(torch.mm(left, right))
+
 
 def add_into(total: Tensor, addend: Tensor) -> None:
-    """`total += addend`, where `total` is fp32."""
+    """`total += addend`, where `total` is fp32, at the speed of the memory."""
     suits = _plain_on_cuda(total) and _plain_on_cuda(addend) and total.dtype == torch.float32 != addend.dtype
     if suits and (kernel := _kernel()) is not None:
         kernel(total, addend)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.policy.attention import PackedAttention, Segment, active_context, attention_context
-from posttrain.policy.fused.adapters import is_adapted, product_of
+from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.products import Multiply, Product
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -200,7 +200,7 @@ class FusedLayer:
         return total, [module(y) for module in modules]
 
     def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
-        product = self._product([module]) if is_adapted(module) else None
+        product = self._product([module])
         if product is None or product.weight.dtype != x.dtype:
             out: Tensor = module(x)
             return out

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.policy.fused.accumulate import add_product
+
 
 @dataclass(frozen=True)
 class LowRank:
@@ -89,9 +91,11 @@ class Product:
     def part_gradients(
         self, grad_out: Tensor, grad_low: Tensor | None, low: Tensor | None, x: Tensor | None, needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """In the order of `parts`, None where it is not needed; x only if `needs_input`."""
+        """In the order of `parts`, None where it is not needed, or in a sum already; x only if `needs_input`."""
         weights, biases, downs, ups = self._by_kind(needed)
         rows = [weight.shape[0] for weight in self.weights]
+        if all(weights) and add_product(self.weights, grad_out.T, _there(x)):
+            weights = [False] * len(weights)
         grads = _split_needed(rows, weights, lambda: torch.mm(grad_out.T, _there(x)))
         grads += _split_needed(rows, biases, lambda: grad_out.sum(0))
         if (adapters := self.low_rank) is None:
