@@ -1,6 +1,7 @@
 """Settings that hold for every test. Being here also puts `tests/` on the path, for shared modules such as `tiny_models`."""
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -11,3 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A busy machine is no bug: no deadlines. The same examples every time: a red test stays red until it is mended.
 settings.register_profile("posttrain", deadline=None, derandomize=True, database=None)
 settings.load_profile("posttrain")
+
+# A shell starts what runs in the background deaf to Ctrl-C, and children inherit that. Some tests send themselves one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
