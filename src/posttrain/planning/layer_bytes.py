@@ -56,10 +56,9 @@ class LayerBytes:
         """All that exists when the forward pass has reached the output head."""
         s, e = self.shape, self.settings.element
         layer = FP32 * s.hidden * row.tokens if self.settings.checkpointing else self.kept_by_layer(row)
-        norms = (
-            2 if self.settings.lora_rank is None else 1
-        )  # last residual; for the gradient of its norm's weight the norm
-        end = norms * FP32 * s.hidden * row.tokens + e * s.hidden * row.responses  # the head's input
+        # The last residual. A norm that is not fused keeps itself as well, for the gradient of its weight.
+        residuals = 1 if s.fused or self.settings.lora_rank is not None else 2
+        end = residuals * FP32 * s.hidden * row.tokens + e * s.hidden * row.responses  # the head's input
         return s.layers * layer + end + 2 * FP32 * s.head_dim * row.tokens
 
     # -- for a moment --------------------------------------------------------------------------------------------------
@@ -68,7 +67,7 @@ class LayerBytes:
         """At its highest in a pass without gradients: inside the MLP, with what attention has left."""
         s, e = self.shape, self.settings.element
         per_token = 2 * FP32 * s.hidden + e * (2 * s.query_width + 2 * s.kv_width + 3 * s.inner + 2 * s.hidden)
-        end = 4 * FP32 * s.hidden  # the last norm is the model's own
+        end = (2 if s.fused else 4) * FP32 * s.hidden  # the last norm
         return row.tokens * max(per_token * (1.0 if s.fused else 1.5), end)
 
     def layer_backward(self, row: Pass) -> float:

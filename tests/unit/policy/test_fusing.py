@@ -293,3 +293,46 @@ def test_sampler_runs_fused_layers_and_agrees_with_the_trainer(family: str) -> N
         logprobs = logits(each, sequence)[0, 6:-1].log_softmax(-1)
         expected = logprobs.gather(1, sequence[0, 7:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0.0)
+
+
+# -- sums that are left to the next norm -------------------------------------------------------------------------------------
+
+
+def sums_of_layers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fills up with a word for every sum that is computed on its own."""
+    from posttrain.policy.fused import kernels
+
+    seen: list[str] = []
+    add = kernels.add
+    monkeypatch.setattr(kernels, "add", lambda x, delta: (seen.append("sum"), add(x, delta))[1])
+    return seen
+
+
+@pytest.mark.parametrize("family", FUSED_LAYERS)
+def test_without_gradients_the_numbers_are_those_with_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = fused_and_own(family, torch.float32)
+    seen, ids = sums_of_layers(monkeypatch), torch.arange(3, 40)[None]
+    without = logits(model, ids)
+    assert_near("logits", without, logits(own, ids), 1e-4)
+    if FUSED_LAYERS[family] < len(decoder_of(model).layers):  # type: ignore[arg-type]
+        return
+    assert seen == [], "the norms add"
+    with attention_context(PackedAttention([Segment(0, ids.shape[1])], ids.device)):
+        with_gradients = model(input_ids=ids).logits
+    assert seen == ["sum"] * FUSED_LAYERS[family]
+    assert torch.equal(without, with_gradients.detach())
+
+
+def test_sharded_layers_and_those_before_a_strange_norm_add_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.arange(3, 20)[None]
+    for may_join, strange in ((False, False), (True, True)):
+        model = family_model("llama", FP64)
+        own = copy.deepcopy(model)
+        if strange:
+            for each in (model, own):
+                norm: Any = decoder_of(each).norm
+                norm.forward = lambda states, forward=norm.forward: 2 * forward(states)
+        assert fuse_layers(decoder_of(model), may_join=may_join) == 2
+        seen = sums_of_layers(monkeypatch)
+        assert_near("logits", logits(model, ids), logits(own, ids), EXACT)
+        assert len(seen) == 2

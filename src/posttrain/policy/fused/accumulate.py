@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.policy.fused.joining import joined
 
-_SUM = (
-    "gradient_sum"  # the attribute; a parameter without it is in nobody's care, and its gradients go by autograd alone
-)
+# Rows of a sum that one product adds to. cuBLAS 13 takes 15.3 ms for the 128,256 of an output head at once on an H200, and 12.3
+# without adding; for 28,672 of them adding costs 6 %.
+_ROWS = 2**15
+# The attribute. A parameter without it is in nobody's care, and its gradients go by autograd alone.
+_SUM = "gradient_sum"
 
 
 def begin_sum(parameter: Tensor) -> None:
@@ -66,10 +68,11 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total.add_(torch.mm(left, right))
+    for part, rows in zip(total.split(_ROWS), left.split(_ROWS), strict=True):
+        if part.is_cuda:
+            torch.addmm(part, rows, right, out_dtype=torch.float32, out=part)
+        else:
+            part.add_(torch.mm(rows, right))
 
 
 def add_into(total: Tensor, addend: Tensor) -> None:
