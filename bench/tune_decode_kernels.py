@@ -191,7 +191,7 @@ def tune_attention(
     done = [timing for timing in timings if timing is not None]
     fastest = min(done, key=lambda timing: timing.seconds)
     best = next((tile for tile in tiles if _name(tile, now) == fastest.label), None)
-    for splits in sorted({max(1, now // 2), now * 2, 1} - {now}):
+    for splits in sorted({1, max(1, now // 2), now * 2, now * 4} - {now}):
         timings.append(tried(_name(best, splits), attention(best, splits), inputs.kv_bytes))
     exact = best or kernels.attention_tile(1 << (dim - 1).bit_length(), dtype.itemsize, 16)
     exact = kernels.AttentionTile(exact.block, exact.num_warps, exact.num_stages, exact_weights=True)
