@@ -67,6 +67,15 @@ def test_shared_prefixes_use_the_matrix_units(compiled: Compiled) -> None:
     assert "warp_group_dot" in compiled["shared_prefix_kernel"].asm["ttgir"]
 
 
+def test_what_a_step_does_besides_the_model_compiles(compiled: Compiled) -> None:
+    from posttrain.generation.native import kernels
+
+    state = torch.zeros(5, 8, dtype=torch.int64)
+    kernels.places(torch.zeros(8, 4, dtype=torch.int32), state[1], 16)
+    kernels.move_on(state[0], state[1], state[2], state[3], state[4], torch.zeros(8))
+    assert set(compiled) == {"_places", "_move_on"}
+
+
 def test_rotation_and_draw_compile(compiled: Compiled) -> None:
     from posttrain.generation.native import kernels
 

@@ -201,8 +201,12 @@ class PagedDecode:
         All of it on the device: the host need not know the positions.
         """
         size = self.cache.page_size
+        self.table = table
+        if self.kernel is not None:
+            self.slots, self.lengths = self.kernel.places(table, position, size)
+            return
         page = table.gather(1, (position // size)[:, None]).squeeze(1)
-        self.table, self.lengths = table, (position + 1).int()
+        self.lengths = (position + 1).int()
         self.slots = page.long() * size + position % size
 
     def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:

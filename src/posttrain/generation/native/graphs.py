@@ -109,11 +109,13 @@ class DecodeGraphs:
         self.decode.point_at(self.table[:size], position)
         hidden = self.forward.hidden(self.decode, token, position)
         tokens, logprobs = sampler.draw(self.forward.head.logits(hidden), key, index)
-        drawn = torch.stack([tokens.double(), logprobs.double()])
-        self.state[_TOKEN, :size] = tokens
-        self.state[_POSITION, :size] = position + live
-        self.state[_INDEX, :size] = index + live
-        return drawn
+        if (kernel := self.decode.kernel) is not None:
+            drawn: Tensor = kernel.move_on(token, position, index, live, tokens, logprobs)
+            return drawn
+        token.copy_(tokens)
+        position.add_(live)
+        index.add_(live)
+        return torch.stack([tokens.double(), logprobs.double()])
 
 
 class LogitGraphs:

@@ -6,6 +6,7 @@
 | `shared_prefix.py` | the same where samples of a group share their prompt's pages: those are read once per group |
 | `attend.py` | the kernels of both, in Triton |
 | `rope_write.py` | head norm, rotation, and keys and values into their slots, in one launch |
+| `stepping.py` | where new tokens go, and what a step leaves for the next |
 | `sampling.py` | the draw of `sampler.py` with one pass over the logits |
 | `shapes.py` | tile sizes and the number of splits: what may be tuned, and nothing that changes a result but by rounding |
 
@@ -24,6 +25,7 @@ from posttrain.generation.native.kernels.shared_prefix import (
     shared_prefix_attention,
     shared_prefix_pays,
 )
+from posttrain.generation.native.kernels.stepping import move_on, places
 
 __all__ = [
     "TILES",
@@ -31,8 +33,10 @@ __all__ = [
     "DecodeShape",
     "PrefixTiles",
     "attention_tile",
+    "move_on",
     "num_splits",
     "paged_attention",
+    "places",
     "runs_here",
     "sample_rows",
     "samples_per_tile",
