@@ -11,8 +11,11 @@ Measured 2026-11-15 on one NVIDIA H200 (torch 2.11, triton 3.6, bf16):
 | copy on the device, bytes read and written | 4.29 TB/s | `copy_bytes_per_s` |
 | Llama 8B, 512 rows: matrix products of a decode step | 10.85 ms (659 TFLOP/s) | `matrix_share` |
 | the same: output head | 0.87 ms | (check) |
-| the same: attention, context 140 | 2.6 TB/s of keys and values | `decode_attention_share` |
 | the same: whole step, mean context 256 | 18.8 ms | (check) |
+| on another H200, 752 TFLOP/s: mean contexts 256 and 578 | 18.45 and 22.82 ms | `decode_attention_share` |
+| there: 512 answers of 50 to 2,000 tokens | 22.6 s | `decode_layer_s`, with the next |
+| Llama 1.5B, 64 rows, groups of 16 with prompts of 512 | 2.18 ms | `decode_layer_s`, `decode_row_s` |
+| there: 512 rows, groups of 16 with prompts of 1,024 | 5.55 ms | (check) |
 | Llama 8B, prompts | 43,700 tokens/s | (check) |
 | Llama 8B, log-probabilities, sequences of 900 | 40,363 tokens/s | (check) |
 | Llama 8B, forward and backward, 8,100 tokens at a time | 12,487 tokens/s, 58 GiB | (check) |
@@ -50,13 +53,14 @@ class Calibration:
     attention_share: float = 0.45  # of matrix_flops, packed attention with grouped heads; estimate
     elementwise_share: float = 0.90  # of copy_bytes_per_s, fused kernels; estimate
     weight_read_share: float = 0.85  # of copy_bytes_per_s, products of few rows; estimate
-    decode_attention_share: float = 0.606  # of copy_bytes_per_s, paged attention
+    decode_attention_share: float = 1.1  # of copy_bytes_per_s, paged attention: reading alone is faster than copying
     unfused_time: float = 1.23  # families whose layers are not fused (policy/fused): time of their passes …
     unfused_activations: float = 2.1  # … and bytes that they keep for the backward pass
     forward_host_s: float = 0.35e-3  # per layer: launching a forward pass; small models wait for it; estimate
     backward_host_s: float = 0.55e-3  # per layer; estimate
     row_host_s: float = 0.5e-6  # per token: laying out a packed row; estimate
-    decode_layer_s: float = 30e-6  # the least time of a layer in a recorded decode step; estimate
+    decode_layer_s: float = 50e-6  # a layer of a recorded decode step: ten kernels that begin and end
+    decode_row_s: float = 40e-9  # of that layer, for each row
     foreach_bytes: float = 84.0  # moved per weight by torch's foreach AdamW, counted from its operations
     runtime_bytes: int = 1 * GIB  # CUDA context and libraries: outside of what torch counts; estimate
     allocator_slack: float = 0.03  # of what is allocated, lost between blocks; estimate

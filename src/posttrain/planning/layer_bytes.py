@@ -97,7 +97,8 @@ class LayerBytes:
         v, e = self.shape.vocab, self.settings.element
         weight = self.shape.head_products if self.settings.lora_rank is None else 0
         rows = min(row.responses, self.chunk_tokens)
-        total = 0.0 if accumulates and e != FP32 else FP32 * weight
+        has_sum = accumulates and e != FP32 and self.settings.ranks == 1  # sharded gradients go by autograd
+        total = 0.0 if has_sum else FP32 * weight
         from_start = total if self.recomputes_logits(row) else 0.0  # of the chunks before
         return max((FP32 + e) * v * rows + from_start, e * v * rows + total)
 

@@ -190,7 +190,7 @@ class MemoryModel:
                 "activations": kept,
                 "logits chunk": self.layer.head_backward(row, accumulates=accumulates),
             },
-            {"gradients": before, "activations": kept + self.layer.layer_backward(row)},
+            {"gradients": before or self._head_gradient(), "activations": kept + self.layer.layer_backward(row)},
             {
                 "gradients": self.gradients() + self._largest_gradient(),
                 "activations": one_layer + self.layer.layer_backward(row),
@@ -198,6 +198,11 @@ class MemoryModel:
         ]
         highest = max(moments, key=lambda moment: sum(moment.values()))
         return Phase(TRAINING, {**items, **highest})
+
+    def _head_gradient(self) -> float:
+        """The first that is there."""
+        trained = self.settings.lora_rank is None and not self.settings.scores_answers
+        return FP32 * self.shape.head_products / self.settings.ranks if trained else 0.0
 
     def _largest_gradient(self) -> float:
         """Of one tensor, in the weights' precision, on its way into the fp32 sum."""

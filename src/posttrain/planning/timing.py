@@ -15,7 +15,7 @@ from posttrain.planning.memory import CachePlan, MemoryModel
 from posttrain.planning.settings import OptimizerSettings
 from posttrain.planning.workload import Pass, Workload
 
-_NUM_RUNS_OF_A_RECORDING = 3  # generation/native/graphs.py: two to warm up, one to record
+_NUM_RUNS_OF_A_RECORDING = 2  # generation/native/recording.py: one to warm up, one to record
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,10 @@ class TimeModel:
     def passes_s(self, workload: Workload) -> float:
         row, count = workload.passes(workload.train, self.memory.shape.window)
         device = self.forward_s(row) + self.backward_s(row)
-        # Each micro-batch's gradients are read in the weights' precision and added to a sum in fp32.
-        device += self._moved_s((self.memory.settings.element + 2 * FP32) * self.memory.num_trained)
+        # Each micro-batch's gradients are added to a sum in fp32 by their products; sharded ones are written and read before.
+        settings = self.memory.settings
+        on_the_way = 0 if settings.ranks == 1 else settings.element
+        device += self._moved_s((on_the_way + 2 * FP32) * self.memory.num_trained)
         calibration, again = self.calibration, 1 if self.memory.settings.checkpointing else 0
         launching = (1 + again) * calibration.forward_host_s + calibration.backward_host_s
         host = self.memory.shape.layers * launching + row.tokens * calibration.row_host_s
@@ -214,7 +216,7 @@ class TimeModel:
         layers = self._few_rows_s(shape.layer_products, size) + self._moved_s(moved)
         layers += cached / (self.gpu.copy_bytes_per_s * calibration.decode_attention_share)
         launches = 1.0 if settings.lora_rank is None else 2.0  # kernels of a layer, as a multiple of the plain one's
-        layers = max(layers, launches * shape.layers * calibration.decode_layer_s)
+        layers += shape.layers * (launches * calibration.decode_layer_s + size * calibration.decode_row_s)
         head = self._few_rows_s(shape.head_products, size) + self._moved_s(2 * FP32 * shape.vocab * size)
         return self._unfused * (layers + head)
 

@@ -64,16 +64,15 @@ class CompactOptimizer(MixedPrecisionOptimizer):
             self.optimizer.gradients[name] = total
 
     def _gradients(self) -> dict[str, Tensor]:
-        self.collect_gradients()
         return self.optimizer.gradients
 
     def _apply(self, scale: float) -> None:
         self.optimizer.gradient_scale = scale
         self.optimizer.step()
 
-    def _forget_gradients(self) -> None:
+    def forget_gradients(self) -> None:
         self.optimizer.gradients.clear()
-        super()._forget_gradients()
+        super().forget_gradients()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -102,7 +102,8 @@ class MixedPrecisionOptimizer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _collect_as_they_come(self) -> None:
-        """Each bf16 gradient goes into the fp32 one as soon as it is there, so that never all of them exist at once.
+        """Each bf16 gradient goes into its fp32 sum as soon as it is there, so that never all of them exist at once: most
+        of them by the product that makes them (`fused/accumulate.py`), the rest by hooks.
 
         Those of sharded parameters are put in place by FSDP, after its own hooks: they wait for `collect_gradients`.
         """
@@ -112,7 +113,7 @@ class MixedPrecisionOptimizer:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._collect(name))
 
     def collect_gradients(self) -> None:
-        """Move what the last backward pass left on bf16 parameters into the fp32 gradients of their masters."""
+        """Move what the last backward pass left on bf16 parameters into their fp32 sums, which are the masters' gradients."""
         for name in self.parameters:
             self._collect(name)
 
@@ -128,6 +129,7 @@ class MixedPrecisionOptimizer:
 
     def step(self, max_grad_norm: float | None) -> tuple[float, bool]:
         """Clip, step, forget the gradients. Returns the norm before clipping, and whether the step was taken."""
+        self.collect_gradients()
         norm = gradient_norm(list(self._gradients().values()))
         taken = math.isfinite(norm)
         if taken:
@@ -135,7 +137,7 @@ class MixedPrecisionOptimizer:
                 self.before_change()
             clips = max_grad_norm is not None and norm > max_grad_norm
             self._apply(max_grad_norm / (norm + 1e-6) if clips and max_grad_norm is not None else 1.0)
-        self._forget_gradients()
+        self.forget_gradients()
         return norm, taken
 
     def _apply(self, scale: float) -> None:
@@ -146,7 +148,7 @@ class MixedPrecisionOptimizer:
         self.optimizer.step()
         self._round_back()
 
-    def _forget_gradients(self) -> None:
+    def forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.parameters.values():
             begin_sum(parameter)

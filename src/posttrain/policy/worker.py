@@ -197,6 +197,7 @@ class PolicyWorker:
         self, parts: Sequence[TokenBatch | None], objective: Objective, seed: int, progress: Progress | None
     ) -> dict[str, float]:
         assert self.optimizer is not None
+        self.optimizer.forget_gradients()  # of an update that failed
         torch.manual_seed(seed)  # dropout is a function of the step, not of what ran before
         self.model.train()
         metrics: list[Mapping[str, Tensor]] = []

@@ -14,6 +14,7 @@ from posttrain.planning.calibration import CALIBRATION
 from posttrain.planning.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
 from posttrain.planning.memory import MemoryModel
 from posttrain.planning.settings import OptimizerSettings, RunSettings
+from posttrain.planning.shape import NAMED_SHAPES
 from posttrain.planning.timing import TimeModel
 from posttrain.planning.workload import Bundle, Lengths, MicroBatch, Pass
 
@@ -51,6 +52,23 @@ def test_a_decode_step_is_predicted_within_5_percent() -> None:
     assert time._few_rows_s(LLAMA.layer_products, 512) == pytest.approx(10.85e-3, rel=0.05)
     assert time._few_rows_s(LLAMA.head_products, 512) == pytest.approx(0.87e-3, rel=0.10)
     assert time.decode_step_s(512, 512, 0, 256, 1) == pytest.approx(18.8e-3, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "prompt", "own", "group", "milliseconds"),
+    [
+        ("llama-8b", 512, 0, 256, 1, 18.45),
+        ("llama-8b", 512, 0, 578, 1, 22.82),
+        ("llama-1.5b", 64, 512, 256, 16, 2.18),
+        ("llama-1.5b", 512, 1024, 64, 16, 5.55),
+    ],
+)
+def test_decode_steps_of_other_contexts_and_models_are_predicted_within_15_percent(
+    name: str, rows: int, prompt: int, own: int, group: int, milliseconds: float
+) -> None:
+    gpu = replace(H200, matrix_flops=752e12)
+    time = TimeModel(MemoryModel(NAMED_SHAPES[name], PLAIN, gpu, CALIBRATION), gpu, CALIBRATION)
+    assert 1e3 * time.decode_step_s(rows, rows, prompt, own, group) == pytest.approx(milliseconds, rel=0.15)
 
 
 # -- decoding ------------------------------------------------------------------------------------------------------------

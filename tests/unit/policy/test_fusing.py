@@ -336,3 +336,52 @@ def test_sharded_layers_and_those_before_a_strange_norm_add_themselves(monkeypat
         seen = sums_of_layers(monkeypatch)
         assert_near("logits", logits(model, ids), logits(own, ids), EXACT)
         assert len(seen) == 2
+
+
+@torch.no_grad()
+def normed(decoder: Any, **options: Any) -> Any:
+    ids = torch.arange(3, 40)[None]
+    with attention_context(PackedAttention([Segment(0, ids.shape[1])], ids.device)):
+        return decoder(input_ids=ids, use_cache=False, **options)
+
+
+def test_whoever_looks_at_a_layers_output_sees_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = fused_and_own("llama")
+    decoder, plain = decoder_of(model), decoder_of(own)
+    seen: list[Tensor] = []
+    hook = decoder.layers[0].register_forward_hook(lambda *called: seen.append(called[2]))  # type: ignore[index, union-attr]
+    expected = normed(plain, output_hidden_states=True).hidden_states
+    assert_near("with a hook", normed(decoder).last_hidden_state, expected[-1], EXACT)
+    assert_near("what the hook saw", seen[0], expected[1], EXACT)
+    hook.remove()
+    found = normed(decoder, output_hidden_states=True).hidden_states
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert_near(f"states {number}", ours, theirs, EXACT)
+    before = decoder.norm.register_forward_pre_hook(lambda _, args: (args[0].clone(),))  # type: ignore[union-attr]
+    assert_near("with a hook before the norm", normed(decoder).last_hidden_state, expected[-1], EXACT)
+    before.remove()
+    decoder.norm = copy.deepcopy(plain.norm)
+    assert_near("with another norm", normed(decoder).last_hidden_state, expected[-1], EXACT)
+
+
+def test_recomputation_of_either_kind() -> None:
+    for reentrant in (False, True):
+        model, own = fused_and_own("llama")
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        assert_same_model(model, own, EXACT)
+
+
+def test_a_family_that_does_something_between_layers_keeps_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family_model("llama", FP64)
+    layer: Any = decoder_of(model).layers[0]
+    called = type(layer).__call__
+
+    def twice(self: Any, states: Tensor, *args: Any, **options: Any) -> Any:
+        return called(self, states * 1.0, *args, **options)
+
+    monkeypatch.setattr(type(layer), "__call__", twice)
+    own = copy.deepcopy(model)
+    assert fuse_layers(decoder_of(model), may_join=True) == 2
+    assert [each.forward.successor for each in decoder_of(model).layers] == [None, None]  # type: ignore[union-attr]
+    assert_near("states", normed(decoder_of(model)).last_hidden_state, normed(decoder_of(own)).last_hidden_state, EXACT)

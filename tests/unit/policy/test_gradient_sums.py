@@ -51,7 +51,11 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-2 * float(expected.abs().max()))
 
 
-def test_a_product_adds_the_gradients_of_all_its_weights_to_their_sums() -> None:
+@pytest.mark.parametrize("rows_at_a_time", [3, 2**15])
+def test_a_product_adds_the_gradients_of_all_its_weights_to_their_sums(
+    rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.policy.fused.accumulate._ROWS", rows_at_a_time)
     weights = parameters(5, 3)
     for weight in weights:
         begin_sum(weight)

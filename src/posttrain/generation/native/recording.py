@@ -5,7 +5,8 @@ Knows nothing of models or sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 _MAX_RECORDINGS = 128  # a run has some dozens; settings and adapters that keep changing would add to them for ever
-_NUM_WARM_UPS = 2  # before recording, so that kernels are compiled and libraries have their workspaces
+_NUM_WARM_UPS = 1  # before recording, so that kernels are compiled and libraries have their workspaces
 
 
 class RecordingError(RuntimeError):
@@ -65,11 +66,27 @@ class Recorder:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=side):
+            with self._capturing(graph, side):
                 result = compute()
         except RuntimeError as error:
             raise RecordingError(str(error).splitlines()[0]) from error
         return _Recording(graph, result)
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+        """`torch.cuda.graph` first gives everything that is free back to the driver, pinned memory too. That makes room
+        for a new pool; for each of a dozen recordings in it, it would cost several times what recording does."""
+        if not self._recordings:
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                yield
+            return
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self._pool)
+            try:
+                yield
+            finally:
+                graph.capture_end()
 
 
 @cache

@@ -2,7 +2,8 @@
 
 The sum hangs on the parameter it belongs to. A matrix product that makes a gradient can add to it on the way out
 (`add_product`): then the gradient is never rounded, written and read again. All others arrive in the parameter's own type,
-as autograd hands them over (`move_to_sum`).
+as autograd hands them over (`move_to_sum`). What goes into a sum autograd does not see: hooks on the parameter's gradient are not
+called, and `torch.autograd.grad` has nothing to return.
 """
 
 from __future__ import annotations

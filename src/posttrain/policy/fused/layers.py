@@ -8,28 +8,28 @@ Weights that meet the same input are joined into one product, LoRA adapters with
 parameters become views of one tensor, so nothing is copied for good and nothing has to be kept in step. Sharded
 parameters cannot be joined; their modules are called one by one, as are adapters that do more than plain LoRA.
 
-Where no gradients are wanted, a layer leaves its last sum to the norm that comes next, which computes it on its way: a
-launch less in every layer, and the same bits.
+Where no gradients are wanted, a layer leaves its last sum to the norm that comes next, which computes it on its way
+(`residual.py`). Between the layers of a model that trains, states are fp32: then the bits are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.policy.attention import PackedAttention, Segment, active_context, attention_context
+from posttrain.policy.attention import active_context
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.products import Multiply, Product
+from posttrain.policy.fused.residual import Successor, take_pending, with_pending
+from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
-_TRIAL_TOKENS = 8
-_PENDING = "pending_delta"  # attribute of a layer's output: what is still to be added to it
 
 
 def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
@@ -45,9 +45,9 @@ def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
     if not isinstance(rotary, nn.Module):
         return 0
     num_fused = sum(_fuse(layer, rotary, may_join) for layer in layers)
-    if num_fused == len(layers) and _fuse_norm(getattr(decoder, "norm", None)):
-        for fused in (layer.forward for layer in layers if isinstance(layer.forward, FusedLayer)):
-            fused.leaves_sum = fused.may_join  # sharding has hooks between the layers
+    # Not where parameters are sharded: that has hooks between the layers.
+    if num_fused == len(layers) and _fuse_norm(getattr(decoder, "norm", None)) and may_join:
+        _let_sums_be_left(decoder)
     return num_fused
 
 
@@ -65,11 +65,11 @@ def _fuse(layer: nn.Module, rotary: nn.Module, may_join: bool) -> bool:
     if not _follows_pattern(layer):
         return False
     try:
-        observed = _Observed(layer, rotary)
+        observed = Observed(layer, rotary)
     except (TypeError, IndexError):  # layer or rotation want other arguments than the pattern's
         return False
     fused = FusedLayer(layer, observed, may_join)
-    if not observed.agrees(fused):
+    if observed.num_rotated != fused.head_dim or not observed.agrees(fused):
         return False
     layer.forward = fused
     return True
@@ -83,32 +83,32 @@ def _fuse_norm(norm: Any) -> bool:
     if isinstance(norm.forward, FusedNorm):
         return True
     fused = FusedNorm(norm)
-    states = _trial_states(norm.weight)
-    if not _near(fused(states), norm.forward(states), norm.weight.dtype):
+    states = trial_states(norm.weight)
+    if not is_near(fused(states), norm.forward(states), norm.weight.dtype):
         return False
     norm.forward = fused
     return True
 
 
+def _let_sums_be_left(decoder: Any) -> None:
+    """Tried on a few tokens: some family might do something with the states between two layers."""
+    fused: list[FusedLayer] = [layer.forward for layer in decoder.layers]
+    if any(forward.successor is not None for forward in fused):
+        return
+    weight = decoder.norm.weight
+    try:
+        plain = trial_pass(decoder, weight)
+    except (TypeError, ValueError, AttributeError, IndexError):  # it wants other arguments
+        return
+    for place, forward in enumerate(fused):
+        forward.successor = Successor(decoder, place)
+    if not is_near(trial_pass(decoder, weight), plain, weight.dtype):
+        for forward in fused:
+            forward.successor = None
+
+
 def _is_rms_norm(module: Any) -> bool:
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
-
-
-def _reduced(weight: Tensor) -> torch.dtype | None:
-    return weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else None
-
-
-def _trial_states(weight: Tensor) -> Tensor:
-    """Between layers states are fp32, also where the weights are not."""
-    states = torch.randn(1, _TRIAL_TOKENS, len(weight), generator=torch.Generator().manual_seed(0))
-    return states.to(weight.device, torch.float32 if _reduced(weight) is not None else weight.dtype)
-
-
-def _near(ours: Tensor, theirs: Tensor, dtype: torch.dtype, spread: Tensor | None = None) -> bool:
-    """To the rounding of weights in `dtype`, by the largest of `spread`, or of `theirs`."""
-    error = (ours - theirs).float().abs().max()
-    tolerance = 3e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-4
-    return bool(error <= tolerance * (theirs if spread is None else spread).float().abs().max())
 
 
 def _follows_pattern(layer: Any) -> bool:
@@ -129,53 +129,12 @@ def _follows_pattern(layer: Any) -> bool:
     )
 
 
-class _Observed:
-    """One pass of a layer's own forward over a few tokens: what it asks of attention, and what comes out."""
-
-    @torch.no_grad()
-    def __init__(self, layer: Any, rotary: nn.Module) -> None:
-        norm = layer.input_layernorm.weight
-        self.reduced = _reduced(norm)
-        self.states = _trial_states(norm)
-        positions = torch.arange(_TRIAL_TOKENS, device=norm.device)[None]
-        self.angles: tuple[Tensor, Tensor] = rotary(self.states, positions)
-        self.options: dict[str, Any] = {}
-        self.segments = PackedAttention([Segment(0, _TRIAL_TOKENS)], norm.device)
-        self.layer = layer
-        self.output = self._run(layer.forward)  # not the layer: hooks may come later, sharding's among them
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        self.options = options
-        return self.segments.attend(layer, query, key, value, **options)
-
-    def _run(self, forward: Callable[..., Any]) -> Tensor:
-        device = self.states.device.type
-        training = [module for module in self.layer.modules() if module.training]
-        for module in training:  # an adapter's dropout would be another one each time
-            module.training = False
-        try:
-            with (
-                attention_context(self),
-                torch.autocast(device, self.reduced, enabled=self.reduced is not None, cache_enabled=False),
-            ):
-                output = forward(self.states, position_embeddings=self.angles)
-        finally:
-            for module in training:
-                module.training = True
-        return output[0] if isinstance(output, tuple) else output
-
-    @torch.no_grad()
-    def agrees(self, fused: FusedLayer) -> bool:
-        if self.angles[0].shape[-1] != fused.head_dim or not self.options:
-            return False
-        dtype = self.reduced or self.states.dtype
-        return _near(self._run(fused), self.output, dtype, spread=self.output - self.states)
-
-
 class FusedLayer:
     """The forward of one decoder layer. Called by the layer itself, so that hooks and checkpointing stay in force."""
 
-    def __init__(self, layer: Any, observed: _Observed, may_join: bool) -> None:
+    takes_sums = True
+
+    def __init__(self, layer: Any, observed: Observed, may_join: bool) -> None:
         self.own_forward = layer.forward
         self.layer = layer
         attention = layer.self_attn
@@ -186,7 +145,7 @@ class FusedLayer:
         self.num_heads, self.num_kv_heads = (int(width) // self.head_dim for width in widths)
         self.head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.may_join = may_join
-        self.leaves_sum = False  # to whoever comes next, without gradients
+        self.successor: Successor | None = None  # which may be left the last sum
 
     def __call__(
         self,
@@ -198,7 +157,7 @@ class FusedLayer:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
-        pending = getattr(hidden_states, _PENDING, None)
+        pending = take_pending(hidden_states)
         if len(hidden_states) != 1 or past_key_values is not None or position_embeddings is None:
             return self.own_forward(
                 hidden_states if pending is None else hidden_states + pending,
@@ -224,10 +183,8 @@ class FusedLayer:
         delta = self._linear(attention.o_proj, seen.flatten(1)).contiguous()
         x, gate_up = self._normed(layer.post_attention_layernorm, x, delta, (mlp.gate_proj, mlp.up_proj))
         delta = self._down(mlp.down_proj, gate_up).contiguous()
-        if self.leaves_sum and not torch.is_grad_enabled():
-            out = x[None]
-            setattr(out, _PENDING, delta)
-            return out
+        if self.successor is not None and self.successor.takes_sum_of(layer):
+            return with_pending(x[None], delta)
         return Add.apply(x, delta)[None]
 
     def _product(self, modules: Sequence[nn.Module]) -> Product | None:
@@ -287,6 +244,8 @@ class FusedLayer:
 class FusedNorm:
     """The forward of the norm behind the last layer."""
 
+    takes_sums = True
+
     def __init__(self, norm: Any) -> None:
         self.own_forward = norm.forward
         self.norm = norm
@@ -294,7 +253,7 @@ class FusedNorm:
     def __call__(self, hidden_states: Tensor) -> Tensor:
         from posttrain.policy.fused.ops import AddNorm
 
-        pending = getattr(hidden_states, _PENDING, None)
+        pending = take_pending(hidden_states)
         if hidden_states.dim() != 3 or len(hidden_states) != 1:
             out: Tensor = self.own_forward(hidden_states if pending is None else hidden_states + pending)
             return out

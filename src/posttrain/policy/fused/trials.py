@@ -1,0 +1,99 @@
+"""Tries on a few tokens, before a forward of ours replaces a module's own: do they compute the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.policy.attention import PackedAttention, Segment, attention_context
+
+_TRIAL_TOKENS = 8
+
+
+class Observed:
+    """One pass of a layer's own forward over a few tokens: what it asks of attention, and what comes out."""
+
+    @torch.no_grad()
+    def __init__(self, layer: Any, rotary: nn.Module) -> None:
+        norm = layer.input_layernorm.weight
+        self.norm_weight = norm
+        self.states = trial_states(norm)
+        positions = torch.arange(_TRIAL_TOKENS, device=norm.device)[None]
+        self.angles: tuple[Tensor, Tensor] = rotary(self.states, positions)
+        self.options: dict[str, Any] = {}
+        self.segments = _one_sequence(norm.device)
+        self.layer = layer
+        self.output = self._run(layer.forward)  # not the layer: hooks may come later, sharding's among them
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        self.options = options
+        return self.segments.attend(layer, query, key, value, **options)
+
+    def _run(self, forward: Callable[..., Any]) -> Tensor:
+        with _untrained(self.layer), attention_context(self), _autocast(self.norm_weight):
+            output = forward(self.states, position_embeddings=self.angles)
+        return output[0] if isinstance(output, tuple) else output
+
+    @property
+    def num_rotated(self) -> int:
+        """Numbers of a head."""
+        return self.angles[0].shape[-1]
+
+    @torch.no_grad()
+    def agrees(self, forward: Callable[..., Any]) -> bool:
+        """Whether `forward` makes of the same tokens what the layer's own makes, which used our attention."""
+        return bool(self.options) and is_near(
+            self._run(forward), self.output, self.norm_weight.dtype, spread=self.output - self.states
+        )
+
+
+def _reduced(weight: Tensor) -> torch.dtype | None:
+    return weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else None
+
+
+def trial_states(weight: Tensor) -> Tensor:
+    """Between layers states are fp32, also where the weights are not."""
+    states = torch.randn(1, _TRIAL_TOKENS, len(weight), generator=torch.Generator().manual_seed(0))
+    return states.to(weight.device, torch.float32 if _reduced(weight) is not None else weight.dtype)
+
+
+def is_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype, spread: Tensor | None = None) -> bool:
+    """To the rounding of weights in `dtype`, by the largest of `spread`, or of `theirs`."""
+    error = (ours - theirs).float().abs().max()
+    tolerance = 3e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-4
+    return bool(error <= tolerance * (theirs if spread is None else spread).float().abs().max())
+
+
+@torch.no_grad()
+def trial_pass(decoder: Any, weight: Tensor) -> Tensor:
+    """What a decoder whose last norm has `weight` makes of a few random states."""
+    states, positions = trial_states(weight), torch.arange(_TRIAL_TOKENS, device=weight.device)[None]
+    with _untrained(decoder), _autocast(weight), attention_context(_one_sequence(weight.device)):
+        output: Tensor = decoder(inputs_embeds=states, position_ids=positions, use_cache=False).last_hidden_state
+    return output
+
+
+def _one_sequence(device: torch.device) -> PackedAttention:
+    return PackedAttention([Segment(0, _TRIAL_TOKENS)], device)
+
+
+def _autocast(weight: Tensor) -> torch.autocast:
+    reduced = _reduced(weight)
+    return torch.autocast(weight.device.type, reduced, enabled=reduced is not None, cache_enabled=False)
+
+
+@contextmanager
+def _untrained(module: nn.Module) -> Iterator[None]:
+    """An adapter's dropout would be another one each time."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
