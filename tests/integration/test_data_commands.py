@@ -159,7 +159,7 @@ def test_pairs_stops_at_a_damaged_file_unless_told_to_go_on(capsys: pytest.Captu
         (["inspect", "{t}", "--picture", "r.gif"], "a picture is written as .svg or .png"),
         (["inspect", "{t}", "--where", "model"], "expected COLUMN=VALUE"),
         (["inspect", "{t}", "--since", "soon"], "since: 'soon' is no date"),
-        (["inspect", "{t}", "--tokenizer", "no/such-tokenizer"], "--tokenizer no/such-tokenizer: no tokenizer there"),
+        (["inspect", "{t}", "--tokenizer", "no/such-tokenizer"], "--tokenizer: no folder 'no/such-tokenizer'"),
         (["pairs", "{t}", "out.txt"], "the name must end in .jsonl"),
         (["pairs", "{t}", "a.jsonl", "--format", "trl", "b.jsonl"], "unexpected 'b.jsonl'"),
         (["pairs", "{t}", "a.jsonl", "--strategy", "by_margin"], "min_margin"),

@@ -29,7 +29,13 @@ from posttrain.evaluation.problems import ProblemSet, load_problems
 from posttrain.evaluation.results import Problem, Summary, problem_set_hash
 from posttrain.evaluation.runner import EvaluationRunner
 from posttrain.evaluation.summary import Facts, summarise
-from posttrain.export.model_reference import ModelReference, load_for_sampling, resolve_registered_model
+from posttrain.export.model_reference import (
+    ModelReference,
+    ModelReferenceError,
+    load_for_sampling,
+    resolve_registered_model,
+)
+from posttrain.model_hub import why_unavailable
 from posttrain.roles import Generator, ShowProgress
 from posttrain.types import Sampling, Task
 
@@ -101,6 +107,12 @@ class EvaluationBuild:
             return None
         return ServerAnswers(url, config.generation.openai_cfg, self._sampling(()), config.eval.seed, config.judge)
 
+    def _check_model(self) -> None:
+        """InputError if the model is not to be had, or the server does not answer."""
+        _ = self.server
+        if self.reference is not None and (reason := why_unavailable(self.reference.model)) is not None:
+            raise ModelReferenceError(f"generation.model_name: {reason}")
+
     def identity(self) -> dict[str, Any]:
         """What decides answers and rewards, and nothing that only decides how fast they come."""
         config, generation = self.config, self.config.generation
@@ -159,7 +171,7 @@ class EvaluationBuild:
         self, show_progress: ShowProgress, *, retry_unscored: bool = False
     ) -> tuple[Summary, list[Problem], Path]:
         """Answer what is not finished, and sum up."""
-        _ = self.reference, self.server  # a model that is not there is found out before data is fetched
+        self._check_model()  # before data is fetched
         environments = {self.config.judge: self.environment_config}
         check_environments(environments, Path.cwd())
         with ExitStack() as cleanup:

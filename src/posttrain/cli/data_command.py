@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.cli import data_pack
 from posttrain.errors import InputError
+from posttrain.model_hub import why_unavailable
 
 if TYPE_CHECKING:
     from posttrain.data.traces.files import ProgressCall
@@ -263,6 +264,8 @@ def _tokenizer(name: str) -> Any:
     quieten_libraries()
     from transformers import AutoTokenizer
 
+    if (reason := why_unavailable(name, holding="a tokenizer")) is not None:
+        raise InputError(f"--tokenizer: {reason}")
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -24,11 +24,11 @@ from posttrain.export.model_reference import (
     adapter_base,
     check_model_folder,
     find_checkpoint,
-    looks_like_hub_name,
     read_json,
 )
 from posttrain.export.weight_names import ModelShape, config_file_of, is_lora, match_names, plain_name, prefix_of
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
+from posttrain.model_hub import looks_like_hub_name, why_unavailable
 from posttrain.policy.config_errors import explain_config_error
 
 Say = Callable[[str], None]
@@ -295,6 +295,10 @@ def read_model_config(place: str, overrides: Mapping[str, Any], named: str) -> A
     """The config of the model in the folder `place`, or of that name on the hub. `named` is its name in messages."""
     from transformers import AutoConfig
 
+    if (reason := why_unavailable(place)) is not None:
+        raise ConversionError(
+            f"the config of {named} cannot be read: {reason}. A base model that has moved is named with --base"
+        )
     try:
         config = AutoConfig.from_pretrained(place, **overrides)
     except Exception as error:  # a value of the wrong kind shows as anything
@@ -314,6 +318,8 @@ def read_model_config(place: str, overrides: Mapping[str, Any], named: str) -> A
 def _local_folder(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
+    if (reason := why_unavailable(name)) is not None:
+        raise ConversionError(f"{reason}. A base model that has moved is named with --base")
     from huggingface_hub import snapshot_download
 
     try:

@@ -26,6 +26,7 @@ from posttrain.export.tensor_files import TensorFacts, write_safetensors
 from posttrain.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
 from posttrain.export.weight_names import ModelShape
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
+from posttrain.model_hub import why_unavailable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LINEAGE = "conversion.json"
@@ -192,6 +193,8 @@ def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, Ten
         return
     generation = None
     for place in (str(source.folder), source.base):
+        if why_unavailable(place) is not None:
+            continue
         try:
             generation = GenerationConfig.from_pretrained(place)
             break
@@ -203,6 +206,10 @@ def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, Ten
 def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
     from transformers import AutoTokenizer
 
+    if (reason := why_unavailable(source.tokenizer, holding="a tokenizer")) is not None:
+        raise ConversionError(
+            f"the tokenizer of {source.text}: {reason}. A base model that has moved is named with --base"
+        )
     try:
         AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:

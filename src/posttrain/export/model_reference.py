@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from posttrain.checkpointing import CheckpointStore
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError
+from posttrain.model_hub import looks_like_hub_name
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,6 @@ ACCEPTED = (
     "Qwen/Qwen3-0.6B"
 )
 _STEP = re.compile(r"step_(\d+)")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 Kind = Literal["folder", "adapter", "checkpoint", "hub"]
@@ -95,11 +95,6 @@ def resolve_registered_model(text: str) -> ModelReference:
     from posttrain.registry import resolve_version
 
     return resolve_model(resolve_version(text).path)
-
-
-def looks_like_hub_name(text: str) -> bool:
-    """`owner/name`, unless a folder `owner` is here: then it is more likely a mistyped path."""
-    return _HUB_NAME.fullmatch(text) is not None and not Path(text).parent.exists()
 
 
 def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path | None:

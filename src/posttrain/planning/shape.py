@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.model_hub import why_unavailable
 
 # Families whose layers run through the fused kernels (policy/fused/layers.py decides by trying).
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -151,11 +152,8 @@ def find_shape(name: str, overrides: Mapping[str, Any] | None = None) -> ModelSh
         return shape_of_config(name, {**_read_config(Path(name) / "config.json"), **dict(overrides or {})})
     if name in NAMED_SHAPES:
         return NAMED_SHAPES[name]
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UnknownModelError(
-            f"policy.model_name: no folder {name!r}. Give a folder with a config.json, a hub name such as Qwen/Qwen3-0.6B, "
-            f"or one of the shapes {', '.join(NAMED_SHAPES)}"
-        )
+    if (reason := why_unavailable(name)) is not None:
+        raise UnknownModelError(f"policy.model_name: {reason}. Shapes that need no model: {', '.join(NAMED_SHAPES)}")
     return shape_of_config(name, {**_read_config(_fetch_config(name)), **dict(overrides or {})})
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import InputError
+from posttrain.model_hub import why_unavailable
 from posttrain.policy.attention import ATTENTION
 from posttrain.policy.config_errors import CONFIG_ERRORS, explain_config_error
 
@@ -36,19 +37,21 @@ def resolve_device(setting: str) -> torch.device:
     return torch.device(setting)
 
 
+def check_available(name: str, field: str, holding: str = "config.json and weights") -> None:
+    """SettingsError, without the pauses of the hub's client, if the name is no folder and the hub cannot help."""
+    if (reason := why_unavailable(name, holding)) is not None:
+        raise SettingsError(f"{field}: {reason}")
+
+
 def explain_missing(name: str, field: str, error: Exception) -> SettingsError:
     if Path(name).is_dir():
         return SettingsError(f"{field}: the folder {name!r} is not a Hugging Face model folder: {error}")
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).parent.exists()
-    if looks_local:
-        return SettingsError(
-            f"{field}: no folder {name!r}. Give a folder with config.json and weights, or a hub name such as Qwen/Qwen3-0.6B."
-        )
     return SettingsError(f"{field}: {name!r} is no local folder and could not be fetched from the hub: {error}")
 
 
 def check_model_exists(name: str, field: str = "policy.model_name") -> dict[str, Any]:
     """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
+    check_available(name, field)
     try:
         return AutoConfig.from_pretrained(name).to_dict()
     except (OSError, *CONFIG_ERRORS) as error:
@@ -59,6 +62,7 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> dict[str,
 
 
 def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTrainedTokenizerBase:
+    check_available(name, field, holding="a tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -73,6 +77,7 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
 def load_model(
     name: str, dtype: torch.dtype, device: torch.device, overrides: Mapping[str, Any] | None = None
 ) -> PreTrainedModel:
+    check_available(name, "policy.model_name")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **dict(overrides or {})

@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from posttrain.policy.attention import ATTENTION
 from posttrain.policy.head import UnsupportedModelError, decoder_states, without_adapter_wrapper
-from posttrain.policy.model import SettingsError, explain_missing
+from posttrain.policy.model import SettingsError, check_available, explain_missing
 from posttrain.policy.packed import PackedRow
 
 HEAD = "score"  # what `transformers` calls the linear layer
@@ -95,6 +95,7 @@ def load_reward_model(
 
     Without a seed only the latter is accepted.
     """
+    check_available(name, field)
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
             name,

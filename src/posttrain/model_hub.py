@@ -1,0 +1,110 @@
+"""What a name that is no folder may mean: a model of the Hugging Face hub. Asks the hub once, and not for long.
+
+The hub's client tries five times, with growing pauses, before it gives a file up. That is right for a download and wrong for
+a mistyped path, so names are looked at here before a library gets them. Nothing is downloaded, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+# The hub's own setting for "is it there?", if the user has set it: whoever has a slow line to the hub has said so there.
+PATIENCE_SETTING = "HF_HUB_ETAG_TIMEOUT"
+PATIENCE_S = 3.0
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json", "tokenizer.json")
+
+
+def looks_like_hub_name(text: str) -> bool:
+    """`owner/name`, unless a folder `owner` is here and the hub's cache knows no such model: then it is a mistyped path."""
+    return _HUB_NAME.fullmatch(text) is not None and (not Path(text).parent.exists() or _is_cached(text))
+
+
+def why_unavailable(name: str, holding: str = "config.json and weights") -> str | None:
+    """Why neither a folder nor the hub has the model or tokenizer `name`, and the ways out; None if one may have it.
+
+    `holding` is what a folder would have to hold.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if Path(name).is_dir():
+        return None
+    folder = f"a folder with {holding}"
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return f"no folder {name!r}. Give {folder}, or a hub name such as Qwen/Qwen3-0.6B"
+    if _is_cached(name):
+        return None
+    if "/" in name and Path(name).parent.exists():
+        return (
+            f"no folder {name!r}, though there is {str(Path(name).parent)!r}, so a path seems to be meant. Give {folder}; "
+            f"if it is a hub name, fetch the model first: hf download {name}"
+        )
+    said = _ask_hub(name, folder)
+    return None if said is None else f"no folder {name!r}, and {said}"
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES_OF_A_MODEL)
+
+
+def _ask_hub(name: str, folder: str) -> str | None:
+    from huggingface_hub import constants
+
+    hub = f"the hub ({constants.ENDPOINT})"
+    elsewhere = f"Give {folder}, or fetch it where the hub can be reached (hf download {name}) and copy it here"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"it is not in the hub's cache {constants.HF_HUB_CACHE}, while HF_HUB_OFFLINE forbids to ask {hub}. "
+            f"Give {folder}, or unset HF_HUB_OFFLINE"
+        )
+    patience_s = float(constants.HF_HUB_ETAG_TIMEOUT) if PATIENCE_SETTING in os.environ else PATIENCE_S
+    answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+    # In a thread: the client's time limit holds for each part of a request, and for looking up the address there is none.
+    threading.Thread(target=lambda: answers.put(_request(name, patience_s)), daemon=True).start()
+    try:
+        answer = answers.get(timeout=patience_s)
+    except queue.Empty:
+        limit = f"{patience_s:g} s (the environment's {PATIENCE_SETTING} sets another limit)"
+        return f"{hub} has not answered within {limit}. {elsewhere}"
+    if answer.unreachable is not None:
+        return f"{hub} cannot be reached: {answer.unreachable}. {elsewhere}"
+    if answer.has_none:
+        return (
+            f"{hub} has no such model, or hides it from you. Give {folder}, or a hub name such as Qwen/Qwen3-0.6B; for a "
+            "private one: hf auth login"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    has_none: bool = False
+    unreachable: str | None = None  # why
+
+
+def _request(name: str, patience_s: float) -> _Answer:
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    try:
+        url = f"{constants.ENDPOINT}/api/models/{name}"
+        response = get_session().get(url, headers=build_hf_headers(), timeout=patience_s)
+    except Exception as error:  # of whichever HTTP library the hub's client is built on
+        return _Answer(unreachable=(str(error).strip().splitlines() or [type(error).__name__])[0])
+    try:
+        hf_raise_for_status(response)
+    except HfHubHTTPError as error:
+        # A gated model is there, and a busy hub is worth another try: both are the business of whoever loads the model.
+        return _Answer(isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError))
+    return _Answer()
