@@ -17,7 +17,8 @@ from posttrain.pipeline.records import STAGES, Iteration, read_iterations
 from posttrain.reporting.wording import duration
 
 if TYPE_CHECKING:
-    from posttrain.pipeline.runner import PipelineRunner, Wish
+    from posttrain.pipeline.planning import Decision
+    from posttrain.pipeline.runner import Chosen, DryRun, PipelineRunner, Wish
 
 _STYLES = {"run": "yellow", "reuse": "green", "skip": "dim", "depends": "cyan"}
 _FILE_WIDTH = 200
@@ -25,16 +26,25 @@ _WORDS = {"run": "run", "reuse": "unchanged", "skip": "skip", "depends": "depend
 
 
 def show_plan(runner: PipelineRunner, wish: Wish) -> int:
-    from posttrain.pipeline.demo_world import missing
+    console, found = _console(), runner.dry_run(wish)
+    if found.chosen is None:
+        _show_unmade(console, found, runner.config, wish.until)
+    else:
+        _show_decisions(console, found.chosen, found.decisions)
+    console.print("nothing was changed")
+    return 0
 
-    console = _console()
-    demo = runner.config.demo
-    if demo is not None and (lacking := missing(demo)):
-        console.print(
-            f"demo       run        {lacking} in {demo.folder}; what follows depends on them\nnothing was changed"
-        )
-        return 0
-    chosen, decisions = runner.dry_run(wish)
+
+def _show_unmade(console: Console, found: DryRun, config: PipelineConfig, until: str) -> None:
+    assert config.demo is not None, "only the demo has something to make"
+    made = f"makes {', '.join(found.unmade)} in {config.demo.folder}; what follows depends on them"
+    console.print(Text(f"{'demo':<10} ").append(f"{'run':<10}", style=_STYLES["run"]).append(f" {made}"))
+    console.print(f"checked    the settings of every stage up to {until}, and of the configs that they name")
+    if found.unchecked:
+        console.print(f"unchecked  what is not made yet: {', '.join(found.unchecked)}")
+
+
+def _show_decisions(console: Console, chosen: Chosen, decisions: Sequence[Decision]) -> None:
     iteration = chosen.iteration
     compared = "nothing" if iteration.incumbent is None else iteration.incumbent.text
     for note in chosen.notes:
@@ -44,8 +54,6 @@ def show_plan(runner: PipelineRunner, wish: Wish) -> int:
         line = Text(f"{decision.stage:<10} ")
         line.append(f"{_WORDS[decision.action]:<10}", style=_STYLES[decision.action])
         console.print(line + Text(f" {decision.why}"))
-    console.print("nothing was changed")
-    return 0
 
 
 def show_result(config: PipelineConfig, rows: Sequence[KpiRow]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # Only these are looked up as folders or patterns: any word may happen to be the name of a folder (`split: train`).
-_DATA_OR_MODEL = (".data_path", ".dataset_name", ".model_name", ".tokenizer.name")
+DATA_OR_MODEL = (".data_path", ".dataset_name", ".model_name", ".tokenizer.name")
 _FUNCTION = ".function"
 _WRITTEN = (".cache_path", ".usage_file")  # by the run itself: other content does not make it another run
 _OF_A_CHECKPOINT = ("policy/weights", "policy/tokenizer")  # what reading a model from it reads
@@ -45,7 +45,7 @@ def _named(key: str, text: str) -> Named | None:
         # os.path: a prompt of 300 characters is no name that the system can look up, which pathlib takes as an error.
         if os.path.isfile(os.path.expanduser(file)):
             return Named(setting, text, (Path(file).expanduser(),), ("",), text[len(file) + 1 :])
-    if key.endswith(_DATA_OR_MODEL) and (below := list(_below(os.path.expanduser(text)))):
+    if key.endswith(DATA_OR_MODEL) and (below := list(_below(os.path.expanduser(text)))):
         return Named(setting, text, *zip(*below, strict=True))  # type: ignore[arg-type]
     if key.endswith(_FUNCTION) and (module := _module(text)) is not None:
         return Named(

@@ -22,15 +22,15 @@ from posttrain.pipeline.stage import Stop
 from posttrain.pipeline.training_process import run_training
 
 MARK = "world.json"
+MODEL, TRACES, UNSEEN = "model", "traces.jsonl", "unseen.jsonl"
 
 
-def missing(demo: DemoSection) -> str | None:
-    """What has to be made: a model and traces, or other traces."""
-    if not _has_model(demo):
-        return "makes a model and traces"
-    traces = Path(demo.folder) / "traces.jsonl"
-    is_same = traces.is_file() and traces.read_text(encoding="utf-8") == demo_traces(demo)
-    return None if is_same else "writes other traces"
+def unmade(demo: DemoSection) -> tuple[str, ...]:
+    """What of the world is not there yet, or was made with other settings."""
+    folder = Path(demo.folder)
+    files = {TRACES: demo_traces(demo), UNSEEN: _unseen(demo)}
+    others = [name for name, text in files.items() if not _holds(folder / name, text)]
+    return (*([] if _has_model(demo) else [MODEL]), *others)
 
 
 def _has_model(demo: DemoSection) -> bool:
@@ -39,7 +39,7 @@ def _has_model(demo: DemoSection) -> bool:
         mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return bool(mark == _mark(demo) and (folder / "model" / "config.json").is_file())
+    return bool(mark == _mark(demo) and (folder / MODEL / "config.json").is_file())
 
 
 def make_world(demo: DemoSection, say: Callable[[str], None], *, quiet: bool, lock: int | None) -> None:
@@ -50,8 +50,8 @@ def make_world(demo: DemoSection, say: Callable[[str], None], *, quiet: bool, lo
         say(f"demo      makes a model and teaches it the format: SFT, {demo.sft_steps} steps")
         _make_model(demo, folder, say, quiet=quiet, lock=lock)
         durable.write_text(folder / MARK, json.dumps(_mark(demo)) + "\n")
-    _write_if_other(folder / "traces.jsonl", demo_traces(demo))
-    _write_if_other(folder / "unseen.jsonl", _unseen(demo))
+    _write_if_other(folder / TRACES, demo_traces(demo))
+    _write_if_other(folder / UNSEEN, _unseen(demo))
 
 
 def _mark(demo: DemoSection) -> dict[str, int]:
@@ -73,7 +73,7 @@ def _make_model(demo: DemoSection, folder: Path, say: Callable[[str], None], *, 
     if code := run_training("sft", taught / "sft.yaml", quiet=quiet, lock=lock):
         raise Stop(code if code in (64, 85, 130) else 1, f"demo: teaching ended with exit code {code}")
     settings = ConversionSettings(force=True, verify=False)
-    convert(str(taught / "run"), folder / "model", settings, shown_as="careless arithmetic", say=say)
+    convert(str(taught / "run"), folder / MODEL, settings, shown_as="careless arithmetic", say=say)
 
 
 def _sft_settings(demo: DemoSection, taught: Path) -> list[str]:
@@ -124,5 +124,9 @@ def _unseen(demo: DemoSection) -> str:
 
 
 def _write_if_other(file: Path, text: str) -> None:
-    if not file.is_file() or file.read_text(encoding="utf-8") != text:
+    if not _holds(file, text):
         durable.write_text(file, text)
+
+
+def _holds(file: Path, text: str) -> bool:
+    return file.is_file() and file.read_text(encoding="utf-8") == text

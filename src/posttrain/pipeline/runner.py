@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -19,6 +19,8 @@ from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.hashing import FileHashes, digest
+from posttrain.pipeline.demo_names import check_names_in_the_demo, settings_naming
+from posttrain.pipeline.demo_world import make_world, unmade
 from posttrain.pipeline.lock import only_runner
 from posttrain.pipeline.models import choose_models
 from posttrain.pipeline.planning import Decision, decide, plan
@@ -63,6 +65,17 @@ class Chosen:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class DryRun:
+    """The iteration that would be worked on, and what would be done with each stage. Neither can be told while the demo has
+    something to make; then it is that, and the settings of which nobody knows yet whether what they name is any good."""
+
+    chosen: Chosen | None = None
+    decisions: tuple[Decision, ...] = ()
+    unmade: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+
+
 class PipelineRunner:
     def __init__(
         self,
@@ -90,8 +103,6 @@ class PipelineRunner:
         self.check(stages)
         with only_runner(self.home, self.say) as lock:
             if self.config.demo is not None:
-                from posttrain.pipeline.demo_world import make_world
-
                 make_world(self.config.demo, self.say, quiet=self._quiet, lock=lock)
             chosen = self.choose(wish)
             for note in chosen.notes:
@@ -113,17 +124,29 @@ class PipelineRunner:
         gate = before.get("gate")
         return EXIT_CODES[gate.outcome.values["verdict"]] if gate is not None else 0
 
-    def dry_run(self, wish: Wish) -> tuple[Chosen, list[Decision]]:
-        """The iteration that would be worked on, and what would be done with each stage. Nothing is written."""
+    def dry_run(self, wish: Wish) -> DryRun:
+        """Everything is checked that can be, and nothing is written."""
         stages = _until(wish.until)
         self.check(stages)
+        if self.config.demo is not None and (names := unmade(self.config.demo)):
+            waiting = settings_naming(names, self.config, [stage.name for stage in stages])
+            self._check_models_and_traces(waiting)
+            return DryRun(unmade=names, unchecked=tuple(waiting))
         chosen = self.choose(wish, write=False)
-        return chosen, list(plan(stages, self._context(chosen.iteration, chosen.data, {}, None)))
+        return DryRun(chosen, tuple(plan(stages, self._context(chosen.iteration, chosen.data, {}, None))))
 
-    def check(self, stages: Iterable[Stage]) -> None:
+    def check(self, stages: Sequence[Stage]) -> None:
         """Everything that can be wrong with the file and the files that it names, before anything runs."""
         for stage in stages:
             stage.check(self.config)
+        check_names_in_the_demo(self.config, [stage.name for stage in stages])
+
+    def _check_models_and_traces(self, waiting: Iterable[str]) -> None:
+        """What choosing an iteration would find out, of those that are not `waiting` for the demo."""
+        if "base_model" not in waiting:
+            choose_models(self.config)
+        if "traces.path" not in waiting:
+            current_content(self.config, self.hashes)
 
     # -- which iteration -----------------------------------------------------------------------------------------------
 

@@ -93,3 +93,78 @@ def test_overrides_and_until_are_heard_and_the_schedule_is_the_clusters(
     assert "iteration 1, not finished" in shown
     assert "20 pairs" in shown
     assert yaml.safe_load((other / "kpi.json").read_text())[0]["dataset"] == "20 pairs"
+
+
+# -- a dry run, while the demo's model and data are still to be made -------------------------------------------------------
+
+
+def demo_file(world: Path, home: Path, path: str = "", value: Any = None) -> Path:
+    """As the other file, over a model, traces and problems that the demo would make."""
+    values = tiny_pipelines.settings(world, home)
+    values |= {"demo": {"folder": str(home / "world")}, "base_model": str(home / "world/model")}
+    values["traces"]["path"] = str(home / "world/traces.jsonl")
+    evaluation = values["evaluate"]["main"]["overrides"]
+    evaluation[0] = f"data.dataset_name={home / 'world/unseen.jsonl'}"
+    if path.endswith("overrides") and path != "gate.overrides":
+        value = [*(evaluation if path.startswith("evaluate") else values["train"]["overrides"]), *value]
+    home.mkdir()
+    return tiny_pipelines.write_file(home / "pipeline.yaml", changed(values, path, value) if path else values)
+
+
+def test_a_dry_run_says_what_it_could_not_check(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = demo_file(world, tmp_path / "home")
+    assert main(["pipeline", "run", str(file), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "makes model, traces.jsonl, unseen.jsonl in" in shown
+    assert "the settings of every stage up to canary" in shown
+    assert "not made yet: base_model, traces.path, evaluate.main.data.dataset_name\n" in shown
+    assert main(["pipeline", "run", str(file), "--dry-run", "--until", "dataset"]) == 0
+    assert "not made yet: base_model, traces.path\n" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["pipeline.yaml"], "nothing was changed"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("train.overrides", ["dpo.max_num_stepz=3"], "did you mean `dpo.max_num_steps`?"),
+        ("train.overrides", ["dpo.max_num_steps=many"], "`dpo.max_num_steps` = 'many': must be a valid integer"),
+        ("train.overrides", ["dpo.max_num_steps=-1"], "`dpo.max_num_steps` = -1: must be greater than"),
+        ("train.checkpoint", "best", "train.checkpoint is best, and checkpointing.metric_name is null"),
+        ("evaluate.main.overrides", ["eval.seed=no"], "evaluate.main.overrides: `eval.seed`"),
+        (
+            "evaluate.main.overrides",
+            ["generation.backend=openai_url", "generation.openai_cfg.url=http://localhost:1/v1"],
+            "evaluate.main: generation.openai_cfg names a server",
+        ),
+        ("gate.overrides", ["gate.confidence=2"], "gate.overrides: `gate.confidence` = 2: must be less than 1"),
+        ("dataset", {"pairs": {"preferred": 0.2}}, "dataset.pairs: preferred 0.2 is below rejected_below 0.5"),
+        ("base_model", "no/such/model", "base_model: no folder 'no/such/model'"),
+        ("traces.path", "nothing.jsonl", "traces.path: "),
+    ],
+)
+def test_a_dry_run_checks_all_that_needs_nothing_of_the_demo(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, words: str
+) -> None:
+    file = demo_file(world, tmp_path / "home", path, value)
+    assert main(["pipeline", "run", str(file), "--dry-run"]) == 64
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "wet"])
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("base_model", "modell"), ("traces.path", "trace.jsonl"), ("evaluate.main.overrides", "unsen.jsonl")],
+)
+def test_a_name_that_the_demo_does_not_make_is_found_before_it_makes_anything(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, name: str, dry: list[str]
+) -> None:
+    text = str(tmp_path / "home/world" / name)
+    file = demo_file(world, tmp_path / "home", path, [f"data.dataset_name={text}"] if "overrides" in path else text)
+    assert main(["pipeline", "run", str(file), *dry]) == 64
+    key = "evaluate.main.data.dataset_name" if "overrides" in path else path
+    said = capsys.readouterr().err
+    assert f"{key}: the demo makes model, traces.jsonl, unseen.jsonl in " in said
+    assert f"and nothing that is called {name}" in said
+    assert not (tmp_path / "home/world").exists()

@@ -102,9 +102,14 @@ def load_evaluation(config: PipelineConfig, name: str, model: str) -> LoadedConf
             raise PipelineError(f"evaluate.{name}.overrides: `{text}`: the pipeline sets this itself")
     path = None if section.config is None else Path(section.config)
     try:
-        return load_config("eval", path, [*section.overrides, f"generation.model_name={model}"])
+        loaded = load_config("eval", path, [*section.overrides, f"generation.model_name={model}"])
     except InputError as error:
         raise about(f"evaluate.{name}", error) from error
+    if loaded.config.server_url is not None:
+        raise PipelineError(
+            f"evaluate.{name}: generation.openai_cfg names a server; the pipeline evaluates its own model"
+        )
+    return loaded
 
 
 def measures_drift(config: PipelineConfig) -> list[str]:
@@ -119,10 +124,6 @@ def _evaluate(context: StageContext, name: str, model: str, *, drift: bool) -> P
 
     config = context.config
     loaded = load_evaluation(config, name, model)
-    if loaded.config.server_url is not None:
-        raise PipelineError(
-            f"evaluate.{name}: generation.openai_cfg names a server; the pipeline evaluates its own model"
-        )
     build = EvaluationBuild(loaded, context.say)
     folder = context.home / EVALUATIONS / f"{name}-{digest(build.identity())[:12]}"
     loaded.config.eval.save_path = str(folder)

@@ -34,6 +34,10 @@ class TrainStage:
         loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
         if not loaded.config.checkpointing.enabled:
             raise PipelineError("train: checkpointing.enabled is false: there would be nothing to convert")
+        if config.train.checkpoint == "best" and loaded.config.checkpointing.metric_name is None:
+            raise PipelineError(
+                "train.checkpoint is best, and checkpointing.metric_name is null: name the metric that decides, or take newest"
+            )
 
     def inputs(self, context: StageContext) -> dict[str, Any]:
         config = context.config
