@@ -32,7 +32,6 @@ from posttrain.config.runs import (
     SftRunConfig,
 )
 from posttrain.config.schema import (
-    describe_unknown,
     find,
     is_field,
     schema_defaults,
@@ -40,6 +39,7 @@ from posttrain.config.schema import (
     sections_that_are_not_maps,
     unknown_keys,
 )
+from posttrain.config.suggestions import hint_for
 from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, overlay
 from posttrain.config.unimplemented import foreign_environments, review
 from posttrain.config.yaml_files import read_built_in, read_with_defaults
@@ -194,7 +194,7 @@ def _refuse_unknown(kind: Kind, tree: Tree) -> None:
     """Everything that has the wrong shape, before values are looked at."""
     schema, foreign = schema_of(kind), foreign_environments(tree)
     lines = [
-        f"{tree.origin(path)}: {describe_unknown(kind, path)}"
+        f"{tree.origin(path)}: {_describe_unknown(kind, path)}"
         for path in unknown_keys(schema, tree.values)
         if path[:2] not in foreign
     ]
@@ -204,6 +204,12 @@ def _refuse_unknown(kind: Kind, tree: Tree) -> None:
     ]
     if lines or foreign:
         raise ConfigError("\n".join([*lines, *foreign.values()]))
+
+
+def _describe_unknown(kind: Kind, path: Path) -> str:
+    if len(path) == 1 and path[0] in ALL_KINDS:
+        return f"unknown key `{path[0]}` in a {kind} config; this section belongs to `posttrain {path[0]}`"
+    return f"unknown key `{dotted(path)}`{hint_for(schema_of(kind), path)}"
 
 
 def _forget_unfitting_validation(tree: Tree) -> None:

@@ -1,19 +1,18 @@
-"""The schema as a tree of keys, read off the pydantic models: which keys exist, which was meant, what the defaults are."""
+"""The schema as a tree of keys, read off the pydantic models: which keys exist, and what the defaults are."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
 from posttrain.config.base import OpenSection, Section
-from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
-from posttrain.config.tree import Path, dotted
+from posttrain.config.runs import RUN_CONFIGS, Kind
+from posttrain.config.tree import Path
 
 ANY_NAME = "<name>"
 Shape = Literal["section", "named", "free", "value"]
@@ -134,44 +133,6 @@ def sections_that_are_not_maps(root: Node, values: Any, path: Path = ()) -> Iter
         node = root.child(str(key))
         if node is not None and node.shape in ("section", "named"):
             yield from sections_that_are_not_maps(node, value, (*path, str(key)))
-
-
-def nearest_key(root: Node, path: Path) -> str | None:
-    """The known key that was most likely meant: a similar name in the same section, or the same name elsewhere."""
-    known = (_with_names_of(path, key) for key in known_keys(root))
-    scored = [(_likeness(path, key), dotted(key)) for key in known]
-    score, best = max(scored, default=(0.0, ""), key=lambda pair: pair[0])
-    return best if score >= 0.6 else None
-
-
-def _with_names_of(written: Path, known: Path) -> Path:
-    """`env.<name>.timeout_s` with the name that the user gave."""
-    return tuple(written[i] if part == ANY_NAME and i < len(written) else part for i, part in enumerate(known))
-
-
-def _likeness(written: Path, known: Path) -> float:
-    here = sum(1 for _ in _common_prefix(written, known))
-    if here == len(known) - 1 and here == len(written) - 1:
-        return SequenceMatcher(None, written[-1], known[-1]).ratio()
-    if written[-1] == known[-1]:  # the right name in the wrong place: the more of the path fits, the likelier
-        return 0.8 + 0.01 * here + 0.03 * sum(1 for _ in _common_prefix(written[::-1], known[::-1]))
-    return 0.75 * SequenceMatcher(None, dotted(written), dotted(known)).ratio()
-
-
-def _common_prefix(left: Path, right: Path) -> Iterator[str]:
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            return
-        yield a
-
-
-def describe_unknown(kind: Kind, path: Path) -> str:
-    """What to say about a key that the schema does not have."""
-    if len(path) == 1 and path[0] in ALL_KINDS:
-        return f"unknown key `{path[0]}` in a {kind} config; this section belongs to `posttrain {path[0]}`"
-    nearest = nearest_key(schema_of(kind), path)
-    hint = f"; did you mean `{nearest}`?" if nearest else ""
-    return f"unknown key `{dotted(path)}`{hint}"
 
 
 def schema_defaults(model: type[Section]) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from posttrain.config.schema import (
     Node,
     find,
     is_field,
-    nearest_key,
     schema_of_model,
     sections_that_are_not_maps,
     unknown_keys,
 )
+from posttrain.config.suggestions import hint_for
 from posttrain.config.tree import Path, Tree, dotted
 from posttrain.config.yaml_files import read_with_defaults
 
@@ -52,9 +52,7 @@ def load_standalone(model: type[S], path: FilePath, overrides: Sequence[str] = (
 def _refuse_wrong_shape(root: Node, tree: Tree) -> None:
     lines = []
     for path in unknown_keys(root, tree.values):
-        nearest = nearest_key(root, path)
-        hint = f"; did you mean `{nearest}`?" if nearest else ""
-        lines.append(f"{tree.origin(path)}: unknown key `{dotted(path)}`{hint}")
+        lines.append(f"{tree.origin(path)}: unknown key `{dotted(path)}`{hint_for(root, path)}")
     lines += [
         f"{tree.origin(path)}: `{dotted(path)}` = {tree.get(path)!r}: must be a map of settings"
         for path in sections_that_are_not_maps(root, tree.values)

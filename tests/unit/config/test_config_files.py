@@ -150,7 +150,7 @@ def test_all_unknown_keys_are_reported_at_once_with_the_nearest_known_one(folder
     assert "run.yaml:2: unknown key `grpo.num_promts_per_step`; did you mean `grpo.num_prompts_per_step`?" in lines
     assert "run.yaml:4: unknown key `policy.generaton`; did you mean `policy.generation`?" in lines
     assert "run.yaml:5: unknown key `policy.lora_cfg`; did you mean `policy.dtensor_cfg.lora_cfg`?" in lines
-    assert "run.yaml:8: unknown key `data.train.0.data_pth`; did you mean `data.train.data_path`?" in lines
+    assert "run.yaml:8: unknown key `data.train.0.data_pth`; did you mean `data.train.0.data_path`?" in lines
     assert "command line: unknown key `grpo.temperature`; did you mean `policy.generation.temperature`?" in lines
 
 
