@@ -19,6 +19,7 @@ from posttrain.errors import InputError
 
 SFT_STEPS = 500
 GRPO_STEPS = 100
+VAL_PERIOD = 20
 
 
 def show(folder: Path, seed: int, steps: int | None) -> int:
@@ -145,7 +146,7 @@ def _grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
         "grpo.use_leave_one_out_baseline=false",
         "grpo.val_at_start=true",
         "grpo.val_at_end=true",
-        "grpo.val_period=20",
+        f"grpo.val_period={VAL_PERIOD}",
         "grpo.max_val_samples=250",
         "loss_fn.reference_policy_kl_penalty=0",  # nothing here is worth staying close to
         "policy.generation.max_new_tokens=8",
@@ -153,7 +154,8 @@ def _grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
         f"data.validation={{dataset_name: ResponseDataset, data_path: {folder / 'data/unseen.jsonl'}}}",
         "data.default={env_name: math}",
         "env.math.num_workers=2",
-        f"checkpointing.save_period={max(1, steps // 3)}",
+        # About three times, and only what was validated: checkpoints are ranked by that.
+        f"checkpointing.save_period={VAL_PERIOD * max(1, round(steps / 3 / VAL_PERIOD))}",
         "checkpointing.keep_top_k=1",
     ]
 
