@@ -25,10 +25,11 @@ from posttrain.cli.main import build_parser, main
 from posttrain.cli.serve_command import options_of
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.config.standalone import load_standalone
+from posttrain.pipeline import kpi
 from posttrain.pipeline.models import choose_models
 from posttrain.pipeline.records import STAGES, Iteration, read_iterations
 from posttrain.pipeline.stages import ALL_STAGES
-from posttrain.registry import Registry
+from posttrain.registry import Registry, RegistryError
 from posttrain.registry.store import DATABASE
 
 
@@ -145,6 +146,25 @@ def test_a_second_run_does_nothing(world: Path, uninterrupted: Path, capsys: pyt
     assert said.count(" unchanged: ") == len(STAGES)
     assert main(["pipeline", "run", str(uninterrupted), "--dry-run"]) == 0
     assert capsys.readouterr().out.count("nothing that it reads has changed") == len(STAGES)
+
+
+def test_the_stage_of_a_version_is_asked_of_the_registry_that_has_it(
+    uninterrupted: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stages(*overrides: str) -> list[str | None]:
+        assert main(["pipeline", "status", str(uninterrupted), "--json", *overrides]) == 0
+        return [row["stage"] for row in json.loads(capsys.readouterr().out)]
+
+    def unreachable(config: PipelineConfig) -> Any:
+        raise RegistryError("http://registry: no answer")
+
+    assert stages() == ["canary"]
+    assert stages("pipeline.name=another") == [None], "its version 1 is another model's"
+    monkeypatch.setattr(kpi, "versions_of", unreachable)
+    assert stages() == [None]
+    assert main(["pipeline", "status", str(uninterrupted)]) == 0
+    assert "promoted" in (shown := capsys.readouterr().out)
+    assert "1, stage not known" in shown
 
 
 def test_a_dry_run_says_what_would_run_and_why(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,8 +319,13 @@ def test_new_traces_begin_a_second_iteration_from_production(
     # A canary that was taken back stays back, and the iteration is over all the same.
     registry.rollback("tiny", stage="canary", why="error rate 7 %")
     assert main(["pipeline", "run", str(uninterrupted), paths, f"train.overrides={quick}"]) == 0
-    assert "canary    skipped: version 2 was archived since" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "canary    skipped: version 2 was archived since" in shown.err
     assert last_iteration(home).finished
+    rows = json.loads((home / "kpi.json").read_text())
+    assert [(row["verdict"], row["stage"]) for row in rows] == [("promote", "production"), ("promote", "archived")]
+    assert re.search(r"^2 .* promoted +2, archived ", shown.out, re.MULTILINE)
+    assert "<td>promoted</td><td>2, archived</td>" in (home / "index.html").read_text()
     registry.promote("tiny", 2, "canary", why="it was the network")
     assert main(["pipeline", "run", str(uninterrupted), paths, f"train.overrides={quick}"]) == 0
     assert "canary    unchanged" in capsys.readouterr().err

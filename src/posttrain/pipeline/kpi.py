@@ -1,4 +1,8 @@
-"""What the iterations of a pipeline came to: training metric, held-out score, cost and time, one row each. Read from records."""
+"""What the iterations of a pipeline came to: training metric, held-out score, cost and time, one row each.
+
+All of it is read from records of what happened then, except for the stage of a version, which others change at any time: for that
+the registry is asked.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
+from posttrain.errors import InputError
+from posttrain.pipeline.models import place_in_registry, versions_of
 from posttrain.pipeline.records import STAGES, Iteration, StageRecord, read_iterations
 
 KPI_FILE = "kpi.json"
@@ -35,6 +41,7 @@ class KpiRow:
     incumbent_score: float | None  # of the model that it was compared with
     verdict: str | None
     version: int | None
+    stage: str | None  # of the version, now; None also if the registry does not say
     seconds: float  # of the stages that ran in this iteration; those that were reused cost nothing
     device_hours: float
     cost: float | None  # device hours times pipeline.gpu_hour_price
@@ -49,7 +56,27 @@ class KpiRow:
 
 
 def kpi_rows(config: PipelineConfig) -> list[KpiRow]:
-    return [_row(iteration, config) for iteration in read_iterations(Path(config.pipeline.folder))]
+    iterations = read_iterations(Path(config.pipeline.folder))
+    stages = _stages_now(iterations, config)
+    return [_row(iteration, config, stages.get(iteration.number)) for iteration in iterations]
+
+
+def _stages_now(iterations: Sequence[Iteration], config: PipelineConfig) -> dict[int, str]:
+    """By iteration, the stage of its version. A registry that cannot be asked keeps nobody from seeing the other numbers."""
+    here = place_in_registry(config)
+    records = {iteration.number: iteration.record("registry") for iteration in iterations}
+    versions = {
+        number: record.outcome.values["version"]
+        for number, record in records.items()
+        if record is not None and record.inputs.get("settings") == here
+    }
+    if not versions:
+        return {}
+    try:
+        stages = {version.version: version.stage for version in versions_of(config)}
+    except InputError:
+        return {}
+    return {number: stages[version] for number, version in versions.items() if version in stages}
 
 
 def write_kpi(config: PipelineConfig, rows: Sequence[KpiRow]) -> None:
@@ -57,7 +84,7 @@ def write_kpi(config: PipelineConfig, rows: Sequence[KpiRow]) -> None:
     durable.write_text(file, json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
-def _row(iteration: Iteration, config: PipelineConfig) -> KpiRow:
+def _row(iteration: Iteration, config: PipelineConfig, stage: str | None) -> KpiRow:
     records: dict[str, StageRecord] = {
         name: record for name in STAGES if (record := iteration.record(name)) is not None
     }
@@ -83,6 +110,7 @@ def _row(iteration: Iteration, config: PipelineConfig) -> KpiRow:
         incumbent_score=measured.get("incumbent_score"),
         verdict=_values(records, "gate").get("verdict"),
         version=_values(records, "registry").get("version"),
+        stage=stage,
         seconds=sum(record.seconds for record in own.values()),
         device_hours=hours,
         cost=None if price is None else price * hours,

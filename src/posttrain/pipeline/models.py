@@ -17,6 +17,12 @@ def registry_of(config: PipelineConfig) -> Registry:
     return Registry(config.registry.location)
 
 
+def place_in_registry(config: PipelineConfig) -> dict[str, str]:
+    """The registry, and the model's name in it: numbers of versions mean something there, and nowhere else."""
+    location = registry_of(config).location
+    return {"name": config.pipeline.name, "location": str(location.folder or location.text)}
+
+
 def versions_of(config: PipelineConfig) -> list[ModelVersion]:
     """All versions of the pipeline's model; none while there is no registry, or nothing of this name in it."""
     registry = registry_of(config)

@@ -29,7 +29,7 @@ HEADINGS = (
     "held-out",
     "before",
     "verdict",
-    "version",
+    "version, now",
     "time",
     "cost",
 )
@@ -76,7 +76,7 @@ def cells(row: KpiRow) -> tuple[str, ...]:
         "–" if row.score is None else f"{row.score_metric} {row.score:.4f}{interval}",
         "–" if row.incumbent_score is None else f"{row.incumbent_score:.4f}",
         row.reached,
-        "–" if row.version is None else str(row.version),
+        "–" if row.version is None else f"{row.version}, {row.stage or 'stage not known'}",
         duration(row.seconds),
         cost,
     )
@@ -85,7 +85,8 @@ def cells(row: KpiRow) -> tuple[str, ...]:
 def _table(rows: Sequence[KpiRow]) -> str:
     head = "".join(f"<th>{name}</th>" for name in HEADINGS)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row)) + "</tr>" for row in rows)
-    return f"<table class='kpi'><tr>{head}</tr>{body}</table>"
+    note = "“Now” is when this page was written; <code>posttrain pipeline status</code> asks the registry again."
+    return f"<table class='kpi'><tr>{head}</tr>{body}</table><p class='note'>{note}</p>"
 
 
 def _iteration(iteration: Iteration, home: Path) -> str:

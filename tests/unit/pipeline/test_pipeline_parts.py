@@ -18,6 +18,7 @@ from posttrain.pipeline.demo_world import demo_traces
 from posttrain.pipeline.kpi import KpiRow
 from posttrain.pipeline.kpi_plot import kpi_svg
 from posttrain.pipeline.lock import only_runner
+from posttrain.pipeline.page import HEADINGS, cells
 from posttrain.pipeline.records import PipelineError
 from posttrain.pipeline.stages.train import choose_checkpoint
 from posttrain.pipeline.training_process import run_training
@@ -108,7 +109,7 @@ def row(iteration: int, **known: object) -> KpiRow:
     empty = dict.fromkeys(
         ("dataset", "training_metric", "training_value", "score_metric", "score", "score_low", "score_high")
     )
-    empty |= dict.fromkeys(("traces_reward", "incumbent_score", "verdict", "version", "cost"))
+    empty |= dict.fromkeys(("traces_reward", "incumbent_score", "verdict", "version", "stage", "cost"))
     facts = {"begun_at": "", "finished": True, "start": "base", "seconds": 60.0, "device_hours": 0.01}
     return KpiRow(iteration=iteration, **{**empty, **facts, **known})  # type: ignore[arg-type]
 
@@ -152,3 +153,11 @@ def test_files_that_settings_name_are_found(tmp_path: Path) -> None:
     }
     assert files_named_in(values) == [tmp_path / "rewards.py", tmp_path / "data.jsonl"]
     assert files_named_in({"prompt": "Judge this. " * 40}) == [], "longer than a file name can be"
+
+
+def test_beside_the_verdict_of_then_stands_the_stage_of_now() -> None:
+    verdict, version = HEADINGS.index("verdict"), HEADINGS.index("version, now")
+    back = cells(row(1, verdict="promote", version=1, stage="archived"))
+    assert (back[verdict], back[version]) == ("promoted", "1, archived")
+    assert cells(row(2, verdict="promote", version=2))[version] == "2, stage not known"
+    assert cells(row(3))[version] == "–"

@@ -15,7 +15,7 @@ from typing import Any
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.hashing import digest
-from posttrain.pipeline.models import registry_of, versions_of
+from posttrain.pipeline.models import place_in_registry, registry_of, versions_of
 from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, key_of
 from posttrain.pipeline.stage import StageContext
 from posttrain.pipeline.stages.gate import verdict_of
@@ -33,8 +33,7 @@ class RegistryStage:
             raise PipelineError("registry: needs MLflow: pip install 'posttrain[registry]'; or stop with --until gate")
 
     def inputs(self, context: StageContext) -> dict[str, Any]:
-        location = registry_of(context.config).location
-        return {"settings": {"name": context.config.pipeline.name, "location": str(location.folder or location.text)}}
+        return {"settings": place_in_registry(context.config)}
 
     def skip(self, context: StageContext) -> str | None:
         undecided = verdict_of(context) == "needs_more_samples"
