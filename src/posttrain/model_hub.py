@@ -15,7 +15,7 @@ from pathlib import Path
 
 # The hub's own setting for "is it there?", if the user has set it: whoever has a slow line to the hub has said so there.
 PATIENCE_SETTING = "HF_HUB_ETAG_TIMEOUT"
-PATIENCE_S = 3.0
+PATIENCE_S = 10.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json", "tokenizer.json")
 
