@@ -368,3 +368,38 @@ def test_places_and_what_a_step_leaves_for_the_next(rows: int) -> None:
     expected[1, :rows] += before[4, :rows]
     expected[3, :rows] += before[4, :rows]
     assert torch.equal(state, expected), "and nothing beyond the rows"
+
+
+# -- all of them, in the engine ------------------------------------------------------------------------------------------
+
+
+def test_the_engine_samples_with_the_kernels_what_it_samples_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps one ahead of the host, fused layers and all kernels; recordings are replaced by computing again."""
+    from test_decode_ahead import SimulatedRecorder, assert_same
+    from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
+
+    import posttrain.generation.native.attention as attention_module
+    import posttrain.generation.native.graphs as graphs_module
+    from posttrain.generation.native import NativeEngine, NativeSettings
+    from posttrain.types import NoiseKey, Task
+
+    generator = torch.Generator().manual_seed(1)
+    tasks = [
+        Task(draw, f"t:{draw}", "", tuple(torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()))
+        for draw, length in enumerate((3, 16, 9))
+    ]
+    sampling, key = Sampling(5, temperature=1.0, stop_token_ids=tuple(range(0, VOCAB_SIZE, 40))), NoiseKey(3, 5)
+    expected = NativeEngine(tiny_model("llama"), byte_tokenizer()).generate(tasks, 2, sampling, key)
+
+    used: list[str] = []
+    for name in ("places", "move_on", "write_kv_rope", "paged_attention"):
+        function = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *args, _f=function, _n=name, **options: (used.append(_n), _f(*args, **options))[1]
+        )
+    monkeypatch.setattr(attention_module, "_load_kernel", lambda device: kernels)
+    monkeypatch.setattr(graphs_module, "Recorder", SimulatedRecorder)
+    engine = NativeEngine(tiny_model("llama"), byte_tokenizer(), NativeSettings(page_size=4, max_batch_size=5))
+    engine._keeps_workspace = engine._may_record = True
+    assert_same(engine.generate(tasks, 2, sampling, key), expected)
+    assert set(used) == {"places", "move_on", "write_kv_rope", "paged_attention"}
