@@ -77,8 +77,9 @@ def test_dpo_has_the_same_loss_and_gradient_on_both_sides(both: tuple[str, dict[
 
 def test_the_scoring_process_of_posttrain_counts_as_its_memory(both: tuple[str, dict[str, Any]]) -> None:
     sides = both[1]["jobs"]["grpo"]["sides"]
-    assert sides["posttrain"]["helper_bytes"] > 2**20
-    assert sides["trl"]["helper_bytes"] == 0
+    assert sides["posttrain"]["helper_bytes"] > 2**23
+    # None of its own; a library may ask the system something in a process of a moment, which is small.
+    assert sides["trl"]["helper_bytes"] < 2**23
 
 
 def test_a_tiny_job_has_no_goals(both: tuple[str, dict[str, Any]]) -> None:
