@@ -182,3 +182,28 @@ def mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_with_item
+
+
+def assert_steps_like_torch(kernels: Any, rows: int, device: str) -> None:
+    """`places` and `move_on` against the operators that they stand for."""
+    generator = torch.Generator().manual_seed(rows)
+    table = torch.randint(2**30, (rows, 7), generator=generator, dtype=torch.int32).to(device)
+    state = torch.randint(7 * 16, (5, rows + 3), generator=generator)
+    state[4] = torch.randint(2, (rows + 3,), generator=generator)
+    state = state.to(device)
+    token, position, _, index, live = state[:, :rows]
+    slots, lengths = kernels.places(table, position, 16)
+    pages = table.gather(1, (position // 16)[:, None]).squeeze(1).long()
+    assert torch.equal(slots, pages * 16 + position % 16), "beyond 2^31"
+    assert lengths.dtype == torch.int32
+    assert torch.equal(lengths.long(), position + 1)
+
+    expected = state.clone()
+    new = torch.randint(2**40, (rows,), generator=generator).to(device)
+    logprobs = torch.randn(rows, generator=generator).to(device)
+    drawn = kernels.move_on(token, position, index, live, new, logprobs)
+    assert torch.equal(drawn, torch.stack([new.double(), logprobs.double()]))
+    expected[0, :rows] = new
+    expected[1, :rows] += expected[4, :rows]
+    expected[3, :rows] += expected[4, :rows]
+    assert torch.equal(state, expected), "and nothing beyond the rows"

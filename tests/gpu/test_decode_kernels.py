@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_references import chi_square_excess, torch_norm, torch_rotation
+from kernel_references import assert_steps_like_torch, chi_square_excess, torch_norm, torch_rotation
 from torch import Tensor
 
 from posttrain.generation.native.noise import sequence_key
@@ -153,26 +153,4 @@ def test_logits_that_are_not_numbers_show_in_the_logprob() -> None:
 def test_places_and_what_a_step_leaves_for_the_next(rows: int) -> None:
     from posttrain.generation.native import kernels
 
-    generator = torch.Generator().manual_seed(rows)
-    table = torch.randint(2**30, (rows, 7), generator=generator, dtype=torch.int32)
-    state = torch.randint(7 * 16, (5, rows + 3), generator=generator).cuda()
-    state[4] = torch.randint(2, (rows + 3,), generator=generator).cuda()
-    token, position, _, index, live = state[:, :rows]
-    slots, lengths = kernels.places(table.cuda(), position, 16)
-    pages = table.cuda().gather(1, (position // 16)[:, None]).squeeze(1).long()
-    assert torch.equal(slots, pages * 16 + position % 16), "beyond 2^31"
-    assert lengths.dtype == torch.int32
-    assert torch.equal(lengths.long(), position + 1)
-
-    before = state.clone()
-    new, logprobs = (
-        torch.randint(2**40, (rows,), generator=generator).cuda(),
-        torch.randn(rows, generator=generator).cuda(),
-    )
-    drawn = kernels.move_on(token, position, index, live, new, logprobs)
-    assert torch.equal(drawn, torch.stack([new.double(), logprobs.double()]))
-    expected = before.clone()
-    expected[0, :rows] = new
-    expected[1, :rows] += before[4, :rows]
-    expected[3, :rows] += before[4, :rows]
-    assert torch.equal(state, expected), "and nothing beyond the rows"
+    assert_steps_like_torch(kernels, rows, "cuda")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from posttrain.config import PolicyConfig
 from posttrain.generation.native import NativeEngine, NativeSettings
-from posttrain.generation.native.forward import check_length, evaluation_mode, observe_layers
+from posttrain.generation.native.forward import check_length, observe_layers
 from posttrain.planning.checkpointing_choice import should_checkpoint
 from posttrain.planning.memory import KEPT_CACHE_SHARE
 from posttrain.policy import storage
@@ -41,6 +41,7 @@ from posttrain.policy.model import (
     resolve_device,
     without_adapters,
 )
+from posttrain.policy.modes import evaluation_mode
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import MixedPrecisionOptimizer, trainable
 from posttrain.policy.packed import PackedRow

@@ -16,6 +16,7 @@ from kernel_references import (
     CASES,
     Case,
     assert_equal_to_rounding,
+    assert_steps_like_torch,
     mend_interpreter,
     random_cache,
     slow_attention,
@@ -348,26 +349,7 @@ def test_constants_are_those_of_the_noise() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 128, 300])
 def test_places_and_what_a_step_leaves_for_the_next(rows: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    table = torch.randint(2**30, (rows, 7), generator=generator, dtype=torch.int32)
-    state = torch.randint(7 * 16, (5, rows + 3), generator=generator)
-    state[4] = torch.randint(2, (rows + 3,), generator=generator)
-    token, position, _, index, live = state[:, :rows]
-    slots, lengths = kernels.places(table, position, 16)
-    pages = table.gather(1, (position // 16)[:, None]).squeeze(1).long()
-    assert torch.equal(slots, pages * 16 + position % 16), "beyond 2^31"
-    assert lengths.dtype == torch.int32
-    assert torch.equal(lengths.long(), position + 1)
-
-    before = state.clone()
-    new, logprobs = torch.randint(2**40, (rows,), generator=generator), torch.randn(rows, generator=generator)
-    drawn = kernels.move_on(token, position, index, live, new, logprobs)
-    assert torch.equal(drawn, torch.stack([new.double(), logprobs.double()]))
-    expected = before.clone()
-    expected[0, :rows] = new
-    expected[1, :rows] += before[4, :rows]
-    expected[3, :rows] += before[4, :rows]
-    assert torch.equal(state, expected), "and nothing beyond the rows"
+    assert_steps_like_torch(kernels, rows, "cpu")
 
 
 # -- all of them, in the engine ------------------------------------------------------------------------------------------

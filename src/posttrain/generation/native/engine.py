@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from posttrain.errors import InputError
 from posttrain.generation.native.attention import DenseDecode, PagedDecode
 from posttrain.generation.native.call import GenerationCall
-from posttrain.generation.native.forward import ForwardPass, evaluation_mode
+from posttrain.generation.native.forward import ForwardPass
 from posttrain.generation.native.graphs import DecodeGraphs
 from posttrain.generation.native.kv_cache import PagedKvCache, num_pages_for_call
 from posttrain.generation.native.noise import sequence_key
@@ -27,6 +27,7 @@ from posttrain.generation.native.sampler import TokenSampler
 from posttrain.generation.native.scheduler import PromptGroup, Sample, Scheduler, pages_needed
 from posttrain.generation.native.stopping import StopRules
 from posttrain.policy.fused.layers import fuse_layers
+from posttrain.policy.modes import evaluation_mode
 from posttrain.roles import Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 

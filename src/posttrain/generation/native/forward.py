@@ -5,8 +5,7 @@ Knows nothing of sequences or pages: tokens and positions in, hidden states out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -147,16 +146,3 @@ def _rope_settings(config: Any) -> list[Mapping[str, Any]]:
     """One entry, or one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, Mapping)]
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside; afterwards every module is as it was, also those that were not training among others that were."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

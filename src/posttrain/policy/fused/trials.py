@@ -1,15 +1,18 @@
-"""Tries on a few tokens, before a forward of ours replaces a module's own: do they compute the same?"""
+"""Tries on a few tokens, before a forward of ours replaces a module's own: do they compute the same?
+
+In evaluation mode: an adapter's dropout would be another one each time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.policy.modes import evaluation_mode
 
 _TRIAL_TOKENS = 8
 
@@ -34,7 +37,7 @@ class Observed:
         return self.segments.attend(layer, query, key, value, **options)
 
     def _run(self, forward: Callable[..., Any]) -> Tensor:
-        with _untrained(self.layer), attention_context(self), _autocast(self.norm_weight):
+        with evaluation_mode(self.layer), attention_context(self), _autocast(self.norm_weight):
             output = forward(self.states, position_embeddings=self.angles)
         return output[0] if isinstance(output, tuple) else output
 
@@ -72,7 +75,7 @@ def is_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype, spread: Tensor | N
 def trial_pass(decoder: Any, weight: Tensor) -> Tensor:
     """What a decoder whose last norm has `weight` makes of a few random states."""
     states, positions = trial_states(weight), torch.arange(_TRIAL_TOKENS, device=weight.device)[None]
-    with _untrained(decoder), _autocast(weight), attention_context(_one_sequence(weight.device)):
+    with evaluation_mode(decoder), _autocast(weight), attention_context(_one_sequence(weight.device)):
         output: Tensor = decoder(inputs_embeds=states, position_ids=positions, use_cache=False).last_hidden_state
     return output
 
@@ -84,16 +87,3 @@ def _one_sequence(device: torch.device) -> PackedAttention:
 def _autocast(weight: Tensor) -> torch.autocast:
     reduced = _reduced(weight)
     return torch.autocast(weight.device.type, reduced, enabled=reduced is not None, cache_enabled=False)
-
-
-@contextmanager
-def _untrained(module: nn.Module) -> Iterator[None]:
-    """An adapter's dropout would be another one each time."""
-    training = [part for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
