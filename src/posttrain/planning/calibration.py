@@ -15,7 +15,7 @@ Measured 2026-11-15 on one NVIDIA H200 (torch 2.11, triton 3.6, bf16):
 | on another H200, 752 TFLOP/s: mean contexts 256 and 578 | 18.45 and 22.82 ms | `decode_attention_share` |
 | there: 512 answers of 50 to 2,000 tokens | 22.6 s | `decode_layer_s`, with the next |
 | Llama 1.5B, 64 rows, groups of 16 with prompts of 512 | 2.18 ms | `decode_layer_s`, `decode_row_s` |
-| there: 512 rows, groups of 16 with prompts of 1,024 | 5.55 ms | (check) |
+| there: 512 rows, groups of 16 with prompts of 1,024 | 5.55 ms | `decode_row_s` |
 | Llama 8B, prompts | 43,700 tokens/s | (check) |
 | Llama 8B, log-probabilities, sequences of 900 | 40,363 tokens/s | (check) |
 | Llama 8B, forward and backward, 8,100 tokens at a time | 12,487 tokens/s, 58 GiB | (check) |
