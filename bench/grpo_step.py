@@ -4,6 +4,8 @@
     python bench/grpo_step.py --shape llama-8b --out grpo.json              64 prompts x 32 samples of about 900 tokens, KL on
     python bench/grpo_step.py --shape llama-8b --lora
     python bench/grpo_step.py --workload long-prompt --shape llama-1.5b     with and without sharing of the prompt
+    python bench/grpo_step.py --workload long-context --lora --checkpointing --micro-tokens 135168 --logprob-tokens 135168
+                                                                            8 answers to a prompt that fills the context
     python bench/grpo_step.py --shape tiny                                  on a CPU, in a minute: does it all run?
 
 Tokens are those of full sequences, prompt and answer of every sample, in every stage. A small step goes before the measured one
@@ -35,6 +37,7 @@ from posttrain.reporting.metric_rows import TOTAL_STEP, top_level_stages
 WORKLOADS = {
     "math": ((64, 32, 128, 772), (4, 4, 12, 8)),
     "long-prompt": ((32, 16, 1024, 128), (4, 4, 48, 6)),
+    "long-context": ((1, 8, 130560, 512), (1, 4, 400, 6)),
 }
 # What others have published for an 8B Llama with GRPO, in the same terms: tokens per second and GPU, end to end.
 # All weights, as far as is published; on other GPUs, with answers that end by themselves and GPUs that wait for each other.
@@ -92,7 +95,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def job_of(args: argparse.Namespace) -> GrpoJob:
-    shape = args.shape or {"math": "llama-8b", "long-prompt": "llama-1.5b"}[args.workload]
+    shape = args.shape or ("llama-1.5b" if args.workload == "long-prompt" else "llama-8b")
     usual, tiny = WORKLOADS[args.workload]
     sizes = tiny if shape == "tiny" and args.model is None else usual
     given = (args.prompts, args.samples, args.prompt_tokens, args.new_tokens)

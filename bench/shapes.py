@@ -79,7 +79,7 @@ SHAPES: Mapping[str, Shape] = {
     "tiny": _llama(512, 64, 128, 2, 4, 2, tied=False),
     "llama-0.5b": _llama(128256, 1024, 4096, 24, 16, 8, tied=True),
     "llama-1.5b": _llama(128256, 2048, 8192, 20, 32, 8, tied=True),
-    "llama-8b": _llama(128256, 4096, 14336, 32, 32, 8, tied=False),
+    "llama-8b": _llama(128256, 4096, 14336, 32, 32, 8, tied=False, max_position_embeddings=131072),
     "qwen-0.5b": Shape(
         "qwen2", "Qwen2ForCausalLM", _sizes(151936, 896, 4864, 24, 14, 2, tied=True, rope_theta=1_000_000.0)
     ),
