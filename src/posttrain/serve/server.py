@@ -21,9 +21,9 @@ from posttrain.serve.service import Service
 _FLUSH_S = 2
 _KEEP_ALIVE_S = 30
 _TICKS_PER_LOOK = 5  # at connections that say nothing; uvicorn ticks ten times a second
-# The engine's thread gives the interpreter away with every operation that it launches, and waits this long to get it back
-# while the event loop is busy. Python's usual 5 ms would be longer than a step.
-_SWITCH_INTERVAL_S = 0.0005
+# The engine's thread gives the interpreter away with every operation that it launches, some dozens in a step, and waits this
+# long each time to get it back while the event loop is busy. Python's usual 5 ms would be longer than a step.
+_SWITCH_INTERVAL_S = 0.00005
 
 
 class AddressError(InputError):

@@ -265,13 +265,13 @@ class GenerationSession:
         rows_of: dict[TokenSampler, list[int]] = {}
         for row, sample in enumerate(samples):
             rows_of.setdefault(self._by_group[sample.group].sampler, []).append(row)
-        # float64 holds every token id and every float32.
-        drawn = torch.empty(2, len(samples), dtype=torch.float64, device=self.device)
-        for sampler, rows in rows_of.items():
-            at = torch.tensor(rows, device=self.device)
-            part, part_noise = (logits, noise) if len(rows_of) == 1 else (logits[at], noise[:, at])
-            tokens, logprobs = sampler.draw(part, part_noise[0], part_noise[1])
-            drawn.index_copy_(1, at, torch.stack([tokens.double(), logprobs.double()]))
+        if len(rows_of) == 1:
+            drawn = _drawn(next(iter(rows_of)), logits, noise)
+        else:
+            drawn = torch.empty(2, len(samples), dtype=torch.float64, device=self.device)
+            for sampler, rows in rows_of.items():
+                at = torch.tensor(rows, device=self.device)
+                drawn.index_copy_(1, at, _drawn(sampler, logits[at], noise[:, at]))
         return drawn, self._model_logprobs(samples, logits, drawn[0])
 
     def _model_logprobs(self, samples: Sequence[Sample], logits: Tensor, tokens: Tensor) -> dict[int, ModelLogprobs]:
@@ -316,3 +316,9 @@ class GenerationSession:
                 if not entry.unfinished:
                     self._forget(entry)
         return events
+
+
+def _drawn(sampler: TokenSampler, logits: Tensor, noise: Tensor) -> Tensor:
+    """Token ids and log-probabilities as float64, which holds every one of either."""
+    tokens, logprobs = sampler.draw(logits, noise[0], noise[1])
+    return torch.stack([tokens.double(), logprobs.double()])
