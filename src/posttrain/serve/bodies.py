@@ -11,10 +11,16 @@ from posttrain.serve.choices import Piece, TokenLogprobs, chat_logprobs, complet
 from posttrain.serve.service import Job
 
 DONE = b"data: [DONE]\n\n"
+# `json.dumps` would make one for each of many thousand events a second.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def server_sent(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _written(body) + b"\n\n"
+
+
+def _written(body: Any) -> bytes:
+    return _ENCODER.encode(body).encode()
 
 
 @dataclass
@@ -43,6 +49,8 @@ class ResponseWriter:
             "model": job.model,
             "system_fingerprint": f"posttrain-{job.version.name}",
         }
+        # Every event of a stream begins like this: written out once.
+        self._opening = b"data: " + _written(self._head)[:-1] + b',"choices":'
 
     # -- in pieces -----------------------------------------------------------------------------------------------------
 
@@ -57,10 +65,10 @@ class ResponseWriter:
         else:
             choice["text"] = piece.text
         if self._logprobs and piece.logprobs:
-            choice["logprobs"] = self._written(piece.logprobs)
+            choice["logprobs"] = self._logprobs_of(piece.logprobs)
         self.tell(piece)
-        usage = {"usage": None} if self._includes_usage else {}
-        return server_sent({**self._head, "choices": [choice], **usage})
+        usage = b',"usage":null' if self._includes_usage else b""
+        return self._opening + _written([choice]) + usage + b"}\n\n"
 
     def last_chunk(self, completion_tokens: int) -> bytes:
         return server_sent({**self._head, "choices": [], "usage": self._usage(completion_tokens)})
@@ -82,7 +90,7 @@ class ResponseWriter:
         }
 
     def _choice(self, index: int, told: _Told) -> dict[str, Any]:
-        logprobs = self._written(told.logprobs) if self._logprobs else None
+        logprobs = self._logprobs_of(told.logprobs) if self._logprobs else None
         said: dict[str, Any] = (
             {"message": {"role": "assistant", "content": told.text, "refusal": None}}
             if self._chat
@@ -90,7 +98,7 @@ class ResponseWriter:
         )
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": told.finish_reason}
 
-    def _written(self, logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+    def _logprobs_of(self, logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
         write = chat_logprobs if self._chat else completion_logprobs
         return write(self._job.version.tokenizer, logprobs)
 

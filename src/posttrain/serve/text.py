@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ class IncrementalText:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._decode = _decoder(tokenizer)
         self._window: list[int] = []
         self._num_context = 0  # tokens of the window whose text has been handed out
         self._context = ""
@@ -45,8 +45,21 @@ class IncrementalText:
         """What was still waiting: no more will come to complete it."""
         return self._decode(self._window)[len(self._context) :]
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Decoding without special tokens. Where `transformers` adds nothing but looking at its arguments, which takes four times
+    as long as decoding a token or two, it is left out."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    is_plain = (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+        and not tokenizer.clean_up_tokenization_spaces
+    )
+    decode = tokenizer.backend_tokenizer.decode if is_plain else tokenizer.decode
+    return lambda token_ids: str(decode(token_ids, skip_special_tokens=True))
 
 
 class StopCut:

@@ -61,6 +61,15 @@ def test_tokens_drawn_at_random_add_up_with_a_real_tokenizer(smollm2: Any) -> No
         assert "".join(pieces(smollm2, ids)) == smollm2.decode(ids, skip_special_tokens=True)
 
 
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
+    class Loud(type(BYTES)):  # type: ignore[misc]
+        def _decode(self, token_ids: Any, **options: Any) -> str:
+            return str(super()._decode(token_ids, **options)).upper()
+
+    loud = Loud(tokenizer_object=BYTES.backend_tokenizer)
+    assert "".join(pieces(loud, BYTES("quiet words")["input_ids"])) == "QUIET WORDS"
+
+
 def test_what_waits_too_long_for_the_rest_of_a_character_is_shown() -> None:
     half = BYTES("🙂")["input_ids"][:1]
     found = pieces(BYTES, half * 100)
