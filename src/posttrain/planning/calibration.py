@@ -7,7 +7,7 @@ Measured 2026-11-15 on NVIDIA H200 (torch 2.11, triton 3.6, bf16), on the one th
 
 | what | measured | which constant it gives |
 |---|---|---|
-| product of 8192 x 8192 matrices, on five H200 | 806, 795, 792, 752; 732 when hot | `matrix_flops`: their mean |
+| product of 8192 x 8192 matrices, on four H200 | 806, 795 (732 when hot), 792, 752 | `matrix_flops`: their mean |
 | copy on the device, bytes read and written | 4.29 TB/s | `copy_bytes_per_s` |
 | Llama 8B, 512 rows: matrix products of a decode step | 10.85 ms (659 TFLOP/s) | `matrix_share` |
 | the same: output head | 0.87 ms | (check) |
