@@ -34,6 +34,8 @@ def should_checkpoint(
         shape = shape_of_config(policy.model_name, model_config)
     except UnknownModelError:
         return True
+    if scores_answers:
+        shape = shape.without_output_table()
     settings = run_settings(
         policy, has_reference=has_reference, ranks=ranks, scores_answers=scores_answers, checkpointing=False
     )
@@ -46,11 +48,10 @@ def should_checkpoint(
 
 
 def _largest_micro_batch(policy: PolicyConfig) -> int:
-    longest = policy.max_total_sequence_length
+    # A pair is two answers, which stay together whatever the budget; where nothing is sampled it may be one.
+    per_sample = 1 if policy.generation is not None else 2
+    longest = per_sample * policy.max_total_sequence_length
     for section in (policy.dynamic_batching, policy.sequence_packing):
         if section.enabled and section.train_mb_tokens:
             return max(section.train_mb_tokens, longest)
-    per_sample = (
-        1 if policy.generation is not None else 2
-    )  # a pair is two answers; where nothing is sampled it may be one
-    return per_sample * policy.train_micro_batch_size * longest
+    return policy.train_micro_batch_size * longest

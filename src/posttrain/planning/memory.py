@@ -6,6 +6,7 @@ blocks) is added only where it is asked whether all of it fits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -250,7 +251,7 @@ def cache_pages(workload: Workload, page_size: int, rows: int) -> tuple[int, int
     prompt = max(round(workload.lengths.prompt), 1)
     new = min(workload.max_new_tokens, workload.max_total_tokens - prompt)
     whole, shared = _pages(prompt + new, page_size), prompt // page_size
-    total, slots, groups = 0, rows, int(workload.num_groups) or 1
+    total, slots, groups = 0, rows, math.ceil(workload.num_groups)  # of the rank with most of them
     while slots > 0 and groups > 0:
         together = min(workload.num_sampled, slots)
         total += _pages(prompt, page_size) + together * (whole - shared + 1)

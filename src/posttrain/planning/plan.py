@@ -77,6 +77,9 @@ def estimate_run(
 ) -> Estimate:
     """The plan of a config. Lengths are those given, else those measured, else assumed."""
     shape = find_shape(config.policy.model_name, config.policy.hf_config_overrides)
+    scores_answers = isinstance(config, RmRunConfig)
+    if scores_answers:
+        shape = shape.without_output_table()
     workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
 
     def with_checkpointing(recomputes: bool) -> Estimate:
@@ -84,7 +87,7 @@ def estimate_run(
             config.policy,
             has_reference=needs_reference(config),
             ranks=config.cluster.num_nodes * config.cluster.gpus_per_node,
-            scores_answers=isinstance(config, RmRunConfig),
+            scores_answers=scores_answers,
             checkpointing=recomputes,
             checkpoint_copy=_checkpoint_copy(config.checkpointing),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,10 @@ class ModelShape:
     @property
     def head_products(self) -> int:
         return self.vocab * self.hidden
+
+    def without_output_table(self) -> ModelShape:
+        """As a reward model has it: the table of the input is the only one, whether a language model would share it or not."""
+        return replace(self, tied=True)
 
     def adapters(self, rank: int) -> list[TensorKind]:
         """LoRA on every linear layer: [rank, inputs] and [outputs, rank]."""

@@ -137,7 +137,9 @@ class Workload:
             bundle = self.bundle(micro, longest=True)
             return Pass.of(bundle, max(1, micro.num_responses // bundle.size), window)
         bundle = self.bundle(micro)
-        whole = max(micro.max_tokens, bundle.cost, self.max_total_tokens)
+        together = self.group_size if micro.keeps_groups_whole else 1  # answers that no budget parts
+        longest = self.lengths.prompt + together * (self.max_total_tokens - self.lengths.prompt)
+        whole = max(micro.max_tokens, bundle.cost, longest)
         if self.fixed_length:
             whole = max(self._bundles_per_bin(bundle, micro.max_tokens), 1) * bundle.cost
         whole = min(whole, self.num_groups / self.num_updates * self.group_size / bundle.size * bundle.cost)

@@ -54,6 +54,21 @@ def test_it_depends_on_the_micro_batch() -> None:
     assert chooses(policy("dpo", *lora, *unpacked, "policy.train_global_batch_size=16"), 80)
 
 
+def test_a_pair_stays_together_whatever_the_budget() -> None:
+    long = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.max_total_sequence_length=16384"]
+    long += ["policy.train_micro_batch_size=1"]
+    packed = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=16384"]
+    assert chooses(policy("dpo", *long), 120)
+    assert chooses(policy("dpo", *long, *packed), 120)
+    assert not chooses(policy("grpo", *long, *packed), 120)
+
+
+def test_a_reward_model_has_no_output_table() -> None:
+    words = ["policy.train_micro_batch_size=1", "policy.max_total_sequence_length=1024"]
+    assert chooses(policy("rm", *words), 150)
+    assert not chooses(policy("rm", *words), 150, scores_answers=True)
+
+
 @pytest.mark.parametrize(
     "words",
     [

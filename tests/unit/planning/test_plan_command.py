@@ -18,6 +18,7 @@ from posttrain.planning.measured import compare, read_measured
 from posttrain.planning.memory import SAMPLING, SCORING, TRAINING
 from posttrain.planning.plan import Estimate, assumptions, estimate_run
 from posttrain.planning.proposal import explain, propose, remedies
+from posttrain.planning.shape import NAMED_SHAPES
 
 REPOSITORY = Path(__file__).parents[3]
 STEP = [
@@ -154,6 +155,12 @@ def test_the_copy_of_a_checkpoint_takes_host_memory() -> None:
 def test_a_reward_model_has_no_logits() -> None:
     phase = next(p for p in planned("policy.model_name=llama-1.5b", kind="rm").memory.phases if p.name == TRAINING)
     assert not phase.items.get("logits chunk")
+
+
+def test_a_reward_model_has_no_output_table() -> None:
+    phase = next(p for p in planned("policy.model_name=llama-8b", kind="rm").memory.phases if p.name == TRAINING)
+    shape = NAMED_SHAPES["llama-8b"]
+    assert phase.items["weights"] == 2 * (shape.num_weights - shape.vocab * shape.hidden)
 
 
 # -- proposals and remedies ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from tiny_models import tiny_model
 
 from posttrain.config.policy import OptimizerConfig
+from posttrain.data.packing import MicroBatching, cost, plan_micro_batches
 from posttrain.generation.native.engine import NativeSettings, _pages_wanted
 from posttrain.generation.native.scheduler import PromptGroup
 from posttrain.planning.calibration import CALIBRATION, GIB, GPUS
@@ -20,7 +21,7 @@ from posttrain.planning.shape import NAMED_SHAPES, shape_of_config
 from posttrain.planning.workload import Bundle, Lengths, MicroBatch, Pass, Workload
 from posttrain.policy import low_precision
 from posttrain.policy.compact import make_optimizer
-from posttrain.types import Task
+from posttrain.types import Task, TokenBatch
 
 LLAMA = NAMED_SHAPES["llama-8b"]
 H200 = GPUS["h200"]
@@ -242,6 +243,21 @@ def test_the_cache_has_the_pages_that_the_engine_asks_for(seed: int) -> None:
         max_total_tokens=prompt + new,
     )
     assert cache_pages(step, size, rows)[0] == _pages_wanted(tasks, samples, settings)
+
+
+def test_the_rank_with_most_prompts_decides_the_cache() -> None:
+    three = cache_pages(workload(num_groups=3, num_sampled=4), 16, 512)
+    assert cache_pages(workload(num_groups=5 / 2, num_sampled=4), 16, 512) == three
+
+
+def test_a_pair_is_the_largest_pass_where_the_budget_is_smaller() -> None:
+    pairs = workload(
+        num_groups=64, group_size=2, lengths=Lengths(100, 50, "test"), fixed_length=False,
+        train=MicroBatch(900, 2, keeps_groups_whole=True),
+    )  # fmt: skip
+    batch = TokenBatch.build([[1] * 100], [[1] * 800, [1] * 800], [0, 0], {"mask": torch.ones(1600)})
+    (rows,) = plan_micro_batches(batch, MicroBatching(900), keep_groups_whole=True)[0]
+    assert pairs.largest_pass(pairs.train, None).responses == pytest.approx(cost(batch, rows) / 200 * 100)
 
 
 def test_the_cache_takes_what_is_left_and_goes_when_it_is_large() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import tiny_model
+from tiny_reward_models import tiny_reward_model
 
 from posttrain.config import LoraConfig
 from posttrain.planning.shape import NAMED_SHAPES, UnknownModelError, find_shape, shape_of_config
@@ -31,6 +32,13 @@ def test_the_weights_of_a_family_are_counted_one_by_one(family: str) -> None:
 def test_biases_that_a_config_asks_for_are_counted() -> None:
     model = tiny_model("llama", attention_bias=True, mlp_bias=True)
     assert shape_of_config("x", model.config.to_dict()).num_weights == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_a_reward_model_has_one_table(family: str) -> None:
+    model = tiny_reward_model(family)
+    shape = shape_of_config(family, model.config.to_dict()).without_output_table()
+    assert shape.num_weights == sum(p.numel() for n, p in model.named_parameters() if not n.startswith("score"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
