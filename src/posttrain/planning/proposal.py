@@ -57,15 +57,16 @@ def propose(found: Estimate) -> Proposal | None:
     trained = _best_training(found)
     if trained is None:
         return None
+    section = found.workload.budget_section
     names = {
-        "policy.sequence_packing.enabled": "true",
-        "policy.sequence_packing.train_mb_tokens": str(trained.workload.train.max_tokens),
+        f"{section}.enabled": "true",
+        f"{section}.train_mb_tokens": str(trained.workload.train.max_tokens),
         "policy.dtensor_cfg.activation_checkpointing": str(trained.settings.checkpointing).lower(),
     }
     best = trained
     if best.workload.num_scorings:
         best = _best_scoring(best)
-        names["policy.sequence_packing.logprob_mb_tokens"] = str(best.workload.score.max_tokens)
+        names[f"{section}.logprob_mb_tokens"] = str(best.workload.score.max_tokens)
     if best.memory.cache is not None:
         best = _best_rows(best)
         assert best.settings.engine is not None
@@ -165,16 +166,16 @@ def _excess(found: Estimate) -> float:
 
 
 def _changes(found: Estimate) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:
-    settings, workload = found.settings, found.workload
+    settings, workload, section = found.settings, found.workload, found.workload.budget_section
     phases = {phase.name for phase in found.too_large}
     if TRAINING in phases:
         if not settings.checkpointing:
             yield "policy.dtensor_cfg.activation_checkpointing=true", replace(settings, checkpointing=True), None
         least = next(_budgets(workload))
         if workload.train.max_tokens is None or workload.train.max_tokens > least:
-            packing = "policy.sequence_packing.enabled=true policy.sequence_packing.train_mb_tokens="
             smaller = max((workload.train.max_tokens or 2 * least) // 2, least)
-            yield f"{packing}{smaller}", None, workload.with_train_tokens(smaller)
+            words = f"{section}.enabled=true {section}.train_mb_tokens={smaller}"
+            yield words, None, workload.with_train_tokens(smaller)
     if OPTIMIZER in phases and settings.optimizer.kind == "foreach":
         fused = replace(settings.optimizer, kind="fused")
         yield "policy.optimizer.kwargs.fused=true", replace(settings, optimizer=fused), None
@@ -182,7 +183,7 @@ def _changes(found: Estimate) -> Iterator[tuple[str, RunSettings | None, Workloa
     if SCORING in phases and (workload.score.max_tokens or 0) > next(_budgets(workload)):
         smaller = max((workload.score.max_tokens or 0) // 2, next(_budgets(workload)))
         score = replace(workload.score, max_tokens=smaller)
-        yield f"policy.sequence_packing.logprob_mb_tokens={smaller}", None, replace(workload, score=score)
+        yield f"{section}.logprob_mb_tokens={smaller}", None, replace(workload, score=score)
     if SAMPLING in phases and settings.engine is not None and settings.engine.rows > 8:
         rows = settings.engine.rows // 2
         engine = replace(settings.engine, rows=rows, kv_cache_gib=None)

@@ -99,6 +99,7 @@ class Workload:
     num_scorings: int  # passes over all samples without gradients: reference, policy
     train: MicroBatch
     score: MicroBatch
+    budget_section: str = "policy.sequence_packing"  # of the config, which says how many tokens a micro-batch may have
 
     @property
     def num_samples(self) -> float:
@@ -190,6 +191,7 @@ def workload_of(
         num_scorings=scorings,
         train=replace(_micro_batch(policy, "train", per_sample), keeps_groups_whole=per_sample == 2),
         score=_micro_batch(policy, "logprob", per_sample),
+        budget_section=f"policy.{'dynamic_batching' if policy.dynamic_batching.enabled else 'sequence_packing'}",
     )
 
 

@@ -182,6 +182,21 @@ def test_a_proposal_fits_and_is_no_slower() -> None:
     assert not best.settings, "nothing more to say"
 
 
+def test_a_proposal_names_the_section_whose_budget_holds() -> None:
+    words = [
+        *STEP,
+        *SHORT_STATE,
+        "policy.dynamic_batching.enabled=true",
+        "policy.dynamic_batching.train_mb_tokens=1024",
+    ]
+    proposal = propose(planned(*words))
+    assert proposal is not None
+    again = planned(*words, *[f"{name}={value}" for name, value in proposal.settings.items()])
+    assert again.time.total_s == pytest.approx(proposal.found.time.total_s)
+    tight = planned(*STEP, "policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=65536")
+    assert not any("sequence_packing" in remedy.words for remedy in remedies(tight))
+
+
 def test_activations_are_recomputed_only_where_they_have_to_be() -> None:
     long = [*SHORT_STATE, "policy.model_name=llama-8b", "policy.max_total_sequence_length=32768"]
     roomy, tight = planned(*STEP, *SHORT_STATE), planned(*long, "policy.sequence_packing.train_mb_tokens=32768")
