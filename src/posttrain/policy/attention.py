@@ -88,6 +88,11 @@ def _attend(
         raise InputError(
             "this model's attention has sinks, which posttrain does not compute; it cannot be trained here"
         )
+    if attention_mask is not None:  # nobody made one for it, see above
+        raise InputError(
+            f"{type(module).__name__} makes a mask of its own, which posttrain does not look at; this model cannot be "
+            "trained here"
+        )
     context = active_context()
     batch, heads, length, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, byte_tokenizer, tiny_model
-from transformers import MambaConfig, MambaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
+from tiny_models import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+)
 
+from posttrain.errors import InputError
 from posttrain.generation.native import NativeEngine, NativeSettings
 from posttrain.policy.attention import ATTENTION
 from posttrain.policy.head import UnsupportedModelError
@@ -67,6 +76,29 @@ def test_models_with_a_recurrent_state_are_refused() -> None:
     engine = NativeEngine(model, byte_tokenizer())
     with pytest.raises(UnsupportedModelError, match="0 of 2 layers use the attention interface"):
         engine.generate(tasks(), 1, GREEDY, NoiseKey(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "words"),
+    [
+        # Attention and a recurrent state side by side, in every layer.
+        (
+            "falcon_h1",
+            {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8},
+            "from token to token beside attention",
+        ),
+        ("doge", {}, "DogeAttention makes a mask of its own"),
+    ],
+)
+def test_layers_that_do_more_than_attend_are_refused(family: str, extra: dict[str, int], words: str) -> None:
+    config = AutoConfig.for_model(
+        family, vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, **extra,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+    randomise(model, 0)
+    with pytest.raises(InputError, match=words):
+        NativeEngine(model, byte_tokenizer()).generate(tasks(), 1, GREEDY, NoiseKey(0, 0))
 
 
 def test_positions_that_depend_on_the_batch_are_refused() -> None:

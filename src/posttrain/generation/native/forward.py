@@ -28,6 +28,8 @@ class Head(Protocol):
 
     decoder: nn.Module
 
+    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor: ...
+
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None: ...
 
 
@@ -107,7 +109,25 @@ def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
             "Layers with a recurrent state or with attention of their own cannot be sampled here."
         )
     head.check_logits(seen[-1], logits)
+    _check_that_attention_alone_looks_back(config, head, one.device)
     return observer.layers
+
+
+@torch.no_grad()
+def _check_that_attention_alone_looks_back(config: Any, head: Head, device: torch.device) -> None:
+    """Refuse models whose layers have another way than attention from one token to the next, beside it. Where a token sees
+    itself alone, it must not matter who stands before it: in our rows that may be another sequence, or nobody."""
+    rows = torch.tensor([[0, 1, 2, 3], [2, 1, 0, 3]], device=device)
+    with attention_context(_LayerObserver()):
+        # Rows of one shape, so that rounding does not differ either.
+        first, second = (head.hidden(row[None], torch.zeros_like(row)[None])[-1].float() for row in rows)
+    weight: Any = next(head.decoder.parameters())
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
+    if float((first - second).abs().max()) > tolerance * float(first.abs().max()):
+        raise UnsupportedModelError(
+            f"{config.model_type}: its layers carry something from token to token beside attention, a recurrent state or a "
+            "convolution. posttrain puts several sequences into one row, where those would run into each other."
+        )
 
 
 def check_length(config: Any, longest: int) -> None:
@@ -122,7 +142,7 @@ def check_length(config: Any, longest: int) -> None:
 
 
 class _LayerObserver:
-    """Attention of a single token, which sees itself alone: its output is its value."""
+    """Attention of tokens that see themselves alone: the output of each is its value."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
