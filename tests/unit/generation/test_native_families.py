@@ -88,9 +88,14 @@ def test_models_with_a_recurrent_state_are_refused() -> None:
             "from token to token beside attention",
         ),
         ("doge", {}, "DogeAttention makes a mask of its own"),
+        (
+            "phimoe",
+            {"num_local_experts": 4, "sliding_window": 5},
+            r"config\.sliding_window is 5, and layer 0 does not tell",
+        ),
     ],
 )
-def test_layers_that_do_more_than_attend_are_refused(family: str, extra: dict[str, int], words: str) -> None:
+def test_layers_whose_attention_is_not_all_there_is_are_refused(family: str, extra: dict[str, int], words: str) -> None:
     config = AutoConfig.for_model(
         family, vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=256, **extra,
@@ -99,6 +104,15 @@ def test_layers_that_do_more_than_attend_are_refused(family: str, extra: dict[st
     randomise(model, 0)
     with pytest.raises(InputError, match=words):
         NativeEngine(model, byte_tokenizer()).generate(tasks(), 1, GREEDY, NoiseKey(0, 0))
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    config = AutoConfig.for_model(
+        "phimoe", vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=256, sliding_window=256,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval()
+    assert NativeEngine(model, byte_tokenizer()).generate(tasks(), 1, GREEDY, NoiseKey(0, 0))
 
 
 def test_positions_that_depend_on_the_batch_are_refused() -> None:

@@ -108,9 +108,24 @@ def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
             f"{config.model_type}: {len(observer.layers)} of {expected} layers use the attention interface. "
             "Layers with a recurrent state or with attention of their own cannot be sampled here."
         )
+    _check_windows(config, observer.windows)
     head.check_logits(seen[-1], logits)
     _check_that_attention_alone_looks_back(config, head, one.device)
     return observer.layers
+
+
+def _check_windows(config: Any, told: Mapping[int, int | None]) -> None:
+    """Refuse models that tell `transformers`' mask of a window, and not their attention, which is all that we hear."""
+    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
+    for layer, window in told.items():
+        kind = "sliding_attention" if kinds is None else kinds[layer]
+        field = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
+        limit = None if field is None else getattr(config, field, None)
+        if window is None and limit is not None and limit < config.max_position_embeddings:
+            raise UnsupportedModelError(
+                f"{config.model_type}: config.{field} is {limit}, and layer {layer} does not tell its attention so. posttrain "
+                "would let every token see all before it"
+            )
 
 
 @torch.no_grad()
@@ -146,6 +161,7 @@ class _LayerObserver:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
 
     def attend(
         self,
@@ -158,6 +174,7 @@ class _LayerObserver:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
+        self.windows[layer] = window
         self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
