@@ -24,6 +24,13 @@ from transformers import AttentionInterface
 from posttrain.errors import InputError
 
 ATTENTION = "posttrain"
+# What families hand to the attention interface beside queries, keys and values. Left out, it would be another model.
+_NOT_COMPUTED = {
+    "s_aux": "sinks",
+    "position_bias": "a bias by position",
+    "indices": "a choice of tokens to look at",
+    "block_indices": "a choice of tokens to look at",
+}
 _DENSE_BLOCK_TOKENS = 192  # up to here a masked product over all pairs is cheaper than one call per segment
 
 
@@ -84,10 +91,11 @@ def _attend(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    if options.get("s_aux") is not None:
-        raise InputError(
-            "this model's attention has sinks, which posttrain does not compute; it cannot be trained here"
-        )
+    for option, what in _NOT_COMPUTED.items():
+        if options.get(option) is not None:
+            raise InputError(
+                f"this model's attention has {what}, which posttrain does not compute; it cannot be trained here"
+            )
     if attention_mask is not None:  # nobody made one for it, see above
         raise InputError(
             f"{type(module).__name__} makes a mask of its own, which posttrain does not look at; this model cannot be "

@@ -5,6 +5,7 @@ import torch
 from tiny_models import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, gradients, tiny_model
 from torch import Tensor, nn
 
+from posttrain.errors import InputError
 from posttrain.policy import attention
 from posttrain.policy.attention import PackedAttention, Segment, attention_context
 from posttrain.policy.logprobs import TokenLogprobs
@@ -174,6 +175,18 @@ def test_a_row_holds_each_prompt_once_and_no_last_token() -> None:
 def test_positions_go_on_from_the_prompt_in_every_response() -> None:
     row = PackedRow.build(random_batch([3], [2, 4], [0, 0]), CPU)
     assert row.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4, 5]
+
+
+@pytest.mark.parametrize("option", ["s_aux", "position_bias", "indices", "block_indices"])
+def test_attention_that_would_be_left_out_is_refused(option: str) -> None:
+    module = nn.Module()
+    module.layer_idx = 0
+    states = torch.zeros(1, 2, 3, 4)
+    with (
+        attention_context(PackedAttention([Segment(0, 3)], CPU)),
+        pytest.raises(InputError, match="posttrain does not compute"),
+    ):
+        attention._attend(module, states, states, states, None, **{option: torch.zeros(1)})
 
 
 def test_a_model_outside_a_context_refuses_to_run() -> None:
