@@ -115,6 +115,26 @@ def measured_metrics(evaluation: Evaluation) -> list[str]:
     return names
 
 
+def check_before_measuring(check: CheckConfig, where: str, *, num_samples: int, has_price: bool) -> None:
+    """MeasureError for a check that no evaluation with so many samples per problem, and with or without a price, could answer.
+
+    What only answers can tell, such as the parts that a reward will have, is not asked here.
+    """
+    known = [f"{kind}@{k}" for kind in ("pass", "cons") for k in range(1, num_samples + 1)]
+    known += [f"avg@{num_samples}", REWARD, LENGTH, TRUNCATION, UNSCORED, REFUSAL, FORMAT, KL]
+    known += [COST] if has_price else []
+    if check.metric not in known and not check.metric.startswith(PART):
+        from posttrain.data.errors import nearest
+
+        raise MeasureError(
+            f"{where}: {check.metric!r} will not be measured{nearest(check.metric, known)}; what will be: {_listed(known)}, "
+            f"{PART}NAME{_advice(check.metric)}"
+        )
+    _refuse_wrong_patterns(check, where)
+    if check.compares:
+        direction_of(check, where)
+
+
 def _num_samples(evaluation: Evaluation) -> int:
     return min(len(problem.samples) for problem in evaluation.problems)
 
@@ -122,17 +142,14 @@ def _num_samples(evaluation: Evaluation) -> int:
 def _values(evaluation: Evaluation, check: CheckConfig, where: str) -> list[float | None]:
     metric, problems = check.metric, evaluation.problems
     _refuse_unmeasured(evaluation, metric, where)
+    _refuse_wrong_patterns(check, where)
     if metric == FORMAT:
-        if not check.patterns:
-            raise MeasureError(f"{where}: {FORMAT} needs `patterns`: what a well-formed answer contains")
-        found = [re.compile(pattern, re.MULTILINE) for pattern in check.patterns]
+        found = [re.compile(pattern, re.MULTILINE) for pattern in check.patterns or ()]
         return _shares(problems, lambda sample: any(pattern.search(sample.text) for pattern in found))
     if metric == REFUSAL:
         wanted = [pattern.translate(_APOSTROPHES) for pattern in check.patterns or REFUSAL_PATTERNS]
         found = [re.compile(pattern, re.IGNORECASE) for pattern in wanted]
         return _shares(problems, lambda sample: any(pattern.search(beginning(sample.text)) for pattern in found))
-    if check.patterns is not None:
-        raise MeasureError(f"{where}: `patterns` are for {FORMAT} and {REFUSAL}, not for {metric}")
     if metric == REWARD:
         return per_problem(problems, f"avg@{_num_samples(evaluation)}", evaluation.summary.pass_threshold)
     if metric.startswith(PART):
@@ -160,6 +177,13 @@ def _refuse_unmeasured(evaluation: Evaluation, metric: str, where: str) -> None:
         f"{where}: {metric!r} was not measured in {evaluation.folder}{nearest(metric, known)}; measured: {_listed(known)}"
         f"{_advice(metric)}"
     )
+
+
+def _refuse_wrong_patterns(check: CheckConfig, where: str) -> None:
+    if check.metric == FORMAT and not check.patterns:
+        raise MeasureError(f"{where}: {FORMAT} needs `patterns`: what a well-formed answer contains")
+    if check.metric not in (FORMAT, REFUSAL) and check.patterns is not None:
+        raise MeasureError(f"{where}: `patterns` are for {FORMAT} and {REFUSAL}, not for {check.metric}")
 
 
 def _listed(names: Sequence[str]) -> str:

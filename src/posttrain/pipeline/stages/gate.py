@@ -40,12 +40,19 @@ class GateStage:
     goes_on = False
 
     def check(self, config: PipelineConfig) -> None:
+        from posttrain.evaluation.gate.measures import check_before_measuring
+        from posttrain.pipeline.stages.evaluate import PLACEHOLDER, load_evaluation
+
         for name, check in load_gate(config).checks.items():
+            where = f"gate: {config.gate.config}: checks.{name}"
             if check.evaluation not in config.evaluate:
                 raise PipelineError(
-                    f"gate: {config.gate.config}: checks.{name}.evaluation is {check.evaluation!r}, and `evaluate` has "
-                    f"{', '.join(config.evaluate)}"
+                    f"{where}.evaluation is {check.evaluation!r}, and `evaluate` has {', '.join(config.evaluate)}"
                 )
+            measured = load_evaluation(config, check.evaluation, PLACEHOLDER).config.eval
+            check_before_measuring(
+                check, where, num_samples=measured.num_tests_per_prompt, has_price=measured.gpu_hour_price is not None
+            )
 
     def inputs(self, context: StageContext) -> dict[str, Any]:
         return {"settings": load_gate(context.config).model_dump()}
