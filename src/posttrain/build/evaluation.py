@@ -113,6 +113,10 @@ class EvaluationBuild:
         if self.reference is not None and (reason := why_unavailable(self.reference.model)) is not None:
             raise ModelReferenceError(f"generation.model_name: {reason}")
 
+    def check_problems_and_judge(self) -> None:
+        """InputError if problems cannot be read, or what judges them is not there. The model need not be there yet."""
+        check_environments({self.config.judge: self.environment_config}, Path.cwd())
+
     def identity(self) -> dict[str, Any]:
         """What decides answers and rewards, and nothing that only decides how fast they come."""
         config, generation = self.config, self.config.generation
@@ -172,8 +176,8 @@ class EvaluationBuild:
     ) -> tuple[Summary, list[Problem], Path]:
         """Answer what is not finished, and sum up."""
         self._check_model()  # before data is fetched
+        self.check_problems_and_judge()
         environments = {self.config.judge: self.environment_config}
-        check_environments(environments, Path.cwd())
         with ExitStack() as cleanup:
             if self.server is not None:
                 cleanup.callback(self.server.close)

@@ -47,7 +47,7 @@ class DemoSection(Section):
 
 class TracesSection(Section):
     path: str | list[str] = Field(
-        description="Labelled traces: files, folders, patterns or URLs, Parquet or jsonl(.gz)."
+        min_length=1, description="Labelled traces: files, folders, patterns or URLs, Parquet or jsonl(.gz)."
     )
     columns: TraceColumnsConfig = Field(default_factory=TraceColumnsConfig, description="Which column means what.")
     filters: TraceFiltersConfig = Field(default_factory=TraceFiltersConfig, description="Which traces are used.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -37,6 +37,7 @@ from posttrain.pipeline.records import (
 )
 from posttrain.pipeline.stage import Stage, StageContext, Stop
 from posttrain.pipeline.stages import ALL_STAGES
+from posttrain.pipeline.stages.evaluate import check_problems
 from posttrain.pipeline.stages.traces import current_content
 from posttrain.registry.lineage import code_version
 from posttrain.roles import ShowProgress, no_progress
@@ -104,6 +105,7 @@ class PipelineRunner:
         with only_runner(self.home, self.say) as lock:
             if self.config.demo is not None:
                 make_world(self.config.demo, self.say, quiet=self._quiet, lock=lock)
+            self._check_problems(stages)
             chosen = self.choose(wish)
             for note in chosen.notes:
                 self.say(note)
@@ -131,7 +133,9 @@ class PipelineRunner:
         if self.config.demo is not None and (names := unmade(self.config.demo)):
             waiting = settings_naming(names, self.config, [stage.name for stage in stages])
             self._check_models_and_traces(waiting)
+            self._check_problems(stages, waiting)
             return DryRun(unmade=names, unchecked=tuple(waiting))
+        self._check_problems(stages)
         chosen = self.choose(wish, write=False)
         return DryRun(chosen, tuple(plan(stages, self._context(chosen.iteration, chosen.data, {}, None))))
 
@@ -147,6 +151,10 @@ class PipelineRunner:
             choose_models(self.config)
         if "traces.path" not in waiting:
             current_content(self.config, self.hashes)
+
+    def _check_problems(self, stages: Sequence[Stage], waiting: Collection[str] = ()) -> None:
+        if any(stage.name == "evaluate" for stage in stages):
+            check_problems(self.config, waiting)
 
     # -- which iteration -----------------------------------------------------------------------------------------------
 

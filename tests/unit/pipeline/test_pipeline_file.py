@@ -45,6 +45,17 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("train.config", "nowhere.yaml", "nowhere.yaml"),
         ("evaluate.main.overrides", ["eval.k_value=4"], "evaluate.main: eval.k_value = 4"),
         ("evaluate.main.overrides", ["eval.save_path=x"], "evaluate.main.overrides: `eval.save_path=x`"),
+        (
+            "evaluate.main.overrides",
+            ["data.dataset_name=no.jsonl"],
+            "evaluate.main: file or folder not found: no.jsonl",
+        ),
+        ("evaluate.main.overrides", ["data.dataset_name={world}/traces.jsonl", "data.solution_key=x"], "no key 'x'"),
+        (
+            "evaluate.main.overrides",
+            ["data.dataset_name={world}/problems.jsonl", "env.mine.function=no.py:f"],
+            "evaluate.main: env.mine.function is 'no.py:f': there is no file",
+        ),
         ("gate.config", "no_gate.yaml", "no_gate.yaml"),
         (
             "gate.overrides",
@@ -64,6 +75,8 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
             ["checks.x={metric: refusal_rate, better_by: 0.1}"],
             "checks.x: is a higher refusal_rate better",
         ),
+        ("registry.location", __file__, "registry.location: "),
+        ("traces.path", [], "`traces.path` = []: "),
         ("traces.path", "nothing.jsonl", "traces.path: "),
         ("base_model", "no/such/model", "base_model: no folder 'no/such/model'"),
     ],
@@ -71,6 +84,8 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 def test_a_bad_file_is_an_error_with_the_field(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, words: str
 ) -> None:
+    if path == "evaluate.main.overrides":
+        value = [text.format(world=world) for text in value]
     values = changed(tiny_pipelines.settings(world, tmp_path / "home"), path, value)
     file = tiny_pipelines.write_file(tmp_path / "pipeline.yaml", values)
     assert main(["pipeline", "run", str(file), "--until", "traces" if path == "base_model" else "canary"]) == 64

@@ -7,7 +7,7 @@ there. An evaluation that was killed goes on with the problems that are left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,21 @@ def load_evaluation(config: PipelineConfig, name: str, model: str) -> LoadedConf
             f"evaluate.{name}: generation.openai_cfg names a server; the pipeline evaluates its own model"
         )
     return loaded
+
+
+def check_problems(config: PipelineConfig, waiting: Collection[str] = ()) -> None:
+    """InputError for problems that cannot be read, or a judge that is not there: after the training it would be late to hear
+    of it. `waiting` are settings that name what the demo has not made yet."""
+    from posttrain.build.evaluation import EvaluationBuild
+
+    for name in config.evaluate:
+        if any(setting.startswith(f"evaluate.{name}.") for setting in waiting):
+            continue
+        build = EvaluationBuild(load_evaluation(config, name, PLACEHOLDER), say=lambda _: None)
+        try:
+            build.check_problems_and_judge()
+        except InputError as error:
+            raise about(f"evaluate.{name}", error) from error
 
 
 def measures_drift(config: PipelineConfig) -> list[str]:

@@ -31,6 +31,9 @@ class RegistryStage:
     def check(self, config: PipelineConfig) -> None:
         if importlib.util.find_spec("mlflow") is None:
             raise PipelineError("registry: needs MLflow: pip install 'posttrain[registry]'; or stop with --until gate")
+        folder = registry_of(config).location.folder
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise PipelineError(f"registry.location: {folder} is a file; a folder, or an address of MLflow, is needed")
 
     def inputs(self, context: StageContext) -> dict[str, Any]:
         return {"settings": place_in_registry(context.config)}
