@@ -42,6 +42,14 @@ class GateSettings(Section):
         description="How far the speed, and so cost_per_answer, of equal evaluations may differ by itself, as a share.",
     )
 
+    @model_validator(mode="after")
+    def _something_can_be_decided(self) -> GateSettings:
+        if self.max_problems is not None and self.max_problems < self.min_problems:
+            raise ValueError(
+                f"max_problems {self.max_problems} is below min_problems {self.min_problems}: nothing could ever be decided"
+            )
+        return self
+
 
 class CheckConfig(Section):
     """One requirement on one metric of one evaluation. Every bound that is set has to hold."""
@@ -93,6 +101,19 @@ class CheckConfig(Section):
             raise ValueError(f"at_least {self.at_least:g} is above at_most {self.at_most:g}")
         if self.relative and self.better_by is None and self.worse_by_at_most is None:
             raise ValueError("relative is for better_by and worse_by_at_most; at_least and at_most are absolute")
+        return self
+
+    @model_validator(mode="after")
+    def _shares_are_no_percentages(self) -> CheckConfig:
+        """`truncation_rate at_most 5`, meant as 5 %, would let everything through."""
+        if not (self.metric.startswith(("pass@", "cons@")) or self.metric.endswith("_rate")):
+            return self
+        margins = {} if self.relative else {"better_by": self.better_by, "worse_by_at_most": self.worse_by_at_most}
+        for name, bound in {"at_least": self.at_least, "at_most": self.at_most, **margins}.items():
+            if bound is not None and not 0 <= bound <= 1:
+                raise ValueError(
+                    f"{name} is {bound:g}, and {self.metric} is a share between 0 and 1; write 5 % as 0.05"
+                )
         return self
 
     @property

@@ -45,7 +45,7 @@ def load_standalone(model: type[S], path: FilePath, overrides: Sequence[str] = (
     try:
         return model.model_validate(resolve(tree))
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(problem, root, tree) for problem in error.errors())
+        lines = dict.fromkeys(_explain(problem, path, tree) for problem in error.errors())
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -61,17 +61,17 @@ def _refuse_wrong_shape(root: Node, tree: Tree) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _explain(problem: Any, root: Node, tree: Tree) -> str:
+def _explain(problem: Any, file: FilePath, tree: Tree) -> str:
     path = _key_of(problem["loc"], tree)
+    where = tree.origin(path) if path else str(file)
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if problem["type"] == "missing":
         missing = (*path, str(problem["loc"][-1]))
-        where = f"{tree.origin(path)}: " if path else ""
-        return f"{where}`{dotted(missing)}` is missing"
+        return f"{where}: `{dotted(missing)}` is missing"
     value = problem["input"]
     if isinstance(value, dict | Section):
-        return f"{tree.origin(path)}: `{dotted(path)}`: {message}"
-    return f"{tree.origin(path)}: `{dotted(path)}` = {value!r}: {message}"
+        return f"{where}: `{dotted(path)}`: {message}" if path else f"{where}: {message}"
+    return f"{where}: `{dotted(path)}` = {value!r}: {message}"
 
 
 def _key_of(location: tuple[int | str, ...], tree: Tree) -> Path:
