@@ -182,7 +182,7 @@ def _write_adapter(
 
 
 def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, TensorFacts]) -> None:
-    from transformers import GenerationConfig
+    from posttrain.policy.kept_generation_config import KeptGenerationConfig
 
     config = source.shape.config
     floating = [facts.dtype for facts in plan.values() if facts.dtype.is_floating_point]
@@ -195,12 +195,14 @@ def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, Ten
     for place in (str(source.folder), source.base):
         if why_unavailable(place) is not None:
             continue
+        file = Path(place) / "generation_config.json"
         try:
-            generation = GenerationConfig.from_pretrained(place)
+            generation = KeptGenerationConfig.from_pretrained(place)
             break
-        except (OSError, ValueError):
-            continue
-    (generation or GenerationConfig.from_model_config(config)).save_pretrained(folder)
+        except (OSError, ValueError, TypeError) as error:
+            if file.is_file():  # without it a model may not know where its answers end
+                raise ConversionError(f"{file} cannot be read: {_first_line(error)}; mend it, or remove it") from error
+    (generation or KeptGenerationConfig.from_model_config(config)).save_pretrained(folder)
 
 
 def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
@@ -212,11 +214,15 @@ def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
         )
     try:
         AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(
-            f"the tokenizer {source.tokenizer!r} cannot be read: {first}. Give the model that was trained with --base"
+            f"the tokenizer {source.tokenizer!r} cannot be read: {_first_line(error)}. Give the model that was trained with "
+            "--base"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _make_readable(folder: Path) -> None:

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.checkpointing.marks import leave_mark
 from posttrain.policy import storage
 from posttrain.policy.host_memory import available_bytes
+from posttrain.policy.kept_generation_config import keep_generation_config
 from posttrain.policy.optimizer import MixedPrecisionOptimizer
 from posttrain.policy.parallel import as_shard, local_part
 from posttrain.policy.staging import HostCopy, StagingArea
@@ -49,6 +50,7 @@ class CheckpointWriter:
         optimizer: MixedPrecisionOptimizer | None,
         device: torch.device,
     ) -> None:
+        keep_generation_config(model)
         self.model, self.tokenizer, self.optimizer, self.device = model, tokenizer, optimizer, device
         self._area = StagingArea(pin=device.type == "cuda")
         self._files: Mapping[str, bytes] = {}

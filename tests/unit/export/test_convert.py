@@ -296,6 +296,28 @@ def test_a_config_of_another_model_is_refused(model: Path, sharded: Path, tmp_pa
     fails("is no config of a run", step, tmp_path / "hf", config=other)
 
 
+def test_settings_of_generation_are_written_as_they_were(model: Path, tmp_path: Path) -> None:
+    """Many models name a temperature without do_sample, which transformers loads and refuses to save."""
+    shutil.copytree(model, tmp_path / "model")
+    file = tmp_path / "model/generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.6, "eos_token_id": [256, 3]}))
+    convert(str(tmp_path / "model"), tmp_path / "hf", NO_VERIFY, say=quiet)
+    written = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    assert (written["temperature"], written["eos_token_id"], "do_sample" in written) == (0.6, [256, 3], False)
+    for broken in ("{", "[]"):
+        file.write_text(broken)
+        fails(
+            r"generation_config\.json cannot be read: .*; mend it, or remove it", tmp_path / "model", tmp_path / "other"
+        )
+
+
+@pytest.mark.parametrize("broken", ["[]", "{"])
+def test_a_tokenizer_that_cannot_be_read_is_named(model: Path, tmp_path: Path, broken: str) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model/tokenizer_config.json").write_text(broken)
+    fails("the tokenizer '.*model' cannot be read: ", tmp_path / "model", tmp_path / "hf")
+
+
 def test_a_target_in_use_is_left_alone_unless_forced(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "hf"
     target.mkdir()

@@ -55,6 +55,16 @@ def test_transformers_loads_what_was_written(
         assert torch.equal(a, b), name
 
 
+def test_settings_of_generation_that_transformers_loads_and_does_not_save_end_no_training(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.generation_config.temperature = 0.6  # without do_sample, as many models have it
+    with pytest.raises(ValueError, match="do_sample"):
+        model.save_pretrained(tmp_path / "theirs")
+    CheckpointWriter(model, byte_tokenizer(), None, CPU).save(tmp_path / "ours", optimizer=False)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / storage.WEIGHTS)
+    assert (loaded.generation_config.temperature, loaded.generation_config.do_sample) == (0.6, None)
+
+
 def test_families_whose_files_hold_other_tensors_are_left_to_transformers(tmp_path: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
