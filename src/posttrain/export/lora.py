@@ -44,8 +44,12 @@ class Adapter:
     def modules(self) -> list[str]:
         return sorted({name.rpartition(".lora_")[0] for name in self.factors.facts})
 
+    def rank(self, module: str) -> Any:
+        """By the adapter's config."""
+        return _of_pattern(self.settings.get("rank_pattern"), module, self.settings["r"])
+
     def scale(self, module: str) -> float:
-        rank = _of_pattern(self.settings.get("rank_pattern"), module, self.settings["r"])
+        rank = self.rank(module)
         alpha = _of_pattern(self.settings.get("alpha_pattern"), module, self.settings["lora_alpha"])
         return float(alpha) / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
 
@@ -95,7 +99,15 @@ def adapter_in(source: WeightSource, settings: Mapping[str, Any], place: Path) -
     if odd or not factors:
         what = f"{odd[0]} has no partner" if odd else "there are no lora_A and lora_B weights in it"
         raise AdapterError(f"{place} is no whole LoRA adapter: {what}")
-    return Adapter(place, RenamedSource(source, factors), RenamedSource(source, whole), settings)
+    adapter = Adapter(place, RenamedSource(source, factors), RenamedSource(source, whole), settings)
+    for module in adapter.modules:
+        rank = adapter.factors.facts[f"{module}.lora_A.weight"].shape[0]
+        if adapter.rank(module) != rank:  # the scale is by the rank, so the merged weights would be wrong
+            raise AdapterError(
+                f"{place}: the adapter of {module} has rank {rank}, and {adapter.rank(module)} by its config (r and "
+                "rank_pattern, or lora_cfg.dim of a run). Is it the config of another adapter?"
+            )
+    return adapter
 
 
 def _check_settings(settings: Mapping[str, Any], place: Path) -> None:
@@ -111,8 +123,16 @@ def _check_settings(settings: Mapping[str, Any], place: Path) -> None:
                 f"{place}: the adapter has {key} {settings[key]!r}, and only plain LoRA can be converted"
             )
     for key in ("r", "lora_alpha"):
-        if not isinstance(settings.get(key), int | float) or settings[key] <= 0:
+        if not _is_positive(settings.get(key)):
             raise AdapterError(f"{place}: the adapter's {key} is {settings.get(key)!r}; a positive number is needed")
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = settings.get(key) or {}
+        if not isinstance(patterns, Mapping) or not all(map(_is_positive, patterns.values())):
+            raise AdapterError(f"{place}: the adapter's {key} is {patterns!r}; positive numbers by names are needed")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 class MergedSource:

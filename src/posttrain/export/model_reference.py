@@ -179,9 +179,19 @@ def check_model_folder(path: Path) -> None:
     if not any(next(path.glob(pattern), None) for pattern in _WEIGHT_FILES):
         raise ModelReferenceError(f"{path} has a config.json but no weights (*.safetensors or pytorch_model.bin)")
     for index in sorted(path.glob("*.index.json")):
-        named = set(read_json(index).get("weight_map", {}).values())
-        if lacking := sorted(name for name in named if not (path / name).is_file()):
+        named = files_of_index(index)
+        if lacking := [name for name in named if not (path / name).is_file()]:
             raise ModelReferenceError(f"{path}: {index.name} names {len(named)} files, and {lacking[0]} is missing")
+
+
+def files_of_index(index: Path) -> list[str]:
+    """The weight files that the index of a model in several files names."""
+    content = read_json(index).get("weight_map")
+    if not isinstance(content, dict) or not content or not all(isinstance(name, str) for name in content.values()):
+        raise ModelReferenceError(
+            f"{index}: weight_map is {content!r:.80}; an object with the file of every weight is needed"
+        )
+    return sorted(set(content.values()))
 
 
 def adapter_base(adapter: Path) -> str:
@@ -272,15 +282,18 @@ def add_adapter(model: nn.Module, adapter: Path, name: str = "default") -> nn.Mo
     from safetensors import SafetensorError, safe_open
 
     device = next(model.parameters()).device
+    if not any((adapter / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
+        raise ModelReferenceError(f"{adapter} has an adapter_config.json but no weights (adapter_model.safetensors)")
     try:
         adapted = PeftModel.from_pretrained(
             model, str(adapter), adapter_name=name, autocast_adapter_dtype=False, torch_device=str(device)
         )
     except SafetensorError as error:
         raise ModelReferenceError(f"{adapter / 'adapter_model.safetensors'} is damaged: {error}") from error
-    except (RuntimeError, ValueError, OSError, KeyError, TypeError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelReferenceError(f"the adapter {adapter} does not fit its base model: {first_line}") from error
+    except (RuntimeError, ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+        said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # torch's first line is a heading
+        raise ModelReferenceError(f"the adapter {adapter} does not fit its base model: {said}") from error
     file = adapter / "adapter_model.safetensors"
     if file.is_file():
         with safe_open(file, framework="pt") as saved:

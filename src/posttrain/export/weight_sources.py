@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from posttrain.export.model_reference import read_json
+from posttrain.export.model_reference import files_of_index
 from posttrain.export.tensor_files import StoredPart, TensorFacts, WeightFileError, assemble, stored_parts, whole_facts
 
 _READ_TOGETHER_BYTES = 256 * 2**20  # a read of DCP looks through its whole index, so small tensors are read together
@@ -58,7 +58,7 @@ class SafetensorsSource:
 def _files_of(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        names = files_of_index(index)
         if lacking := [name for name in names if not (folder / name).is_file()]:
             raise WeightFileError(
                 f"{folder}: {index.name} names {len(names)} files, and {', '.join(lacking)} is missing"

@@ -7,12 +7,14 @@ nothing.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -67,6 +69,11 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise explain_missing(name, field, error) from error
+    except (LookupError, TypeError, AttributeError) as error:  # a file that is JSON and no tokenizer
+        raise SettingsError(
+            f"{field}: the tokenizer in {name!r} cannot be read: {type(error).__name__}: {error}; see tokenizer.json and "
+            "tokenizer_config.json there"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise SettingsError(f"{field}: the tokenizer of {name!r} has no end-of-sequence token")
     if tokenizer.pad_token_id is None:
@@ -84,6 +91,9 @@ def load_model(
         )
     except OSError as error:
         raise explain_missing(name, "policy.model_name", error) from error
+    except ImportError as error:  # quantized weights, each kind of which needs a package of its own
+        first_line = str(error).strip().splitlines()[0]
+        raise SettingsError(f"policy.model_name: {name!r} cannot be loaded here: {first_line}") from error
     except (TypeError, SafetensorError) as error:
         if isinstance(error, SafetensorError) and (damaged := _damaged_file(Path(name))) is not None:
             raise SettingsError(f"policy.model_name: {damaged} is damaged: {error}") from error
@@ -95,6 +105,13 @@ def load_model(
         raise SettingsError(
             f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "
             "which would start as noise. Is it the whole model, and do policy.hf_config_overrides fit it?"
+        )
+    if report["unexpected_keys"] and not (dist.is_initialized() and dist.get_rank() > 0):
+        strangers = sorted(report["unexpected_keys"])
+        print(
+            f"warning: {name!r} holds {len(strangers)} weights that its config.json does not know ({', '.join(strangers[:3])}"
+            f"{', …' * (len(strangers) > 3)}), and the model is used without them. Is it the config of another model?",
+            file=sys.stderr,
         )
     model.config.use_cache = False
     return model.to(device)

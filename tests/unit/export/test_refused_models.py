@@ -213,3 +213,92 @@ def test_a_truncated_adapter_is_named_when_it_is_loaded(model: Path, tmp_path: P
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(InputError, match=r"adapter_model\.safetensors is damaged: "):
         load_for_sampling(str(tmp_path / "adapter"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "weight_map", [None, [], {}, {"model.norm.weight": 3}], ids=["none", "list", "empty", "number"]
+)
+def test_an_index_that_names_no_files_is_refused(
+    model: Path, tmp_path: Path, refused: Refused, weight_map: Any
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    index = tmp_path / "model/model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert f"{index}: weight_map is {weight_map!r}; an object" in refused(tmp_path / "model")
+    with pytest.raises(InputError, match="an object with the file of every weight is needed"):
+        resolve_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer_config.json", "[]", "the tokenizer in .* cannot be read: AttributeError: .*; see tokenizer.json"),
+        ("tokenizer.json", "{}", "the tokenizer in .* cannot be read: KeyError: 'added_tokens'; see tokenizer.json"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_named_when_it_is_loaded(
+    model: Path, tmp_path: Path, file: str, content: str, words: str
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / file).write_text(content)
+    with pytest.raises(InputError, match=words):
+        load_for_sampling(str(tmp_path / "model"), device="cpu")
+
+
+def test_quantized_weights_without_their_package_are_bad_input(model: Path, tmp_path: Path) -> None:
+    copy_with(model, tmp_path / "model", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(InputError, match="model' cannot be loaded here: Loading a GPTQ quantized model requires"):
+        load_for_sampling(str(tmp_path / "model"), device="cpu")
+
+
+def test_weights_that_the_config_does_not_know_are_warned_of(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_for_sampling(str(model), device="cpu")
+    assert "warning" not in capsys.readouterr().err
+    copy_with(model, tmp_path / "model", num_hidden_layers=1)
+    load_for_sampling(str(tmp_path / "model"), device="cpu")
+    said = capsys.readouterr().err
+    assert "holds 9 weights that its config.json does not know (model.layers.1.input_layernorm.weight, " in said
+
+
+# -- adapters ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(model: Path, tmp_path: Path) -> Path:
+    base = AutoModelForCausalLM.from_pretrained(model)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules="all-linear")
+    get_peft_model(base, lora).save_pretrained(str(tmp_path / "adapter"))
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"r": 4}, "_proj has rank 2, and 4 by its config (r and rank_pattern, or lora_cfg.dim of a run)"),
+        ({"rank_pattern": {"up_proj": 8}}, "up_proj has rank 2, and 8 by its config"),
+        ({"rank_pattern": [1]}, "the adapter's rank_pattern is [1]; positive numbers by names are needed"),
+        ({"alpha_pattern": {"up_proj": "x"}}, "the adapter's alpha_pattern is {'up_proj': 'x'}; positive numbers"),
+    ],
+)
+def test_the_config_of_another_adapter_is_refused(
+    adapter: Path, refused: Refused, changes: dict[str, Any], words: str
+) -> None:
+    """The rank decides how much an adapter counts: merged by another one, the model would be wrong and nobody would know."""
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    assert words in refused(adapter, "--merge-lora")
+    assert words in refused(adapter)
+
+
+def test_an_adapter_that_does_not_fit_is_explained(adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
+    right = json.loads(file.read_text())
+    file.write_text(json.dumps({**right, "r": 4}))
+    with pytest.raises(InputError, match=r"does not fit its base model: .*size mismatch for "):
+        load_for_sampling(str(adapter), device="cpu")
+    file.write_text(json.dumps(right))
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"has an adapter_config\.json but no weights"):
+        load_for_sampling(str(adapter), device="cpu")
