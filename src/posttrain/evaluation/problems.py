@@ -6,6 +6,7 @@ score over what happened to be readable is no score of the benchmark.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -148,9 +149,25 @@ def _expected(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> Any:
         assert not callable(names)
         value = row.field(*names, setting="data.solution_key")
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if (
+        value is None
+        or (isinstance(value, list | dict) and not value)
+        or (isinstance(value, str) and not value.strip())
+    ):
         raise DataError(f"{row.where}: the expected answer is empty; a benchmark needs one for every problem")
+    if not _is_storable(value):  # how tables say that there is none
+        raise DataError(
+            f"{row.where}: the expected answer {value!r} is no number; a benchmark needs one for every problem"
+        )
     return value
+
+
+def _is_storable(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        return False
+    return True
 
 
 def _choices_of(benchmark: Benchmark, data: EvalDataConfig) -> Callable[[Row, int], Choices | None]:
@@ -194,7 +211,7 @@ def _ids(rows: Sequence[Row], key: str | None, label: str) -> list[str]:
         if key is not None:
             seen: set[str] = set()
             for row, value in zip(rows, values, strict=True):
-                if not isinstance(value, str | int) or str(value) in seen:
+                if not isinstance(value, str | int) or not str(value) or str(value) in seen:
                     fault = "is there already" if str(value) in seen else "is no name"
                     raise DataError(f"{row.where}: data.id_key {key!r} is {value!r}, which {fault}")
                 seen.add(str(value))

@@ -197,6 +197,10 @@ def read_summary(folder: str | Path) -> Summary:
     for name, value in _mapping(summary.metrics, f"{where}: metrics").items():
         if not _is_finite(value):
             raise EvaluationError(f"{where}: metrics.{name} is {value!r}; expected a finite number")
+    for name in ("num_tests_per_prompt", "pass_threshold"):
+        if not _is_finite(value := getattr(summary, name)):
+            raise EvaluationError(f"{where}: {name} is {value!r}; expected a finite number")
+    _mapping(summary.config, f"{where}: config")
     return summary
 
 
@@ -207,7 +211,7 @@ def read_problems(folder: str | Path) -> list[Problem]:
         raise EvaluationError(f"{folder}: no {PROBLEMS_FILE}; expected the save_path of a `posttrain eval`")
     problems: list[Problem] = []
     first_line: dict[str, int] = {}
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             problem = parse_problem(line, f"{path}:{number}")
             if problem.id in first_line:
@@ -220,7 +224,7 @@ def read_problems(folder: str | Path) -> list[Problem]:
     return problems
 
 
-def parse_problem(line: str, where: str) -> Problem:
+def parse_problem(line: str | bytes, where: str) -> Problem:
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -74,6 +74,9 @@ def test_the_hash_is_of_the_set_and_its_content() -> None:
         ({"problem_set_hash": "0"}, "other content hash"),
         ({"format": 9}, "format 9; this version of posttrain reads format 1"),
         ({"metrics": {"pass@1": "high"}}, "metrics.pass@1 is 'high'"),
+        ({"pass_threshold": "high"}, "pass_threshold is 'high'; expected a finite number"),
+        ({"num_tests_per_prompt": "1"}, "num_tests_per_prompt is '1'; expected a finite number"),
+        ({"config": "x"}, "config: str; expected a JSON object"),
         ({"nonsense": 1}, "unknown field 'nonsense'"),
         ({"intervals": {"pass@1": {"low": 0}}}, "missing one of the fields high, confidence"),
     ],
@@ -92,6 +95,9 @@ def test_rows_that_are_torn_or_doubled_are_named(tmp_path: Path) -> None:
     with (tmp_path / "problems.jsonl").open("a") as file:
         file.write('{"id": "p1"')
     with pytest.raises(EvaluationError, match=r"problems.jsonl:2: not a JSON object"):
+        read_evaluation(tmp_path)
+    (tmp_path / "problems.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(EvaluationError, match=r"problems.jsonl:1: not a JSON object"):
         read_evaluation(tmp_path)
 
 
