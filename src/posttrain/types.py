@@ -42,6 +42,10 @@ class Task:
     first_token: int = 0
 
 
+# Below this a temperature can only mean greedy: its inverse would overflow.
+SMALLEST_TEMPERATURE = 1e-5
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How completions are drawn. `top_k` 0 and `top_p` 1 are off; temperature 0 is greedy."""

@@ -634,6 +634,9 @@ def assert_drains(url: str) -> None:
         (["--body-timeout-s", "0"], "--body-timeout-s is 0.0: more than 0"),
         (["another"], "what is 'another'"),
         (["--api-key-file", "/does/not/exist"], "cannot be read"),
+        (["--api-key-file", "{model}/model.safetensors"], "cannot be read: it is no UTF-8 text"),
+        (["--kv-cache-gib", "nan"], "--kv-cache-gib is nan: more than 0 is accepted"),
+        (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization is 90.0: above 0 and at most 1 is accepted"),
     ],
 )
 def test_bad_command_lines_say_what_is_wrong(

@@ -62,12 +62,13 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.generation.native.session import GenerationSession
     from posttrain.serve.models import find_model, load_engine
     from posttrain.serve.terminal import Conversation, converse
-    from posttrain.types import Sampling
+    from posttrain.types import SMALLEST_TEMPERATURE, Sampling
 
     found = find_model(args.model, args.registry)
     options = EngineOptions(args.precision, args.device, args.max_model_len, max_batch_size=1)
     session = GenerationSession(load_engine(found, options))
-    sampling = Sampling(args.max_tokens, temperature=args.temperature, top_p=args.top_p)
+    temperature = args.temperature if args.temperature >= SMALLEST_TEMPERATURE else 0.0
+    sampling = Sampling(args.max_tokens, temperature=temperature, top_p=args.top_p)
     conversation = Conversation(session, ChatFormat(session.tokenizer), sampling, args.seed, args.system)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -77,7 +78,12 @@ def run(args: argparse.Namespace) -> int:
     def read() -> str:
         if interactive:
             return input("> ")
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"standard input is no {error.encoding} text: {error.reason} at byte {error.start}; iconv converts text"
+            ) from error
         if not line:
             raise EOFError
         return line

@@ -231,8 +231,9 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
     if file is not None:
         try:
             source, text = f"--api-key-file {file}", file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"--api-key-file {file} cannot be read: {error.strerror}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            reason = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+            raise InputError(f"--api-key-file {file} cannot be read: {reason}") from error
     if text is None:
         return ()
     keys = tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
@@ -254,12 +255,16 @@ def _check(args: argparse.Namespace) -> None:
         "max_batch_size": 1, "max_prefill_tokens": 1, "max_body_bytes": 1, "max_samples": 1, "max_completion_tokens": 1,
         "max_model_len": 2, "max_queue": 0, "drain_timeout_s": 0,
     }  # fmt: skip
-    above_zero = ("request_timeout_s", "body_timeout_s")
+    above_zero = ("request_timeout_s", "body_timeout_s", "kv_cache_gib")
     checks = {"port": (0 <= args.port < 2**16, "0 to 65535")}
     checks |= {
         name: (value >= at_least[name], f"at least {at_least[name]}") for name, value in _given(args, at_least).items()
     }
     checks |= {name: (value > 0, "more than 0") for name, value in _given(args, above_zero).items()}
+    checks |= {
+        name: (0 < value <= 1, "above 0 and at most 1")
+        for name, value in _given(args, ["gpu_memory_utilization"]).items()
+    }
     for name, (is_fine, accepted) in checks.items():
         if not is_fine:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)}: {accepted} is accepted")

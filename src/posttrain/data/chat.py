@@ -25,6 +25,8 @@ DEFAULT_TEMPLATE = "default"
 
 # Stands in for a turn's content to see where a template prints it. Letters and digits only: no template trims or escapes it.
 _PLACEHOLDER = "posttrain7f3a91c4e2turn"
+# What a template's own expressions raise: they call methods of strings and lists, and compute.
+_ERRORS_IN_TEMPLATES = (TypeError, LookupError, ValueError, AttributeError, ArithmeticError)
 
 # Texts whose tokens tell two tokenizers with one vocabulary apart: words, numbers, spaces, line breaks, accents, code.
 _PROBES = (
@@ -260,7 +262,7 @@ class ChatFormat:
             )
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+        except (jinja2.TemplateError, *_ERRORS_IN_TEMPLATES) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise DataError(f"the chat template refuses a conversation with the roles [{roles}]: {error}") from error
         return str(text)

@@ -12,12 +12,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from posttrain.serve.errors import ApiError, bad_request
-from posttrain.types import Sampling
+from posttrain.types import SMALLEST_TEMPERATURE, Sampling
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-# Below this a temperature means greedy: its inverse would overflow.
-_SMALLEST_TEMPERATURE = 1e-5
 _SMALLEST_TOP_P = 1e-6
 _TYPE_NAME = re.compile(r"(constrained-)?(str|int|float|bool)|\w*list\[.*\]")
 
@@ -84,7 +82,7 @@ class _Body(BaseModel):
         temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
             max_new_tokens,
-            temperature=temperature if temperature >= _SMALLEST_TEMPERATURE else 0.0,
+            temperature=temperature if temperature >= SMALLEST_TEMPERATURE else 0.0,
             top_p=1.0 if self.top_p is None else max(self.top_p, _SMALLEST_TOP_P),
             top_k=max(self.top_k or 0, 0),
             end_of_turn_ids=end_of_turn_ids,

@@ -137,6 +137,8 @@ def test_template_arguments_reach_the_template() -> None:
         ("{% if %}", {}, "not valid Jinja, line 1"),
         ("default", {"add_generation_prompt": False}, "'add_generation_prompt' is set by posttrain"),
         ("{{ raise_exception('no system turn') }}", {}, "no system turn"),
+        ("{{ 1 / 0 }}", {}, "the chat template refuses a conversation with the roles .*: division by zero"),
+        ("{{ messages[0]['content'].index('#') }}", {}, "the chat template refuses .*: substring not found"),
     ],
 )
 def test_template_that_cannot_be_used_is_refused_at_once(

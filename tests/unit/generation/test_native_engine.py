@@ -209,6 +209,7 @@ def test_total_length_is_limited(model: nn.Module, expected: list[list[Completio
     ("change", "message"),
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1e-300}, "temperature is 1e-300: 0 .greedy., or at least 1e-05, is accepted"),
         ({"top_p": 0.0}, "top_p is 0.0: above 0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_k": -1}, "top_k is -1"),

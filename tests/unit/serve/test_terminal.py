@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tiny_server import save_model
 
+from posttrain.cli.main import main
 from posttrain.data.chat import ChatFormat
 from posttrain.export.model_reference import load_for_sampling
 from posttrain.generation.native.session import GenerationSession
@@ -136,6 +138,26 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(conversation: Conversat
     assert not conversation.session.unfinished
     _, said_later = play(conversation, [KeyboardInterrupt(), "still there?"])
     assert "Ctrl-D" in said_later
+
+
+def test_a_temperature_of_almost_nothing_is_greedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(save_model(tmp_path / "m"))
+    written = []
+    for temperature in ("0", "1e-300"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        assert main(["chat", folder, "--device", "cpu", "--max-tokens", "8", "--temperature", temperature]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1] != ""
+
+
+def test_input_that_is_no_text_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    assert main(["chat", str(save_model(tmp_path / "m")), "--device", "cpu"]) == 64
+    assert "standard input is no utf-8 text: invalid continuation byte at byte 3" in capsys.readouterr().err
 
 
 def test_a_model_whose_weights_are_damaged_ends_the_chat(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from posttrain.generation.native.stopping import StopRules
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.modes import evaluation_mode
 from posttrain.roles import Progress
-from posttrain.types import Completion, NoiseKey, Sampling, Task
+from posttrain.types import SMALLEST_TEMPERATURE, Completion, NoiseKey, Sampling, Task
 
 
 class SamplingError(InputError):
@@ -250,7 +250,11 @@ def _check(sampling: Sampling, num_samples: int) -> None:
     wrong = {
         "num_samples": (num_samples, num_samples >= 1, "at least 1"),
         "max_new_tokens": (sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
-        "temperature": (sampling.temperature, sampling.temperature >= 0, "0 (greedy) or more"),
+        "temperature": (
+            sampling.temperature,
+            sampling.temperature == 0 or sampling.temperature >= SMALLEST_TEMPERATURE,
+            f"0 (greedy), or at least {SMALLEST_TEMPERATURE:g},",
+        ),
         "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1 (off)"),
         "top_k": (sampling.top_k, sampling.top_k >= 0, "0 (off) or more"),
         "stop_strings": (sampling.stop_strings, all(sampling.stop_strings), "strings that are not empty"),
