@@ -81,6 +81,8 @@ def _run(run: Any, args: argparse.Namespace) -> int:
     if getattr(args, "name", None):
         # As `serve` writes it; nobody should have to know where it is needed.
         args.name = args.name.removeprefix(PREFIX)
+    if not args.wait_s >= 0:
+        raise InputError(f"--wait-s is {args.wait_s}: 0 or more seconds are accepted")
     return int(run(Registry(args.registry, wait_s=args.wait_s), args))
 
 

@@ -40,6 +40,7 @@ _MLFLOW_SETTINGS = {  # environment variables, unless the user has set them
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",  # its own 7 wait for minutes before they say that there is no server
 }
 _NO_DATABASE = ("file is not a database", "disk image is malformed")  # words of SQLite
+_LOCKED = "database is locked"
 
 T = TypeVar("T")
 
@@ -225,7 +226,7 @@ class MlflowStore:
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import DatabaseError
 
-        deadline = time.monotonic() + self.wait_s
+        start = time.monotonic()
         while True:
             try:
                 return call()
@@ -235,14 +236,15 @@ class MlflowStore:
                 if isinstance(error, MlflowException) and raw_if and error.error_code == raw_if:
                     raise
                 message = str(error).split("\n")[0]
-                is_busy = "database is locked" in str(error) or "Giving up after" in message
+                is_busy = _LOCKED in str(error) or "Giving up after" in message
                 if "failed with exception" in message:
                     raise RegistryError(f"{self.location.text}: no answer; is the tracking server there?") from error
                 if not is_busy:
                     raise RegistryError(f"{self.location.text}: MLflow says: {message}") from error
-                if time.monotonic() >= deadline:
+                waited_s = time.monotonic() - start  # SQLite and MLflow wait as well, for some seconds at a time
+                if waited_s >= self.wait_s:
                     raise RegistryBusy(
-                        f"{self.location.text}: another process is writing to the registry; waited {self.wait_s:g} s"
+                        f"{self.location.text}: another process is writing to the registry; waited {waited_s:.0f} s"
                     ) from error
             time.sleep(_RETRY_S)
 
@@ -266,7 +268,7 @@ def _require_mlflow() -> None:
             f"the registry needs packages that are not installed ({error.name}): pip install 'posttrain[registry]'"
         ) from error
     for noisy in ("mlflow", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)  # an error comes to us, and is said in one line
 
 
 def _client(uri: str) -> Any:
@@ -276,7 +278,7 @@ def _client(uri: str) -> Any:
     try:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except Exception as error:
-        if any(said in str(error) for said in _NO_DATABASE):
+        if any(said in str(error) for said in (*_NO_DATABASE, _LOCKED)):
             raise  # said in one line, with the name of the file, by whoever calls
         first_line = str(error).split("\n")[0]
         raise RegistryError(f"{uri}: not a registry that MLflow can open ({first_line})") from error

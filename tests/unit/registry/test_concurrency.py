@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ import pytest
 
 from posttrain.registry import Lineage, Registry, RegistryBusy
 from posttrain.registry.locking import exclusive
-from posttrain.registry.store import LOCK
+from posttrain.registry.store import DATABASE, LOCK
 
 NUM_PROCESSES = int(os.environ.get("POSTTRAIN_TEST_PROMOTIONS", "5"))
 
@@ -107,3 +109,30 @@ def test_a_registry_that_another_process_writes_to_is_busy_until_that_one_dies(
     finally:
         holder.kill()
         holder.join()
+
+
+@pytest.mark.parametrize(
+    "kind", ["EXCLUSIVE", pytest.param("IMMEDIATE", marks=pytest.mark.slow)]
+)  # MLflow tries for 20 s
+def test_a_database_that_somebody_else_has_locked_is_busy_and_says_so_in_one_line(
+    registry: Registry,
+    registry_folder: Path,
+    tmp_path: Path,
+    make_model: Callable[[str], Path],
+    passed: Lineage,
+    capfd: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    """Such as a backup, or MLflow's own pages: they know nothing of our lock."""
+    registry.add("m", make_model("a"), passed)
+    copied = shutil.copytree(registry_folder, tmp_path / kind)  # nobody has a connection to this one yet
+    other = sqlite3.connect(copied / DATABASE, isolation_level=None)
+    other.execute(f"BEGIN {kind}")
+    capfd.readouterr()
+    try:
+        with pytest.raises(RegistryBusy, match=r"another process is writing to the registry; waited \d+ s"):
+            Registry(copied, wait_s=0).promote("m", 1, "canary", why="a test")
+    finally:
+        other.close()
+    assert "Traceback" not in capfd.readouterr().err
+    Registry(copied, wait_s=5).promote("m", 1, "canary", why="a test")

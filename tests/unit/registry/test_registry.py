@@ -376,7 +376,12 @@ def test_numbers_that_are_none_are_refused(registry: Registry, make_model: Make,
     registry.add("m", make_model("a"), passed)
     with pytest.raises(RegistryError, match="no such version"):
         registry.get("m", "²")
-    for words in (["add", "m", "f", "--metric", "x=nan"], ["promote", "m", "1", "--why", "w", "--expect", "²"]):
+    for words in (
+        ["add", "m", "f", "--metric", "x=nan"],
+        ["promote", "m", "1", "--why", "w", "--expect", "²"],
+        ["list", "--wait-s", "nan"],  # which would wait for ever
+        ["list", "--wait-s", "-1"],
+    ):
         assert main(["registry", *words, "--registry", str(registry.location.folder)]) == 64
 
 
