@@ -32,6 +32,7 @@ from posttrain.export.weight_sources import RenamedSource, WeightSource, open_we
 
 Say = Callable[[str], None]
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_GGUF_MAGIC = b"GGUF"  # the first bytes of every such file
 _BLOCK = 32  # numbers that share a scale in q8_0
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
@@ -70,6 +71,13 @@ def check_gguf_target(file: Path, force: bool) -> None:
         raise GgufExportError(f"{file} is a folder; accepted: the name of a file, such as model.gguf")
     if file.exists() and not force:
         raise GgufExportError(f"{file} exists; name another file, or replace it with --force")
+    if file.is_file() and _beginning(file) not in (b"", _GGUF_MAGIC):
+        raise GgufExportError(f"{file} is no GGUF file, which --force does not replace; name another file")
+
+
+def _beginning(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(len(_GGUF_MAGIC))
 
 
 @contextmanager

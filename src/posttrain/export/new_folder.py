@@ -36,7 +36,7 @@ def check_target(target: Path, force: bool) -> None:
 @contextmanager
 def new_folder(target: Path, force: bool) -> Iterator[Path]:
     """A folder to write into that becomes `target` on leaving; on an error nothing is left, and `target` is as it was."""
-    target = target.absolute()
+    target = target.resolve()  # a link stays, and the folder that it leads to is written
     try:
         durable.make_folder(target.parent)
         _remove_abandoned(target)
@@ -67,9 +67,14 @@ def _owner() -> str:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """What a killed conversion to the same place, by a process of this machine that is gone, has left."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.unfinished-{re.escape(socket.gethostname())}-(\d+)")
+    """What a killed conversion to the same place, by a process of this machine that is gone, has left. The folder that it was
+    about to replace comes back, unless there is another one already."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(replaced-)?unfinished-{re.escape(socket.gethostname())}-(\d+)")
     for entry in target.parent.iterdir():
         match = pattern.fullmatch(entry.name)
-        if match and (not psutil.pid_exists(int(match[1])) or int(match[1]) == os.getpid()):
+        if not match or (psutil.pid_exists(int(match[2])) and int(match[2]) != os.getpid()):
+            continue
+        if match[1] and not target.exists():
+            os.rename(entry, target)
+        else:
             shutil.rmtree(entry, ignore_errors=True)

@@ -335,6 +335,31 @@ def test_a_target_in_use_is_left_alone_unless_forced(model: Path, tmp_path: Path
     assert (precious / "work").is_dir()
 
 
+def test_a_link_stays_and_the_folder_behind_it_is_written(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk/place").mkdir(parents=True)
+    link = tmp_path / "hf"
+    link.symlink_to("disk/place")
+    convert(str(model), link, NO_VERIFY, say=quiet)
+    convert(str(model), link, ConversionSettings(verify=False, force=True), say=quiet)
+    assert link.is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["place"]
+    assert logits_of(tmp_path / "disk/place").isfinite().all()
+
+
+def test_what_a_conversion_killed_while_replacing_moved_aside_comes_back(model: Path, tmp_path: Path) -> None:
+    from posttrain.export import new_folder
+
+    target, force = tmp_path / "hf", ConversionSettings(verify=False, force=True)
+    aside = tmp_path / f".hf.replaced-unfinished-{new_folder.socket.gethostname()}-999999999"
+    shutil.copytree(model, aside)
+    with pytest.raises(InputError, match="cannot be read"), new_folder.new_folder(target, force=True):
+        raise InputError("cannot be read")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    shutil.copytree(model, aside)
+    convert(str(model), target, force, say=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_what_a_killed_conversion_left_is_removed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from posttrain.export import new_folder
 

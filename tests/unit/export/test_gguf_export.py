@@ -143,6 +143,8 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) ->
     with pytest.raises(InputError, match=r"named\.gguf exists"):
         check_gguf_target(tmp_path / "named.gguf", force=False)
     check_gguf_target(tmp_path / "named.gguf", force=True)
+    with pytest.raises(InputError, match=r"model\.safetensors is no GGUF file, which --force does not replace"):
+        check_gguf_target(folder / "model.safetensors", force=True)
 
 
 def test_numbers_outside_a_format_are_refused(tmp_path: Path) -> None:
