@@ -262,15 +262,24 @@ def _in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], num_th
 def _read(reply: Any) -> Answer:
     try:
         choice = reply["choices"][0]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        text = _text_of(choice["message"]["content"] if "message" in choice else choice["text"])
         reason = choice.get("finish_reason")
         given = (reply.get("usage") or {}).get("completion_tokens")
-        num_tokens = given if isinstance(given, int) else None
+        num_tokens = given if isinstance(given, int) and given >= 0 else None
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         return Answer(None, 0, error=f"request failed: the reply has no answer in it: {str(reply)[:200]}")
     if reason not in ("stop", "length"):
         return Answer(None, 0, error=f"request failed: the server ended it with finish_reason {reason!r}")
-    return Answer(Completion((), (), text or "", reason), num_tokens)
+    return Answer(Completion((), (), text, reason), num_tokens)
+
+
+def _text_of(content: Any) -> str:
+    """Some servers give an answer in parts, of which the thinking is no part of the answer; TypeError for what is no text."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part["type"] == "text")
+    if not isinstance(content, str | None):
+        raise TypeError(f"{type(content).__name__} instead of text")
+    return content or ""
 
 
 def _named(error: Exception) -> str:

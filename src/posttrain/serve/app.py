@@ -42,7 +42,7 @@ def create_app(service: Service) -> FastAPI:
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return await api_error(request, ApiError(error.status_code, message))
+        return await api_error(request, ApiError(error.status_code, message, headers=error.headers))
 
     async def crash(_request: Request, error: Exception) -> Response:
         log.error("a request crashed", exc_info=error)

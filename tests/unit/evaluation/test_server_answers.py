@@ -124,7 +124,10 @@ def test_failures_are_tried_again_and_then_unscored_never_wrong(server: Server) 
     server.script["filtered"] = [{"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}]
     choice = {"message": {"content": "x"}, "finish_reason": "stop"}
     server.script["uncounted"] = [{"choices": [choice], "usage": {"completion_tokens": "n/a"}}]
-    names = ["busy", "down", "bad", "odd", "cut", "filtered", "uncounted"]
+    server.script["number"] = [{"choices": [{"message": {"content": 3}, "finish_reason": "stop"}]}]
+    parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
+    server.script["parts"] = [{"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]}]
+    names = ["busy", "down", "bad", "odd", "cut", "filtered", "uncounted", "number", "parts"]
     found = dict(zip(names, source(server).answer([problem(i, n) for i, n in enumerate(names)], 1), strict=True))
     assert found["busy"][0].completion is not None
     assert found["busy"][0].completion.text == "late"
@@ -133,10 +136,13 @@ def test_failures_are_tried_again_and_then_unscored_never_wrong(server: Server) 
     for name in ("cut", "uncounted"):
         assert found[name][0].num_tokens is None, "no usage, or none that can be read: an unknown length is not 0"
     assert found["uncounted"][0].completion is not None
+    assert found["parts"][0].completion is not None
+    assert found["parts"][0].completion.text == "42"
     for name, said in {
         "down": "HTTP 500",
         "bad": "HTTP 400",
         "odd": "no answer in it",
+        "number": "no answer in it",
         "filtered": "content_filter",
     }.items():
         assert found[name][0].completion is None
