@@ -187,11 +187,13 @@ def check_model_folder(path: Path) -> None:
 def files_of_index(index: Path) -> list[str]:
     """The weight files that the index of a model in several files names."""
     content = read_json(index).get("weight_map")
-    if not isinstance(content, dict) or not content or not all(isinstance(name, str) for name in content.values()):
+    names = content.values() if isinstance(content, dict) else ()
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ModelReferenceError(
-            f"{index}: weight_map is {content!r:.80}; an object with the file of every weight is needed"
+            f"{index}: weight_map is {content!r:.80}; an object with the file of every weight is needed, each "
+            "in the same folder"
         )
-    return sorted(set(content.values()))
+    return sorted(set(names))
 
 
 def adapter_base(adapter: Path) -> str:

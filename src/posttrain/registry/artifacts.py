@@ -190,6 +190,8 @@ def _walk(folder: Path) -> list[Path]:
 
 
 def _record(path: Path) -> FileRecord:
+    if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+        raise OSError(errno.EINVAL, "neither a file nor a folder", str(path))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(os.fstat(file.fileno()).st_size, digest)

@@ -216,7 +216,9 @@ def test_a_truncated_adapter_is_named_when_it_is_loaded(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "weight_map", [None, [], {}, {"model.norm.weight": 3}], ids=["none", "list", "empty", "number"]
+    "weight_map",
+    [None, [], {}, {"model.norm.weight": 3}, {"model.norm.weight": "../a"}],
+    ids=["none", "list", "empty", "number", "elsewhere"],
 )
 def test_an_index_that_names_no_files_is_refused(
     model: Path, tmp_path: Path, refused: Refused, weight_map: Any

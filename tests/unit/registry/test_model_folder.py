@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,6 +99,15 @@ def test_a_folder_without_a_model_is_refused(
     assert "expected a Hugging Face folder, a peft adapter or a checkpoint step_N" in said
     assert "no such folder" in refused(registry, tmp_path / "nowhere", capsys)
     assert "a file" in refused(registry, tmp_path / "data" / "train.jsonl", capsys)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_folder_is_not_waited_for(
+    registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_plain(tmp_path / "model")
+    os.mkfifo(folder / "pipe")
+    assert f"{folder / 'pipe'}: cannot be read (neither a file nor a folder)" in refused(registry, folder, capsys)
 
 
 def test_a_missing_shard_is_named(registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
