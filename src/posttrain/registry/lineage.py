@@ -141,7 +141,9 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str]:
     except (OSError, UnicodeDecodeError) as error:
         raise RegistryError(f"{path}: the config cannot be read ({error})") from error
     flat = {dotted(key): value for key, value in leaves(values)}
-    return json.loads(json.dumps(flat, default=str)), hashlib.sha256(content).hexdigest()
+    # Records are JSON, which knows neither dates nor .inf: they are kept as words.
+    plain = json.loads(json.dumps(flat, default=str), parse_constant=str)
+    return plain, hashlib.sha256(content).hexdigest()
 
 
 def _base_model(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -312,14 +312,14 @@ def test_lineage_is_read_off_the_files(tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text('{"input": "1"}\n')
     (run / "config.yaml").write_text(
-        f"policy:\n  model_name: base/model\ndata:\n  train:\n    data_path: {data}\ngrpo:\n  seed: 3\n"
+        f"policy:\n  model_name: base/model\ndata:\n  train:\n    data_path: {data}\ngrpo:\n  seed: 3\n  clip: .inf\n"
     )
     (step / "training_info.json").write_text(json.dumps({"total_steps": 5, "val:accuracy": 0.25, "sampler_name": "x"}))
     gate = tmp_path / "gate.json"
     gate.write_text(json.dumps({"verdict": "promote", "reasons": ["good"]}))
     lineage = gather_lineage(step, metrics={"mine": 1.0}, gate=gate)
     assert lineage.base_model == "base/model"
-    assert lineage.config["grpo.seed"] == 3
+    assert (lineage.config["grpo.seed"], lineage.config["grpo.clip"]) == (3, "Infinity"), "a record is JSON"
     assert lineage.metrics == {"training/total_steps": 5.0, "training/val:accuracy": 0.25, "mine": 1.0}
     assert lineage.verdict == "promote"
     before = lineage.data_hash
