@@ -58,7 +58,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the verdict as JSON; - prints it instead of the table")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing but itself")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override those of gate.yaml")
+    parser.add_argument(
+        "words", nargs="*", default=[], metavar="key=value", help="settings that override those of gate.yaml"
+    )
     parser.set_defaults(run=run)
 
 

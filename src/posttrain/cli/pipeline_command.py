@@ -70,7 +70,7 @@ def _add(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentP
         usage=f"posttrain pipeline {name} FILE [options] [key=value …]",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="pipeline.yaml; docs/pipeline.md explains its keys")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override the file's")
+    parser.add_argument("words", nargs="*", default=[], metavar="key=value", help="settings that override the file's")
     parser.set_defaults(run=run)
     return parser
 

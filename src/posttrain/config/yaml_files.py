@@ -75,7 +75,9 @@ def parse_document(text: str, label: str) -> Tree:
     finally:
         loader.dispose()
     if not isinstance(values, dict):
-        raise ConfigError(f"{label}: expected a map of sections (`grpo:`, `policy:`, …), got {type(values).__name__}")
+        raise ConfigError(
+            f"{label}: expected a map of sections (`name:` at the beginning of a line), got {type(values).__name__}"
+        )
     origins: dict[Path, str] = {}
     if node is not None:
         _collect_lines(node, (), f"{label}:", origins)

@@ -262,7 +262,7 @@ class Registry:
                 return places[which]
             filled = ", ".join(f"{place} is version {number}" for place, number in places.items() if number)
             raise RegistryError(
-                f"{name} has no {which} version ({filled or 'nothing has been promoted'}); versions: "
+                f"{name} has no {which} version ({filled or 'no version is in a stage'}); versions: "
                 f"{_span(list(records))}. Promote one: posttrain registry promote {name} VERSION --to {which} --why …"
             )
         if which.isdecimal() and int(which) in records:

@@ -196,3 +196,10 @@ def test_a_name_that_the_demo_does_not_make_is_found_before_it_makes_anything(
     assert f"{key}: the demo makes model, traces.jsonl, unseen.jsonl in " in said
     assert f"and nothing that is called {name}" in said
     assert not (tmp_path / "home/world").exists()
+
+
+def test_only_the_file_is_asked_for_where_everything_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["pipeline", "run"])
+    assert ended.value.code == 64
+    assert capsys.readouterr().err.strip().endswith("the following arguments are required: FILE")
