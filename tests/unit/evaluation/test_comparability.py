@@ -38,7 +38,7 @@ def pair(folder: Path, *sides: dict[str, Any]) -> list[Evaluation]:
 
 
 def gated(ours: Evaluation, theirs: Evaluation, metric: str) -> str:
-    config = GateConfig.model_validate({"checks": {"a": {"metric": metric, "worse_by_at_most": 5.0}}})
+    config = GateConfig.model_validate({"checks": {"a": {"metric": metric, "worse_by_at_most": 1.0}}})
     found = judge(config, {"main": ours}, {"main": theirs})
     return found.verdict if not found.notes else f"{found.verdict}: {'; '.join(found.notes)}"
 
