@@ -79,7 +79,7 @@ def _size(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     if args.words:
-        raise InputError(f"convert takes one MODEL, and options; what is {args.words[0]!r}?")
+        raise InputError(f"convert takes one MODEL; a folder to write is named by --to {args.words[0]}")
     if args.to is None and args.gguf is None:
         raise InputError("say where to: --to FOLDER for a Hugging Face folder, --gguf FILE for llama.cpp, or both")
     quieten_libraries()

@@ -35,4 +35,14 @@ class OverridesParser(argparse.ArgumentParser):
         parsed, rest = super().parse_known_args(given, namespace)
         words = [word for word in rest if not word.startswith("-")]
         parsed.words = [*(getattr(parsed, "words", None) or []), *words]
-        return parsed, [word for word in rest if word.startswith("-")]
+        options = [word for word in rest if word.startswith("-")]
+        if options and self._subparsers is None:
+            # argparse would let the whole program refuse it, whose usage names no option.
+            self._refuse(options)
+        return parsed, options
+
+    def _refuse(self, options: Sequence[str]) -> NoReturn:
+        from posttrain.data.errors import nearest
+
+        hint = nearest(options[0].partition("=")[0], self._option_string_actions)
+        self.error(f"unrecognized arguments: {' '.join(options)}{hint}")

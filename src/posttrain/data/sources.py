@@ -166,7 +166,10 @@ def not_found(path: str) -> str:
     if "://" in path:
         return message
     missing = Path(path).expanduser()
-    beside = sorted(entry.name for entry in missing.parent.iterdir()) if missing.parent.is_dir() else []
+    entries = sorted(entry.name for entry in missing.parent.iterdir()) if missing.parent.is_dir() else []
+    # All files of data end alike: that alone makes no two names alike.
+    stem = missing.name.partition(".")[0]
+    beside = [name for name in entries if nearest(stem, [name.partition(".")[0]])]
     return message + nearest(missing.name, beside) + ("" if missing.is_absolute() else f"; looked in {Path.cwd()}")
 
 

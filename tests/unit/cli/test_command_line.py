@@ -244,3 +244,26 @@ def test_run_as_script_names_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "argv", ["run_dpo.py", "dpo.seed=1"])
     assert train_command.run_as_script("dpo") == 0
     assert received == [("dpo", ["dpo.seed=1"])]
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "meant"),
+    [
+        ("convert", ["x", "--out", "y"], "--out (did you mean '--to'?)"),
+        ("registry list", ["--jsn"], "--jsn (did you mean '--json'?)"),
+        ("eval compare", ["a", "b", "--shw=3"], "--shw=3 (did you mean '--show'?)"),
+    ],
+)
+def test_an_unknown_option_is_refused_by_its_command_with_what_it_may_mean(
+    command: str, words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, said = call([*command.split(), *words], capsys)
+    assert code == 64
+    assert said.startswith(f"usage: posttrain {command} ")
+    assert said.endswith(f"posttrain {command}: error: unrecognized arguments: {meant}\n")
+
+
+def test_a_second_word_of_convert_is_taken_for_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, said = call(["convert", "results/run", "models/mine"], capsys)
+    assert code == 64
+    assert "--to models/mine" in said

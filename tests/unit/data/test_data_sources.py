@@ -73,6 +73,9 @@ def test_missing_file_is_named_with_what_lies_beside_it(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(lines(RECORDS))
     with pytest.raises(DataError, match=r"not found: .*trian\.jsonl \(did you mean 'train\.jsonl'\?\)"):
         list(read_local(str(tmp_path / "trian.jsonl")))
+    with pytest.raises(DataError) as refused:
+        list(read_local(str(tmp_path / "pairs.jsonl")))
+    assert "did you mean" not in str(refused.value), "the same ending makes no two names alike"
 
 
 def test_folder_gives_the_files_of_the_split(tmp_path: Path) -> None:
