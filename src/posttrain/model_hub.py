@@ -13,6 +13,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.errors import reason_of
+
 # The hub's own setting for "is it there?", if the user has set it: whoever has a slow line to the hub has said so there.
 PATIENCE_SETTING = "HF_HUB_ETAG_TIMEOUT"
 PATIENCE_S = 10.0
@@ -101,7 +103,7 @@ def _request(name: str, patience_s: float) -> _Answer:
         url = f"{constants.ENDPOINT}/api/models/{name}"
         response = get_session().get(url, headers=build_hf_headers(), timeout=patience_s)
     except Exception as error:  # of whichever HTTP library the hub's client is built on
-        return _Answer(unreachable=(str(error).strip().splitlines() or [type(error).__name__])[0])
+        return _Answer(unreachable=reason_of(error))
     try:
         hf_raise_for_status(response)
     except HfHubHTTPError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli import data_pack
-from posttrain.errors import InputError
+from posttrain.errors import InputError, reason_of
 from posttrain.model_hub import why_unavailable
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def _tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = reason_of(error)
         raise InputError(f"--tokenizer {name}: no tokenizer there, in the cache or on the hub ({line})") from error
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from posttrain.checkpointing import describe_model
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
-from posttrain.errors import InputError
+from posttrain.errors import InputError, reason_of
 from posttrain.export.lora import Adapter, adapter_in, open_adapter
 from posttrain.export.model_reference import (
     TOKENIZER,
@@ -307,9 +307,8 @@ def read_model_config(place: str, overrides: Mapping[str, Any], named: str) -> A
             said = explain_config_error(error, {**read_json(file), **overrides})
             changed = f" (with policy.hf_config_overrides {dict(overrides)})" if overrides else ""
             raise ConversionError(f"{config_file_of(named)}{changed}: {said}") from error
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(
-            f"the config of {named} cannot be read: {first}. Give the folder of the model that was trained with --base."
+            f"the config of {named} cannot be read: {reason_of(error)}. Give the folder of the trained model with --base."
         ) from error
     config.use_cache = True  # training turns it off, and whoever generates with it would wait
     return config
@@ -325,7 +324,6 @@ def _local_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]))
     except Exception as error:  # network, rights, spelling: the hub's errors have no common class
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConversionError(
-            f"{name!r} is no local folder and could not be fetched from the hub: {first}. Give its folder with --base"
+            f"{name!r} is no local folder and could not be fetched from the hub: {reason_of(error)}. Give its folder with --base"
         ) from error

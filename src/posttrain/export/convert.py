@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.checkpointing.integrity import seal
+from posttrain.errors import reason_of
 from posttrain.export.conversion_input import ConversionError, ConversionInput, Say, open_input
 from posttrain.export.lora import Adapter, MergedSource, open_adapter
 from posttrain.export.model_card import lineage, model_card
@@ -201,7 +202,7 @@ def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, Ten
             break
         except (OSError, ValueError, TypeError) as error:
             if file.is_file():  # without it a model may not know where its answers end
-                raise ConversionError(f"{file} cannot be read: {_first_line(error)}; mend it, or remove it") from error
+                raise ConversionError(f"{file} cannot be read: {reason_of(error)}; mend it, or remove it") from error
     (generation or KeptGenerationConfig.from_model_config(config)).save_pretrained(folder)
 
 
@@ -216,13 +217,9 @@ def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
         AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(
-            f"the tokenizer {source.tokenizer!r} cannot be read: {_first_line(error)}. Give the model that was trained with "
+            f"the tokenizer {source.tokenizer!r} cannot be read: {reason_of(error)}. Give the model that was trained with "
             "--base"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _make_readable(folder: Path) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.checkpointing import CheckpointStore
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
-from posttrain.errors import InputError
+from posttrain.errors import InputError, reason_of
 from posttrain.model_hub import looks_like_hub_name
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def load_with_adapter(reference: ModelReference, dtype: torch.dtype, device: tor
     try:
         model: nn.Module = load_model(reference.model, dtype, device)
     except ValueError as error:
-        said = str(error).strip().splitlines()[0].removeprefix("policy.model_name").lstrip(": ")
+        said = reason_of(error).removeprefix("policy.model_name").lstrip(": ")
         raise ModelReferenceError(f"model {reference.text!r}: {said}") from error
     if reference.adapter is not None:
         model = add_adapter(model, reference.adapter)

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, reason_of
 from posttrain.export.lora import Adapter
 from posttrain.export.weight_names import ModelShape, config_file_of, empty_model
 from posttrain.export.weight_sources import WeightSource
@@ -143,8 +143,7 @@ def loaded_logits(folder: Path, shape: ModelShape, adapter_folder: Path | None =
     try:
         model, report = _loader(shape).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # whatever goes wrong here would go wrong for the folder's users
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise VerificationError(f"transformers cannot load {what}: {first}") from error
+        raise VerificationError(f"transformers cannot load {what}: {reason_of(error)}") from error
     wrong = [*map(str, report["missing_keys"]), *map(str, report["mismatched_keys"]), *report["unexpected_keys"]]
     if wrong:
         raise VerificationError(

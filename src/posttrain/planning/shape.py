@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, reason_of
 from posttrain.model_hub import why_unavailable
 
 # Families whose layers run through the fused kernels (policy/fused/layers.py decides by trying).
@@ -167,7 +167,7 @@ def _fetch_config(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (OSError, ValueError) as error:  # the hub's own errors are among these
-        reason = str(error).strip().splitlines()[0]
+        reason = reason_of(error)
         raise UnknownModelError(
             f"policy.model_name: the config.json of {name!r} is neither here nor could it be fetched from the hub: {reason}"
         ) from error

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, reason_of
 from posttrain.model_hub import why_unavailable
 from posttrain.policy.attention import ATTENTION
 from posttrain.policy.config_errors import CONFIG_ERRORS, explain_config_error
@@ -59,8 +59,7 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> dict[str,
     except (OSError, *CONFIG_ERRORS) as error:
         if not isinstance(error, OSError) and (Path(name) / "config.json").is_file():
             raise _bad_config(name, field, error) from error
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise explain_missing(name, field, ValueError(first_line)) from error
+        raise explain_missing(name, field, ValueError(reason_of(error))) from error
 
 
 def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTrainedTokenizerBase:
@@ -92,8 +91,7 @@ def load_model(
     except OSError as error:
         raise explain_missing(name, "policy.model_name", error) from error
     except ImportError as error:  # quantized weights, each kind of which needs a package of its own
-        first_line = str(error).strip().splitlines()[0]
-        raise SettingsError(f"policy.model_name: {name!r} cannot be loaded here: {first_line}") from error
+        raise SettingsError(f"policy.model_name: {name!r} cannot be loaded here: {reason_of(error)}") from error
     except (TypeError, SafetensorError) as error:
         if isinstance(error, SafetensorError) and (damaged := _damaged_file(Path(name))) is not None:
             raise SettingsError(f"policy.model_name: {damaged} is damaged: {error}") from error

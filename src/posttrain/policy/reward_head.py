@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from posttrain.errors import reason_of
 from posttrain.policy.attention import ATTENTION
 from posttrain.policy.head import UnsupportedModelError, decoder_states, without_adapter_wrapper
 from posttrain.policy.model import SettingsError, check_available, explain_missing
@@ -109,7 +110,7 @@ def load_reward_model(
     except OSError as error:
         raise explain_missing(name, field, error) from error
     except (TypeError, ValueError, SafetensorError) as error:
-        raise SettingsError(f"{field}: {name!r} cannot be loaded as a reward model: {_first_line(error)}") from error
+        raise SettingsError(f"{field}: {name!r} cannot be loaded as a reward model: {reason_of(error)}") from error
     missing = set(report["missing_keys"])
     wrong = [str(key) for key in report["mismatched_keys"]]
     fresh = f"{HEAD}.weight" in missing
@@ -157,7 +158,3 @@ def use_padding(tokenizer: PreTrainedTokenizerBase, pad_token_id: int | None) ->
     if pad_token_id is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_token_id)
     tokenizer.padding_side = "right"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

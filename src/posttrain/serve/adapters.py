@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from posttrain.errors import reason_of
 from posttrain.export.model_reference import ModelReferenceError, add_adapter, read_json
 
 _OWN = "default"  # peft's name of an adapter that belongs to the main model
@@ -55,8 +56,9 @@ def _load_beside(model: Any, name: str, folder: Path, peft_name: str) -> None:
             str(folder), adapter_name=peft_name, autocast_adapter_dtype=False, torch_device=str(device)
         )
     except (RuntimeError, ValueError, OSError, KeyError, TypeError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelReferenceError(f"adapter {name!r}: {folder} does not fit the base model: {first_line}") from error
+        raise ModelReferenceError(
+            f"adapter {name!r}: {folder} does not fit the base model: {reason_of(error)}"
+        ) from error
     lacking = [key for key in result.missing_keys if f".{peft_name}." in key]
     if strange := [*lacking, *result.unexpected_keys]:
         raise ModelReferenceError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from posttrain.data.errors import DataError
 from posttrain.data.sources import filesystem_of, not_found
 from posttrain.data.traces.report import BROKEN_LINE, NOT_A_RECORD, NOT_UNICODE, ReadReport
+from posttrain.errors import reason_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -103,7 +104,7 @@ def _explained(path: str, error: Exception) -> Exception:
     from_store = type(error).__module__.partition(".")[0] in ("botocore", "aiobotocore", "aiohttp", "gcsfs", "adlfs")
     if isinstance(error, DataError) or not (from_store or isinstance(error, OSError)):
         return error
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = reason_of(error)
     hint = ""
     if "://" in path:
         hint = (
@@ -181,7 +182,7 @@ def _read_parquet(file: TraceFile, choose: Choose, report: ReadReport) -> Iterat
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and not _is_arrow_message(error):
             raise _explained(file.shown, error) from error
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = reason_of(error)
         raise _BrokenFile(f"not a readable Parquet file, perhaps cut off ({line})") from error
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.errors import reason_of
+
 _MAX_RECORDINGS = 128  # a run has some dozens; settings and adapters that keep changing would add to them for ever
 _NUM_WARM_UPS = 1  # before recording, so that kernels are compiled and libraries have their workspaces
 
@@ -69,7 +71,7 @@ class Recorder:
             with self._capturing(graph, side):
                 result = compute()
         except RuntimeError as error:
-            raise RecordingError(str(error).splitlines()[0]) from error
+            raise RecordingError(reason_of(error)) from error
         return _Recording(graph, result)
 
     @contextmanager
