@@ -95,12 +95,12 @@ def start_hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 @pytest.fixture
-def no_hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    return url
+def no_hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with socket.socket() as deaf:  # it holds the address, or a server of another test might get it, and never listens
+        deaf.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        yield url
 
 
 def put_into_cache(name: str) -> None:
