@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from workloads import Workload
 
+from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.errors import InputError
-from posttrain.generation.native import NativeEngine, NativeSettings
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 NATIVE, GENERATE, CONTINUOUS = "native", "generate", "continuous"

@@ -21,14 +21,14 @@ from shapes import FIRST_WORD, open_model
 from torch import Tensor
 from train_job import flops_of
 
-from posttrain.algorithms.group_selection import EveryGroup
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.build.credit import build_credit, build_objective, build_selection
-from posttrain.generation.rollouts import FreshRollouts
 from posttrain.hardware import peak_flops
 from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
 from posttrain.reporting.metric_rows import Hardware, performance
 from posttrain.roles import Generator, Objective, Policy, Progress
+from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.selection import EveryGroup
 from posttrain.types import Completion, NoiseKey, Sampling, Score, StepReport, Task, TokenBatch, UpdateReport
 
 

@@ -32,14 +32,14 @@ from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.build.credit import build_credit, build_objective, build_selection
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
+from posttrain.engines.native.pages import pages_for
+from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler
 from posttrain.errors import InputError
-from posttrain.generation.native.pages import pages_for
-from posttrain.generation.native.scheduler import PromptGroup, Sample, Scheduler
-from posttrain.generation.rollouts import FreshRollouts
 from posttrain.orchestration.sharded import ShardedPolicy
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.metric_rows import TOTAL_STEP, top_level_stages
 from posttrain.roles import Progress
+from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.types import Completion, NoiseKey, Sampling, StepReport, Task
 
 LINEAR_UP_TO = 1.15  # the exponent of the growth; 2 would be quadratic

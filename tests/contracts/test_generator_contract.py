@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 
-from posttrain.generation.native import NativeEngine, NativeSettings
+from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.roles import Generator
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 

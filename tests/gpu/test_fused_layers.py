@@ -329,7 +329,7 @@ def test_a_recorded_pass_follows_adapters_and_weights_that_change_in_place(dtype
 
 
 def test_engine_samples_with_adapters_from_recorded_steps() -> None:
-    from posttrain.generation.native import NativeEngine, NativeSettings
+    from posttrain.engines.native import NativeEngine, NativeSettings
     from posttrain.types import NoiseKey, Sampling, Task
 
     model = adapted("llama", torch.float32)

@@ -9,9 +9,9 @@ import torch
 from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import nn
 
-from posttrain.generation.native import NativeEngine, NativeSettings
-from posttrain.generation.native.noise import sequence_key, token_keys, uniform
-from posttrain.generation.native.sampler import TokenSampler
+from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.engines.native.noise import sequence_key, token_keys, uniform
+from posttrain.engines.native.sampler import TokenSampler
 from posttrain.policy.attention import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow

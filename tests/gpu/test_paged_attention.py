@@ -9,7 +9,7 @@ import torch
 from kernel_references import CASES, Cache, Case, assert_equal_to_rounding, random_cache, slow_attention
 from torch import Tensor
 
-from posttrain.generation.native.attention import gathered_attention
+from posttrain.engines.native.attention import gathered_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture
 def kernels() -> ModuleType:
     pytest.importorskip("triton")
-    from posttrain.generation.native import kernels
+    from posttrain.engines.native import kernels
 
     return kernels
 

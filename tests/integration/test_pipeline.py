@@ -194,7 +194,7 @@ def test_a_dry_run_says_what_would_run_and_why(uninterrupted: Path, capsys: pyte
 
 # Imported once, by the process that the others are forked from.
 PRELOADED = [
-    "posttrain.build.evaluation",
+    "posttrain.evaluation.build",
     "posttrain.pipeline.runner",
     "mlflow",
     "transformers.models.llama.modeling_llama",

@@ -15,7 +15,7 @@ from tiny_runs import Row, dpo, preferences, results_of, rows_of, run, save_data
 from posttrain.cli.main import main
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_pair_dataset
-from posttrain.policy.model import load_tokenizer
+from posttrain.models.loading import load_tokenizer
 
 STEPS = 4
 PACK_SIZE = 120

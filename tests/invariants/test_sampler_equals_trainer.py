@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
-from posttrain.generation.native import NativeEngine, NativeSettings
+from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.policy.attention import PackedAttention, Segment, attention_context
 from posttrain.policy.head import OutputHead
 from posttrain.policy.logprobs import TokenLogprobs

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from posttrain.algorithms.clock import StageClock
 from posttrain.algorithms.credit import Credit
-from posttrain.algorithms.group_selection import Collection, GroupSelection
 from posttrain.algorithms.rollout_batches import (
     minibatches,
     of_tokens,
@@ -27,9 +26,10 @@ from posttrain.algorithms.rollout_batches import (
     without_logprob_errors,
 )
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
-from posttrain.evaluation.metrics import ANY_POSITIVE_REWARD, reward_metrics
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import Policy, RolloutSource
+from posttrain.rollouts.pass_rates import ANY_POSITIVE_REWARD, reward_metrics
+from posttrain.rollouts.selection import Collection, GroupSelection
 from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
 
 

@@ -14,13 +14,13 @@ from posttrain.algorithms.advantages import (
     Whitening,
 )
 from posttrain.algorithms.credit import Credit, KlInReward
-from posttrain.algorithms.group_selection import DynamicSampling, EveryGroup, GroupSelection, StreamAndSurplus
 from posttrain.algorithms.grpo import Grpo
-from posttrain.algorithms.rewards import CutOffPenalty, OverlongPenalty, RewardScaling, RewardStep
+from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, RewardStep
 from posttrain.build.datasets import options
 from posttrain.config import AdvEstimatorConfig, GrpoRunConfig
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import Algorithm, Stateful
+from posttrain.rollouts.selection import DynamicSampling, EveryGroup, GroupSelection, StreamAndSurplus
 
 # What a null in the config stands for, by estimator; every other one has the first.
 WHITENED_OVER = {"reinforce_plus_plus": "tokens", "gdpo": "rollouts"}

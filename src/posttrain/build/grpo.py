@@ -16,9 +16,9 @@ from posttrain.config import GrpoRunConfig, PolicyConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments
-from posttrain.generation.replay import RecordedRollouts
-from posttrain.generation.rollouts import FreshRollouts
 from posttrain.roles import Generator, Policy, RolloutSource, ShowProgress
+from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.types import Sampling, Task
 
 

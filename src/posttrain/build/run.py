@@ -29,9 +29,9 @@ from posttrain.errors import InputError
 from posttrain.export.periodic import PeriodicExport
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop, run_folder
+from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.local import LocalWorker, WorkerGroup
 from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
-from posttrain.policy.model import check_model_exists, flops_per_token, load_tokenizer
 from posttrain.policy.worker import PolicyWorker, WorkerSetup
 from posttrain.reporting import RunRecorder
 from posttrain.roles import Algorithm

@@ -10,13 +10,13 @@ from typing import Any
 
 from posttrain.config import GrpoRunConfig
 from posttrain.data.chat import ChatFormat
-from posttrain.data.next_turn import NextTurn
 from posttrain.environments.settings import read_settings
 from posttrain.environments.turns.pool import TurnRouter
 from posttrain.environments.turns.settings import read_turns
-from posttrain.generation.multi_turn import ConversationScores, MultiTurnRollouts
-from posttrain.generation.rollouts import FreshRollouts
-from posttrain.generation.tool_prompts import ToolPrompts
+from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.multi_turn import ConversationScores, MultiTurnRollouts
+from posttrain.rollouts.next_turn import NextTurn
+from posttrain.rollouts.tool_prompts import ToolPrompts
 
 
 @dataclass(frozen=True)

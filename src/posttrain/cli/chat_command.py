@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     quieten_libraries()
     from posttrain.data.chat import ChatFormat
-    from posttrain.generation.native.session import GenerationSession
+    from posttrain.engines.native.session import GenerationSession
     from posttrain.serve.models import find_model, load_engine
     from posttrain.serve.terminal import Conversation, converse
     from posttrain.types import SMALLEST_TEMPERATURE, Sampling

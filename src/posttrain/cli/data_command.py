@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.cli import data_pack
 from posttrain.errors import InputError, reason_of
-from posttrain.model_hub import why_unavailable
+from posttrain.models.hub import why_unavailable
 
 if TYPE_CHECKING:
     from posttrain.data.traces.files import ProgressCall

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.data.chat import ChatFormat
     from posttrain.data.datasets import load_pair_dataset
     from posttrain.data.packed_file import Packing, write_packed
-    from posttrain.policy.model import load_tokenizer
+    from posttrain.models.loading import load_tokenizer
 
     if args.model and not Path(args.model).expanduser().is_dir():
         raise InputError(f"--model: no folder {args.model!r}; a tokenizer on the hub is named with --tokenizer")

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.cli.train_command import quieten_libraries
 
     quieten_libraries()
-    from posttrain.build.evaluation import EvaluationBuild
+    from posttrain.evaluation.build import EvaluationBuild
     from posttrain.evaluation.results import SUMMARY_FILE
     from posttrain.evaluation.summary import block
     from posttrain.reporting.console import Console

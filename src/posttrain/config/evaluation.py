@@ -13,8 +13,8 @@ from pydantic import Field
 from posttrain.config.base import FreeMap, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from posttrain.config.data import EnvironmentConfig
 from posttrain.config.generation import ColocatedConfig, NativeConfig, Temperature, TopK, TopP, VllmConfig
+from posttrain.config.logger_and_cluster import ClusterConfig
 from posttrain.config.policy import TokenizerConfig
-from posttrain.config.services import ClusterConfig
 
 IsSetByUser = Callable[[str], bool]
 

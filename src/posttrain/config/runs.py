@@ -11,9 +11,9 @@ from posttrain.config.base import FreeMap, Section
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, EnvironmentConfig, SftDataConfig
 from posttrain.config.evaluation import EvalRunConfig
+from posttrain.config.logger_and_cluster import ClusterConfig, DataPlaneConfig, LoggerConfig, RewardPenaltiesConfig
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.policy import GrpoPolicyConfig, PolicyConfig
-from posttrain.config.services import ClusterConfig, DataPlaneConfig, LoggerConfig, RewardPenaltiesConfig
 
 Kind = Literal["grpo", "dpo", "rm", "sft", "eval"]
 KINDS: tuple[Kind, ...] = ("grpo", "dpo", "rm", "sft")  # those that train

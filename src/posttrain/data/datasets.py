@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from posttrain.data.chat import ChatFormat
 from posttrain.data.entries import Entry, read_entries
 from posttrain.data.errors import DataError
-from posttrain.data.named import (
+from posttrain.data.named_datasets import (
     PREFERENCE_DATASETS,
     RESPONSE_DATASETS,
     PreferenceSpec,

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from posttrain.config.evaluation import OpenAiConfig
+from posttrain.engines.native.noise import sequence_key
 from posttrain.errors import InputError
 from posttrain.evaluation.problems import EvalProblem
-from posttrain.generation.native.noise import sequence_key
 from posttrain.roles import Generator, Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 

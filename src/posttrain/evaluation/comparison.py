@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from posttrain.evaluation.comparability import different_settings, told, why_incomparable
-from posttrain.evaluation.metrics import Metric, bootstrap_means, parse_metric, per_problem
 from posttrain.evaluation.results import Evaluation, EvaluationError, Interval, Problem
+from posttrain.rollouts.pass_rates import Metric, bootstrap_means, parse_metric, per_problem
 
 RESAMPLES = 10_000
 _AT_ONCE = 1 << 22

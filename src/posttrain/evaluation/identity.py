@@ -8,8 +8,8 @@ from typing import Any
 
 from posttrain.config.named_files import files_named_in
 from posttrain.evaluation.problems import EvalProblem
-from posttrain.export.model_reference import ModelReference
 from posttrain.hashing import digest, hash_files
+from posttrain.models.reference import ModelReference
 
 _MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
 

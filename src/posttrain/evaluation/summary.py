@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.evaluation.metrics import (
+from posttrain.evaluation.results import Counts, Problem, Summary, hash_of
+from posttrain.rollouts.pass_rates import (
     LENGTH,
     TRUNCATION,
     UNSCORED,
@@ -19,7 +20,6 @@ from posttrain.evaluation.metrics import (
     measured_mean,
     per_problem,
 )
-from posttrain.evaluation.results import Counts, Problem, Summary, hash_of
 
 RULE = "=" * 60
 

@@ -26,9 +26,9 @@ from posttrain.export.conversion_input import read_model_config
 from posttrain.export.convert import Advance
 from posttrain.export.gguf_import import require_gguf
 from posttrain.export.gguf_tokenizer import add_tokenizer
-from posttrain.export.tensor_files import TensorFacts
 from posttrain.export.weight_names import ModelShape, match_names
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
+from posttrain.models.tensor_files import TensorFacts
 
 Say = Callable[[str], None]
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from posttrain.export.model_reference import files_of_index
-from posttrain.export.tensor_files import StoredPart, TensorFacts, WeightFileError, assemble, stored_parts, whole_facts
+from posttrain.models.reference import files_of_index
+from posttrain.models.tensor_files import StoredPart, TensorFacts, WeightFileError, assemble, stored_parts, whole_facts
 
 _READ_TOGETHER_BYTES = 256 * 2**20  # a read of DCP looks through its whole index, so small tensors are read together
 _SHARD_NUMBER = re.compile(r"shard-(\d+)-")

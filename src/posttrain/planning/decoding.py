@@ -1,6 +1,6 @@
 """How a batch of answers is decoded: how many rows are active for how many steps, over how much context.
 
-Rows are filled as the scheduler does it (generation/native/scheduler.py): whoever is finished leaves, the next in the queue
+Rows are filled as the scheduler does it (engines/native/scheduler.py): whoever is finished leaves, the next in the queue
 takes the place. How long real answers become is not known before a run. Their lengths are taken from a constant chance of
 ending at each token, up to the limit, with the mean that is assumed or measured.
 """
@@ -68,14 +68,14 @@ def _rate(mean: float, longest: int) -> float:
 
 
 def batch_sizes(max_rows: int) -> list[int]:
-    """For which a step is recorded (generation/native/graphs.py): a batch costs as much as the next of these."""
+    """For which a step is recorded (engines/native/graphs.py): a batch costs as much as the next of these."""
     sizes = [size for size in (8, 16, 32, 64, 128, 192, 256) if size < max_rows]
     sizes += range(320, max_rows, 64)
     return [*sizes, -(-max_rows // 8) * 8]
 
 
 def prompt_reads(group_size: int, heads_per_kv_head: int, element: int) -> int:
-    """How often a step reads a prompt that `group_size` rows share (generation/native/kernels/shared_prefix.py)."""
+    """How often a step reads a prompt that `group_size` rows share (engines/native/kernels/shared_prefix.py)."""
     if group_size < 4:
         return group_size
     most = max(1, (128 if element == 2 else 32) // heads_per_kv_head)

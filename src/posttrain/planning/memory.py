@@ -137,7 +137,7 @@ class MemoryModel:
         return items
 
     def _while_sampling(self) -> dict[str, float]:
-        """All but the cache. The working memory is what the engine itself sets aside (generation/native/forward.py)."""
+        """All but the cache. The working memory is what the engine itself sets aside (engines/native/forward.py)."""
         engine, s = self.settings.engine, self.shape
         assert engine is not None
         per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
@@ -247,7 +247,7 @@ def block_size(columns: int) -> int | None:
 
 
 def cache_pages(workload: Workload, page_size: int, rows: int) -> tuple[int, int]:
-    """Pages with which no sample waits, and those of one sequence (generation/native/engine.py)."""
+    """Pages with which no sample waits, and those of one sequence (engines/native/engine.py)."""
     prompt = max(round(workload.lengths.prompt), 1)
     new = min(workload.max_new_tokens, workload.max_total_tokens - prompt)
     whole, shared = _pages(prompt + new, page_size), prompt // page_size

@@ -39,7 +39,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Of the native engine (generation/native/engine.py)."""
+    """Of the native engine (engines/native/engine.py)."""
 
     rows: int
     page_size: int

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError, reason_of
-from posttrain.model_hub import why_unavailable
+from posttrain.models.hub import why_unavailable
 
 # Families whose layers run through the fused kernels (policy/fused/layers.py decides by trying).
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from posttrain.export.tensor_files import TensorFacts, write_safetensors
+from posttrain.models.tensor_files import TensorFacts, write_safetensors
 
 ADAPTERS = "adapter_model.safetensors"
 _MAX_FILE_BYTES = 5 * 10**9

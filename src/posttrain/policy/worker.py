@@ -20,8 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from posttrain.config import PolicyConfig
-from posttrain.generation.native import NativeEngine, NativeSettings
-from posttrain.generation.native.forward import check_length, observe_layers
+from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.engines.native.forward import check_length, observe_layers
+from posttrain.models.loading import (
+    DTYPES,
+    add_lora,
+    is_adapted,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    without_adapters,
+)
 from posttrain.planning.checkpointing_choice import should_checkpoint
 from posttrain.planning.memory import KEPT_CACHE_SHARE
 from posttrain.policy import storage
@@ -32,15 +41,6 @@ from posttrain.policy.fingerprint import model_fingerprint
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
-from posttrain.policy.model import (
-    DTYPES,
-    add_lora,
-    is_adapted,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    without_adapters,
-)
 from posttrain.policy.modes import evaluation_mode
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import MixedPrecisionOptimizer, trainable

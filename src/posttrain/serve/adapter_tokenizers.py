@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.data.chat import ChatFormat
-from posttrain.policy.model import load_tokenizer
+from posttrain.models.loading import load_tokenizer
 from posttrain.serve.models import Adapter, Found, ServeError
 
 _MOST_NAMED = 5  # of the tokens that the base model does not have

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from posttrain.errors import reason_of
-from posttrain.export.model_reference import ModelReferenceError, add_adapter, read_json
+from posttrain.models.reference import ModelReferenceError, add_adapter, read_json
 
 _OWN = "default"  # peft's name of an adapter that belongs to the main model
 

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from posttrain.generation.native.session import GenerationSession
-from posttrain.generation.native.session_values import Event, FailureEvent, SessionRequest
+from posttrain.engines.native.session import GenerationSession
+from posttrain.engines.native.session_values import Event, FailureEvent, SessionRequest
 
 Sink = Callable[[Event], None]
 _Order = Callable[[], None]

@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from posttrain.data.errors import DataError
+from posttrain.engines.native.session_values import SessionRequest
 from posttrain.errors import InputError
-from posttrain.generation.native.session_values import SessionRequest
 from posttrain.serve.choices import Choice
 from posttrain.serve.errors import bad_request
 from posttrain.serve.protocol import ChatBody, CompletionBody

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from posttrain.data.chat import ChatFormat
-from posttrain.generation.native.engine import NativeEngine
-from posttrain.generation.native.kv_cache import GIB
-from posttrain.generation.native.session import GenerationSession
+from posttrain.engines.native.engine import NativeEngine
+from posttrain.engines.native.kv_cache import GIB
+from posttrain.engines.native.session import GenerationSession
 from posttrain.serve.adapter_tokenizers import load_adapter_tokenizer
 from posttrain.serve.adapters import AdapterSwitch
 from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import nn
 
+from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import InputError
-from posttrain.export.model_reference import ModelReference, load_for_sampling, read_json, resolve_model
-from posttrain.generation.native.engine import NativeEngine
+from posttrain.models.reference import ModelReference, load_for_sampling, read_json, resolve_model
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
 
 

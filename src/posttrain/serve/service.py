@@ -16,9 +16,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from posttrain.data.chat import ChatFormat
-from posttrain.generation.native.session import GenerationSession
-from posttrain.generation.native.session_values import Event, FailureEvent, SessionRequest, TokenEvent
-from posttrain.generation.native.stopping import stop_token_ids
+from posttrain.engines.native.session import GenerationSession
+from posttrain.engines.native.session_values import Event, FailureEvent, SessionRequest, TokenEvent
+from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, Scores
 from posttrain.serve.engine_thread import EngineThread
 from posttrain.serve.errors import ApiError, failed, overloaded, timed_out, unavailable

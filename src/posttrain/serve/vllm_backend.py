@@ -78,7 +78,7 @@ def _refuse(options: ServeOptions) -> None:
 
 def _rank(adapter: Path) -> int:
     """vLLM wants to know the largest rank, from a list of its own."""
-    from posttrain.export.model_reference import read_json
+    from posttrain.models.reference import read_json
 
     config = read_json(adapter / "adapter_config.json")
     largest = max([int(config.get("r", 16)), *(config.get("rank_pattern") or {}).values()])

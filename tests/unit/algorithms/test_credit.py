@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from rollouts import Reward, group, rollout
+from made_groups import Reward, group, rollout
 
 from posttrain.algorithms.advantages import (
     AdvantagesPerReward,
@@ -17,7 +17,7 @@ from posttrain.algorithms.advantages import (
     has_signal,
 )
 from posttrain.algorithms.credit import Credit, KlInReward
-from posttrain.algorithms.rewards import CutOffPenalty, OverlongPenalty, RewardScaling, shaped
+from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, shaped
 from posttrain.algorithms.rollout_batches import rollout_batch, scored_places
 from posttrain.errors import InputError
 from posttrain.types import Group

@@ -10,11 +10,11 @@ from posttrain.algorithms.advantages import (
     Whitening,
 )
 from posttrain.algorithms.credit import Credit, KlInReward
-from posttrain.algorithms.group_selection import DynamicSampling, EveryGroup
-from posttrain.algorithms.rewards import CutOffPenalty, OverlongPenalty, RewardScaling
+from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling
 from posttrain.build.credit import build_credit, build_objective, build_selection
 from posttrain.config import load_config
 from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.rollouts.selection import DynamicSampling, EveryGroup
 
 ESTIMATOR = "grpo.adv_estimator"
 KL = "loss_fn.use_kl_in_reward=true"

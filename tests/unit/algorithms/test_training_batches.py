@@ -8,11 +8,11 @@ from torch import Tensor
 
 from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.credit import Credit
-from posttrain.algorithms.group_selection import EveryGroup
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.supervised_batches import example_batch, pair_batch
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import Objective
+from posttrain.rollouts.selection import EveryGroup
 from posttrain.types import Completion, Example, Group, Pair, Rollout, Score, Task, TokenBatch, UpdateReport
 
 

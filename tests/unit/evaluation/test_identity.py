@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from posttrain.build.evaluation import EvaluationBuild
 from posttrain.config import load_config
 from posttrain.evaluation.answering import ServerAnswers
+from posttrain.evaluation.build import EvaluationBuild
 
 DATA = ("data.dataset_name=rows.jsonl", "data.problem_key=problem", "data.solution_key=answer")
 HUB = ("generation.model_name=org/model", *DATA)

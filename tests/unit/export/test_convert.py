@@ -26,7 +26,7 @@ from posttrain.checkpointing.integrity import find_damage
 from posttrain.errors import InputError
 from posttrain.export import verification
 from posttrain.export.convert import ConversionSettings, convert, plan_shards
-from posttrain.export.tensor_files import TensorFacts
+from posttrain.models.tensor_files import TensorFacts
 
 PROMPT = torch.tensor([[5, 9, 200, 17, 3, 3, 90]])
 NO_VERIFY = ConversionSettings(verify=False)

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
-from posttrain.export.model_reference import load_for_sampling, resolve_model
 from posttrain.export.verification import VerificationError, loaded_logits
 from posttrain.export.weight_names import ModelShape
+from posttrain.models.reference import load_for_sampling, resolve_model
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 Refused = Callable[..., str]

@@ -17,6 +17,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from posttrain.config import LoraConfig
+from posttrain.models.loading import add_lora
 from posttrain.planning.calibration import CALIBRATION
 from posttrain.planning.layer_bytes import LayerBytes
 from posttrain.planning.settings import OptimizerSettings, RunSettings
@@ -25,7 +26,6 @@ from posttrain.planning.workload import Bundle, Pass
 from posttrain.policy.attention import attention_context
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.logprobs import TokenLogprobs
-from posttrain.policy.model import add_lora
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
 

@@ -11,8 +11,8 @@ from tiny_models import tiny_model
 
 from posttrain.config.policy import OptimizerConfig
 from posttrain.data.packing import MicroBatching, cost, plan_micro_batches
-from posttrain.generation.native.engine import NativeSettings, _pages_wanted
-from posttrain.generation.native.scheduler import PromptGroup
+from posttrain.engines.native.engine import NativeSettings, _pages_wanted
+from posttrain.engines.native.scheduler import PromptGroup
 from posttrain.planning.calibration import CALIBRATION, GIB, GPUS
 from posttrain.planning.layer_bytes import LayerBytes
 from posttrain.planning.memory import OPTIMIZER, SCORING, TRAINING, MemoryModel, block_size, cache_pages, state_bytes

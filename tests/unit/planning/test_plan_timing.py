@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from test_plan_memory import H200, LLAMA, PLAIN, workload
 
-from posttrain.generation.native import graphs
+from posttrain.engines.native import graphs
 from posttrain.planning.calibration import CALIBRATION
 from posttrain.planning.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
 from posttrain.planning.memory import MemoryModel
@@ -118,7 +118,7 @@ def test_recorded_sizes_are_those_of_the_engine(max_rows: int) -> None:
 @pytest.mark.parametrize("group_size", [4, 8, 16, 31, 64, 100])
 @pytest.mark.parametrize("heads_per_kv_head", [1, 3, 4, 8])
 def test_shared_prompts_are_read_once_per_tile_of_the_kernel(group_size: int, heads_per_kv_head: int) -> None:
-    kernels = pytest.importorskip("posttrain.generation.native.kernels", reason="needs Triton")
+    kernels = pytest.importorskip("posttrain.engines.native.kernels", reason="needs Triton")
     tile = kernels.samples_per_tile(heads_per_kv_head, 2, group_size)
     assert prompt_reads(group_size, heads_per_kv_head, 2) == -(-group_size // tile)
 

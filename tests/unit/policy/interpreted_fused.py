@@ -34,7 +34,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import byte_tokenizer
 from torch import Tensor
 
-from posttrain.generation.native import NativeEngine, NativeSettings
+from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.policy import adam
 from posttrain.policy.fused import adam_kernels, kernels, ops, softmax
 from posttrain.policy.fused.joining import joined

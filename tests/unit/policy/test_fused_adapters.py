@@ -31,7 +31,7 @@ from peft.tuners import lora
 from tiny_models import byte_tokenizer
 from torch import Tensor, nn
 
-from posttrain.generation.native import NativeEngine, NativeSettings
+from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.policy.fused.adapters import product_of, recorded_state
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Multiply

@@ -27,7 +27,7 @@ from fused_references import (
 from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
-from posttrain.generation.native import NativeEngine, NativeSettings
+from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.policy.attention import PackedAttention, Segment, attention_context
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.joining import joined

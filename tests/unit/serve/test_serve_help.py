@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import serve_command
-from posttrain.generation.native.kv_cache import _CPU_DEFAULT_BYTES, GIB
+from posttrain.engines.native.kv_cache import _CPU_DEFAULT_BYTES, GIB
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.options import EngineOptions, Limits
 

@@ -13,8 +13,8 @@ from tiny_server import options_for, save_adapter, save_model
 from transformers import AutoTokenizer
 
 import posttrain.registry
-from posttrain.export.model_reference import ModelReferenceError, resolve_model
-from posttrain.generation.native import NativeEngine
+from posttrain.engines.native import NativeEngine
+from posttrain.models.reference import ModelReferenceError, resolve_model
 from posttrain.serve import loading
 from posttrain.serve.adapters import AdapterSwitch
 from posttrain.serve.models import Found, ServeError, find_model, name_of
@@ -164,7 +164,7 @@ def test_vllm_is_not_asked_for_what_it_does_not_do(model: Path, changes: dict[st
 def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from posttrain.export.model_reference import load_for_sampling
+    from posttrain.models.reference import load_for_sampling
 
     biased, alien = (tmp_path / name for name in ("biased", "alien"))
     for folder in (biased, alien):

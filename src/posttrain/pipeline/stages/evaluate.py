@@ -115,7 +115,7 @@ def load_evaluation(config: PipelineConfig, name: str, model: str) -> LoadedConf
 def check_problems(config: PipelineConfig, waiting: Collection[str] = ()) -> None:
     """InputError for problems that cannot be read, or a judge that is not there: after the training it would be late to hear
     of it. `waiting` are settings that name what the demo has not made yet."""
-    from posttrain.build.evaluation import EvaluationBuild
+    from posttrain.evaluation.build import EvaluationBuild
 
     for name in config.evaluate:
         if any(setting.startswith(f"evaluate.{name}.") for setting in waiting):
@@ -135,7 +135,7 @@ def measures_drift(config: PipelineConfig) -> list[str]:
 
 def _evaluate(context: StageContext, name: str, model: str, *, drift: bool) -> Path:
     """The folder of the finished evaluation."""
-    from posttrain.build.evaluation import EvaluationBuild
+    from posttrain.evaluation.build import EvaluationBuild
 
     config = context.config
     loaded = load_evaluation(config, name, model)
@@ -150,14 +150,14 @@ def _evaluate(context: StageContext, name: str, model: str, *, drift: bool) -> P
 
 def _measure_drift(context: StageContext, loaded: LoadedConfig[EvalRunConfig], folder: Path, model: str) -> None:
     """Unless it was measured before, on these answers and from this base."""
-    from posttrain.evaluation.gate.divergence import KL_FILE, answers_digest
+    from posttrain.gate.divergence import KL_FILE, answers_digest
 
     base = model_identity(context.config.base_model)
     generation = loaded.config.generation
     inputs, file = digest([base, answers_digest(folder), generation.precision]), folder / KL_INPUTS
     if (folder / KL_FILE).is_file() and file.is_file() and file.read_text() == inputs:
         return
-    from posttrain.evaluation.gate.measure_divergence import measure_divergence
+    from posttrain.gate.measure_divergence import measure_divergence
 
     measure_divergence(
         folder,
@@ -231,8 +231,8 @@ def _outcome(
 
 def _judged(folder: Path, *, drift: bool) -> dict[str, Any]:
     """What a gate may look at, besides the answers."""
-    from posttrain.evaluation.gate.divergence import KL_FILE
     from posttrain.evaluation.results import read_summary
+    from posttrain.gate.divergence import KL_FILE
 
     summary, kl = read_summary(folder), folder / KL_FILE
     return {

@@ -40,7 +40,7 @@ class GateStage:
     goes_on = False
 
     def check(self, config: PipelineConfig) -> None:
-        from posttrain.evaluation.gate.measures import check_before_measuring
+        from posttrain.gate.measures import check_before_measuring
         from posttrain.pipeline.stages.evaluate import PLACEHOLDER, load_evaluation
 
         for name, check in load_gate(config).checks.items():
@@ -64,9 +64,9 @@ class GateStage:
         return missing_path(record, "file")
 
     def work(self, context: StageContext, folder: Path) -> Outcome:
-        from posttrain.evaluation.gate import judge
-        from posttrain.evaluation.gate.report import as_html, as_json
         from posttrain.evaluation.results import read_evaluation
+        from posttrain.gate import judge
+        from posttrain.gate.report import as_html, as_json
 
         config, measured = load_gate(context.config), context.before["evaluate"]
         values = measured.outcome.values

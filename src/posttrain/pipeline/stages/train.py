@@ -166,7 +166,7 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
 
 def _weights_digest(checkpoint: Path) -> str:
     from posttrain.evaluation.identity import folder_fingerprint
-    from posttrain.export.model_reference import TOKENIZER, WEIGHTS
+    from posttrain.models.reference import TOKENIZER, WEIGHTS
 
     return folder_fingerprint(*(path for path in (checkpoint / WEIGHTS, checkpoint / TOKENIZER) if path.is_dir()))
 

@@ -1,0 +1,339 @@
+"""An evaluation from its config: the problems, who answers them, who judges them, and the folder they are saved in.
+
+What can be wrong with the config and the data is found before a model is loaded, and a finished evaluation loads none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from posttrain import __version__
+from posttrain.config import EnvironmentConfig, EvalRunConfig, LoadedConfig
+from posttrain.config.evaluation import EvalGenerationConfig
+from posttrain.config.render import plain_values
+from posttrain.data.chat import ChatFormat
+from posttrain.data.errors import DataError
+from posttrain.environments import build_environments, check_environments
+from posttrain.evaluation.answering import AnswerSource, EngineAnswers, ServerAnswers
+from posttrain.evaluation.answers import AnswerReader, answer_reader
+from posttrain.evaluation.folder import EvaluationFolder
+from posttrain.evaluation.identity import digest, files_digest, model_fingerprint, prompts_hash
+from posttrain.evaluation.judges import judge_of
+from posttrain.evaluation.problems import ProblemSet, load_problems
+from posttrain.evaluation.results import Problem, Summary, problem_set_hash
+from posttrain.evaluation.runner import EvaluationRunner
+from posttrain.evaluation.summary import Facts, summarise
+from posttrain.models.hub import why_unavailable
+from posttrain.models.reference import (
+    ModelReference,
+    ModelReferenceError,
+    load_for_sampling,
+    resolve_registered_model,
+)
+from posttrain.roles import Generator, ShowProgress
+from posttrain.types import Sampling, Task
+
+DEFAULT_FOLDER = Path("results/eval")
+# Samples in one batch where the config leaves it open: enough to keep the device busy, few enough not to lose much.
+_SAMPLES_PER_STEP = {"cuda": 1024, "cpu": 32, "server": 256}
+
+
+@dataclass
+class EvaluationBuild:
+    loaded: LoadedConfig[EvalRunConfig]
+    say: Callable[[str], None]
+
+    @property
+    def config(self) -> EvalRunConfig:
+        return self.loaded.config
+
+    @cached_property
+    def problem_set(self) -> ProblemSet:
+        return load_problems(self.config.data, seed=self.config.eval.seed, limit=self.config.eval.max_problems)
+
+    @cached_property
+    def reference(self) -> ModelReference | None:
+        """The model, unless a server has it."""
+        return (
+            None if self.config.server_url is not None else resolve_registered_model(self.config.generation.model_name)
+        )
+
+    @cached_property
+    def environment_config(self) -> EnvironmentConfig:
+        """The judge. Multiple choice is judged as such, unless the config says how."""
+        config = self.config.env[self.config.judge]
+        says_how = config.type or config.rewards or config.function or config.verifier_type
+        if self.problem_set.is_choice and not says_how:
+            judge = self.problem_set.benchmark.judge
+            return config.model_copy(update={"verifier_type": "english_multichoice" if judge == "math" else judge})
+        return config
+
+    def answer_reader(self) -> AnswerReader:
+        rewards = list(self.environment_config.reward_configs(self.config.judge).values())
+        kinds = [getattr(reward, "verifier_type", None) or reward.type for reward in rewards]
+        if len(kinds) == 1 and kinds[0] == "multiple_choice":
+            return answer_reader(f"{getattr(rewards[0], 'language', 'english')}_multichoice")
+        known = [kind for kind in kinds if kind == "math" or kind.endswith("multichoice")]
+        return answer_reader(known[0] if known else "text")
+
+    # -- what is measured ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def device(self) -> str:
+        if self.config.server_url is not None:
+            return "server"
+        if self.config.generation.backend == "vllm":
+            return "cuda"
+        from posttrain.models.loading import resolve_device
+
+        return resolve_device(self.config.generation.device).type
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Of the weights, where they are here; a name on the hub or a server stands for itself."""
+        return None if self.reference is None else model_fingerprint(self.reference, self.say)
+
+    @cached_property
+    def server(self) -> ServerAnswers | None:
+        """The server that answers, if one does. It is asked for the name of its model, unless the config has it."""
+        config, url = self.config, self.config.server_url
+        if url is None:
+            return None
+        return ServerAnswers(url, config.generation.openai_cfg, self._sampling(()), config.eval.seed, config.judge)
+
+    def _check_model(self) -> None:
+        """InputError if the model is not to be had, or the server does not answer."""
+        _ = self.server
+        if self.reference is not None and (reason := why_unavailable(self.reference.model)) is not None:
+            raise ModelReferenceError(f"generation.model_name: {reason}")
+
+    def check_problems_and_judge(self) -> None:
+        """InputError if problems cannot be read, or what judges them is not there. The model need not be there yet."""
+        check_environments({self.config.judge: self.environment_config}, Path.cwd())
+
+    def identity(self) -> dict[str, Any]:
+        """What decides answers and rewards, and nothing that only decides how fast they come."""
+        config, generation = self.config, self.config.generation
+        problems = self.problem_set.problems
+        template = [config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs]
+        named = generation.model_name if self.fingerprint is None else None
+        own_tokenizer = config.tokenizer.name if config.tokenizer.name != generation.model_name else None
+        return {
+            "model": named if self.server is None else self.server.model,
+            "model_fingerprint": self.fingerprint,
+            "server": self.server and [self.server.url, generation.openai_cfg.api, generation.openai_cfg.extra_body],
+            "engine": self._engine(),
+            "dataset": self.problem_set.name,
+            "problem_set_hash": problem_set_hash((p.id, p.prompt, p.expected) for p in problems),
+            "prompts_hash": prompts_hash(problems),
+            "metadata_hash": digest([problem.metadata for problem in problems]),  # judges read it
+            "tokenizer": own_tokenizer and [own_tokenizer, files_digest({"tokenizer": {"name": own_tokenizer}})],
+            "chat_template": [*template, files_digest(config.tokenizer.chat_template)],
+            "max_model_len": generation.vllm_cfg.max_model_len,
+            "sampling": {
+                key: getattr(generation, key)
+                for key in ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "stop_strings")
+            }
+            | {"ignore_eos": generation.ignore_eos},
+            "seed": config.eval.seed,
+            "num_tests_per_prompt": config.eval.num_tests_per_prompt,
+            "problems_per_step": self.problems_per_step,
+            "judge": judge_of(self.environment_config.model_dump()),
+        }
+
+    def _engine(self) -> list[Any]:
+        generation, vllm = self.config.generation, self.config.generation.vllm_cfg
+        if self.server is not None:
+            return ["openai_url"]
+        if generation.backend == "vllm":
+            numbers = [vllm_precision(generation), vllm.kv_cache_dtype, vllm.load_format or "auto"]
+            return ["vllm", *numbers, generation.vllm_kwargs, files_digest(generation.vllm_kwargs)]
+        return ["native", self.device, native_precision(generation)]
+
+    @property
+    def problems_per_step(self) -> int:
+        given = self.config.generation.num_prompts_per_step
+        picked = max(1, _SAMPLES_PER_STEP[self.device] // self.config.eval.num_tests_per_prompt)
+        return given if given > 0 else picked
+
+    def folder(self, identity: dict[str, Any]) -> Path:
+        if self.config.eval.save_path is not None:
+            return Path(self.config.eval.save_path)
+        model = re.sub(r"[^\w.-]+", "-", self.config.generation.model_name.strip("/.")).strip("-")[-60:]
+        dataset = re.sub(r"[^\w.-]+", "-", self.problem_set.name)
+        return DEFAULT_FOLDER / dataset / f"{model}-{digest(identity)[:8]}"
+
+    # -- doing it ------------------------------------------------------------------------------------------------------
+
+    def execute(
+        self, show_progress: ShowProgress, *, retry_unscored: bool = False
+    ) -> tuple[Summary, list[Problem], Path]:
+        """Answer what is not finished, and sum up."""
+        self._check_model()  # before data is fetched
+        self.check_problems_and_judge()
+        environments = {self.config.judge: self.environment_config}
+        with ExitStack() as cleanup:
+            if self.server is not None:
+                cleanup.callback(self.server.close)
+            identity = self.identity()
+            path = self.folder(identity)
+            folder = EvaluationFolder.open(path, identity, self.loaded.to_yaml())
+            cleanup.callback(folder.close)
+            if retry_unscored and (count := folder.forget_unscored()):
+                self.say(f"{count} problems with unscored samples are tried again")
+            problems, num_samples = self.problem_set.problems, self.config.eval.num_tests_per_prompt
+            left = [problem for problem in problems if problem.id not in folder.finished]
+            done = len(problems) - len(left)
+            if left:
+                before = f", {done} of them finished before" if done else ""
+                self.say(
+                    f"{self.problem_set.name}: {len(problems)} problems{before}, {num_samples} samples each; {path}"
+                )
+                source = self._source()
+                environment = cleanup.enter_context(build_environments(environments, base_folder=Path.cwd()))
+                runner = EvaluationRunner(
+                    self.problem_set,
+                    source,
+                    environment,
+                    self.answer_reader(),
+                    num_samples,
+                    self.problems_per_step,
+                    folder,
+                )
+                with show_progress("answers", len(left) * num_samples) as progress:
+                    runner.run(progress)
+            else:
+                self.say(f"{self.problem_set.name}: all {done} problems were finished before; {path}")
+            finished = [folder.finished[problem.id] for problem in problems]
+            summary = summarise(self.config, finished, self._facts(folder))
+            folder.write_summary(summary)
+            return summary, finished, path
+
+    def _facts(self, folder: EvaluationFolder) -> Facts:
+        return Facts(
+            model=self.config.generation.model_name,
+            dataset=self.config.data.dataset_name,
+            config=plain_values(self.config),
+            code_version=__version__,
+            model_fingerprint=self.fingerprint,
+            num_devices=self.config.num_devices,
+            timings=folder.timings(),
+        )
+
+    # -- who answers ---------------------------------------------------------------------------------------------------
+
+    def _source(self) -> AnswerSource:
+        config = self.config
+        if self.server is not None:
+            return self.server
+        assert self.reference is not None
+        if config.generation.backend == "vllm":
+            generator, tokenizer = self._vllm(self.reference)
+        else:
+            generator, tokenizer = self._native(self.reference)
+        chat = ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
+        return EngineAnswers(generator, self._tasks(chat), self._sampling(chat.stop_token_ids), config.eval.seed)
+
+    def _native(self, reference: ModelReference) -> tuple[Generator, Any]:
+        generation = self.config.generation
+        if generation.num_threads is not None:
+            import torch
+
+            torch.set_num_threads(generation.num_threads)
+        engine, tokenizer = load_for_sampling(
+            reference,
+            precision=native_precision(generation),
+            device=generation.device,
+            max_total_tokens=generation.vllm_cfg.max_model_len,
+            native_settings=generation.native_cfg.model_dump(),
+        )
+        return engine, self._own_tokenizer() or tokenizer
+
+    def _vllm(self, reference: ModelReference) -> tuple[Generator, Any]:
+        from posttrain.engines.vllm import VllmEngine, vllm_options
+        from posttrain.models.loading import load_tokenizer
+
+        generation = self.config.generation
+        tokenizer = self._own_tokenizer() or load_tokenizer(reference.tokenizer, "generation.model_name")
+        length = generation.vllm_cfg.max_model_len
+        assert length is not None, "the built-in default sets it"
+        engine = VllmEngine(
+            reference.model,
+            reference.tokenizer,
+            max_model_len=length,
+            adapter=reference.adapter,
+            adapter_rank=_adapter_rank(reference),
+            **vllm_options(generation.vllm_cfg, generation.vllm_kwargs, vllm_precision(generation)),
+        )
+        return engine, tokenizer
+
+    def _own_tokenizer(self) -> Any:
+        """The one that the config names, if that is another than the model's."""
+        from posttrain.models.loading import load_tokenizer
+
+        name = self.config.tokenizer.name
+        return load_tokenizer(name, "tokenizer.name") if name != self.config.generation.model_name else None
+
+    def _tasks(self, chat: ChatFormat) -> list[Task]:
+        """The problems in tokens. One that does not fit is an error: a score without it would be another benchmark's."""
+        generation, data = self.config.generation, self.config.data
+        total = generation.vllm_cfg.max_model_len or 1 << 30
+        limit = min(data.max_input_seq_length or total, total - 1)
+        problems = self.problem_set.problems
+        texts = [chat.render(problem.messages) for problem in problems]
+        tasks = []
+        for problem, text, ids in zip(problems, texts, chat.encode_prompts(texts), strict=True):
+            if not 0 < len(ids) <= limit:
+                raise DataError(
+                    f"{problem.where}: the prompt has {len(ids)} tokens, and between 1 and {limit} are possible; raise "
+                    "generation.vllm_cfg.max_model_len or data.max_input_seq_length"
+                )
+            tasks.append(
+                Task(
+                    draw=problem.index,
+                    id=problem.id,
+                    prompt=text,
+                    prompt_ids=tuple(ids),
+                    reference=problem.expected,
+                    environment=self.config.judge,
+                    messages=problem.messages,
+                    metadata=problem.metadata,
+                )
+            )
+        return tasks
+
+    def _sampling(self, end_of_turn_ids: Sequence[int]) -> Sampling:
+        generation = self.config.generation
+        return Sampling(
+            max_new_tokens=generation.max_new_tokens,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=max(generation.top_k or 0, 0),
+            stop_token_ids=tuple(generation.stop_token_ids or ()),
+            end_of_turn_ids=tuple(end_of_turn_ids),
+            stop_strings=tuple(generation.stop_strings or ()),
+            ignore_eos=generation.ignore_eos,
+        )
+
+
+def vllm_precision(generation: EvalGenerationConfig) -> str:
+    return generation.precision if generation.precision != "auto" else generation.vllm_cfg.precision or "auto"
+
+
+def native_precision(generation: EvalGenerationConfig) -> str:
+    """NeMo RL's files name the precision under `vllm_cfg`; float32 said there is meant for every engine."""
+    if generation.precision == "auto" and generation.vllm_cfg.precision == "float32":
+        return "float32"
+    return generation.precision
+
+
+def _adapter_rank(reference: ModelReference) -> int:
+    from posttrain.models.reference import read_json
+
+    return int(read_json(reference.adapter / "adapter_config.json").get("r", 16)) if reference.adapter else 16

@@ -1,0 +1,1 @@
+"""Models by whatever name a user gives them: find, fetch, load."""

@@ -1,0 +1,265 @@
+"""Rollouts of several turns: the model and an environment take turns until one of them, or a limit, ends the conversation.
+
+In each round all open conversations of all groups are sampled in one call, then stepped in one call. A conversation is one
+completion: its tokens are everything after the first prompt, and its mask tells the model's from the environment's. Sampling
+noise is keyed by the place of a token in that completion, so it neither repeats in a later turn nor depends on the others.
+
+Rewards given on the way are added up. A final answer that the environment hands on is judged when all rollouts are scored, by
+the judge of the block under `env:`, and added too. A conversation whose environment failed is unscored, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from posttrain.environments.turns.interface import EndReason, TurnTask
+from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
+from posttrain.roles import Environment, Progress
+from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.next_turn import Exchange, NextTurn
+from posttrain.types import Completion, Conversation, FinishReason, NoiseKey, Score, Task, Utterance
+
+
+@dataclass(eq=False)
+class Dialogue:
+    """One sample's conversation in the making."""
+
+    task: Task
+    sample: int
+    state: bytes = b""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    utterances: list[Utterance] = field(default_factory=list)
+    said: list[Exchange] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    parts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=lambda: Counter(out_of_turns=0, out_of_tokens=0))
+    finish_reason: FinishReason = "stop"
+    answer: str | None = None
+    failure: Score | None = None
+
+    def add_turn(self, turn: Completion) -> None:
+        self._add(turn.token_ids, turn.logprobs, "assistant", turn.text, is_model=True)
+        self.finish_reason = turn.finish_reason
+
+    def add_observation(self, exchange: Exchange, token_ids: Sequence[int], default_role: str) -> None:
+        self.said.append(exchange)
+        role = exchange.messages[0]["role"] or default_role
+        text = "\n".join(message["content"] for message in exchange.messages)
+        self._add(token_ids, [0.0] * len(token_ids), role, text, is_model=False)
+
+    def _add(self, ids: Sequence[int], logprobs: Sequence[float], role: str, text: str, *, is_model: bool) -> None:
+        self.token_ids += ids
+        self.logprobs += logprobs
+        self.mask += [is_model] * len(ids)
+        self.utterances.append(Utterance(role, text, len(ids)))
+
+    def credit(self, outcome: TurnOutcome) -> None:
+        if outcome.reward is not None:
+            self.rewards.append(outcome.reward)
+        for name, value in outcome.parts.items():
+            self.parts[name] += value  # type: ignore[assignment]
+        for name, value in outcome.counts.items():
+            self.counts[name] += value  # type: ignore[assignment]
+
+    def next_task(self) -> Task:
+        """The request for the next turn: all tokens so far, and the names of its noise."""
+        ids = (*self.task.prompt_ids, *self.token_ids)
+        return replace(self.task, prompt_ids=ids, first_sample=self.sample, first_token=len(self.token_ids))
+
+    def score(self) -> Score:
+        if self.failure is not None:
+            return self.failure
+        if not self.rewards and self.answer is None:
+            return Score(None, error="the environment ended the conversation without a reward or an answer to judge")
+        total = math.fsum(self.rewards)
+        if not math.isfinite(total):
+            return Score(None, error=f"the rewards of the turns add up to {total}: a finite number is needed")
+        return Score(total, parts=dict(self.parts))
+
+    def completion(self, renderer: NextTurn) -> Completion:
+        score = self.score()
+        return Completion(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            text=renderer.decode(self.token_ids),
+            finish_reason=self.finish_reason,
+            mask=() if all(self.mask) else tuple(self.mask),
+            conversation=Conversation(
+                tuple(self.utterances), score, dict(self.counts), self.answer if score.scored else None
+            ),
+        )
+
+
+@dataclass
+class MultiTurnRollouts(FreshRollouts):
+    """Like `FreshRollouts`; tasks of an environment in `turns` become conversations, all others stay single turns."""
+
+    turns: TurnRouter = field(kw_only=True)
+    renderer: NextTurn = field(kw_only=True)
+    max_turns: int = field(kw_only=True)  # of the model, in one conversation
+    max_total_tokens: int = field(kw_only=True)  # of first prompt and conversation
+
+    def complete(self, tasks: Sequence[Task], step: int) -> list[list[Completion]]:
+        key = NoiseKey(self.seed, step)
+        dialogues = [
+            [Dialogue(task, sample) for sample in range(self.num_samples)]
+            if task.environment in self.turns.names
+            else []
+            for task in tasks
+        ]
+        self._reset([group for group in dialogues if group], key)
+        sampled = [place for place, group in enumerate(dialogues) if not group or group[0].failure is None]
+        completions: list[list[Completion]] = [[] for _ in tasks]
+        with self.show_progress(self.label, len(sampled) * self.num_samples) as progress:
+            first = self.generator.generate(
+                [tasks[place] for place in sampled], self.num_samples, self.sampling, key, progress
+            )
+        for place, group in zip(sampled, first, strict=True):
+            completions[place] = group
+            for dialogue, turn in zip(dialogues[place], group, strict=False):
+                dialogue.add_turn(turn)
+        self._converse([d for group in dialogues for d in group if d.failure is None], key)
+        return [
+            [dialogue.completion(self.renderer) for dialogue in group] if group else completions[place]
+            for place, group in enumerate(dialogues)
+        ]
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def _reset(self, groups: Sequence[list[Dialogue]], key: NoiseKey) -> None:
+        """One state for all samples of a task."""
+        calls = [(group[0].task.environment, _reset_item(group[0].task, key)) for group in groups]
+        for group, outcome in zip(groups, self.turns.ask(calls), strict=True):
+            length = len(group[0].task.prompt_ids)
+            if length >= self.max_total_tokens:
+                problem = (
+                    f"the prompt with its tools has {length} tokens: policy.max_total_sequence_length leaves no room"
+                )
+                outcome = Score(None, error=problem)
+            for dialogue in group:
+                if isinstance(outcome, TurnOutcome):
+                    dialogue.state = outcome.state
+                else:
+                    dialogue.failure = outcome
+
+    def _converse(self, active: list[Dialogue], key: NoiseKey) -> None:
+        """Environment and model by turns, until no conversation is open. The model has had its first turn."""
+        for turn in range(1, self.max_turns + 1):
+            limits = [
+                (dialogue, self._continue(dialogue, exchange, turn))
+                for dialogue, exchange in self._step(active, turn, key)
+            ]
+            active = [dialogue for dialogue, reason in limits if reason is None]
+            self._end([(dialogue, reason) for dialogue, reason in limits if reason is not None], key)
+            if not active:
+                return
+            with self.show_progress(f"{self.label}, turn {turn + 1}", len(active)) as progress:
+                turns = self.generator.generate([d.next_task() for d in active], 1, self.sampling, key, progress)
+            for dialogue, (answer,) in zip(active, turns, strict=True):
+                dialogue.add_turn(answer)
+
+    def _step(self, active: Sequence[Dialogue], turn: int, key: NoiseKey) -> list[tuple[Dialogue, Exchange]]:
+        """Let the environments answer. Those that want to go on, with what the model is to read."""
+        calls = [
+            (d.task.environment, TurnItem("step", _noise_key(d, turn, key), None, d.state, d.utterances[-1].text))
+            for d in active
+        ]
+        unfinished = []
+        for dialogue, outcome in zip(active, self.turns.ask(calls), strict=True):
+            if not isinstance(outcome, TurnOutcome):
+                dialogue.failure = outcome
+                continue
+            dialogue.credit(outcome)
+            if outcome.done:
+                dialogue.answer = outcome.answer
+                continue
+            dialogue.state = outcome.state
+            unfinished.append((dialogue, Exchange(outcome.observation)))
+        return unfinished
+
+    def _continue(self, dialogue: Dialogue, exchange: Exchange, turn: int) -> EndReason | None:
+        """Append the observation, or say which limit forbids it."""
+        if dialogue.finish_reason == "length":  # the turn was cut off: the model has not finished what it wanted to say
+            return "tokens"
+        if turn == self.max_turns:
+            return "turns"
+        sampled = dialogue.token_ids[len(dialogue.token_ids) - dialogue.utterances[-1].num_tokens :]
+        ids = self.renderer.ids(dialogue.task.messages, [*dialogue.said, exchange], sampled)
+        if len(dialogue.task.prompt_ids) + len(dialogue.token_ids) + len(ids) >= self.max_total_tokens:
+            dialogue.finish_reason = "length"
+            return "tokens"
+        dialogue.add_observation(exchange, ids, self.renderer.role)
+        return None
+
+    def _end(self, stopped: Sequence[tuple[Dialogue, EndReason]], key: NoiseKey) -> None:
+        """The environments wanted to go on and may not: what is it worth so far?"""
+        calls = [
+            (d.task.environment, TurnItem("end", _noise_key(d, 0, key), None, d.state, reason=reason))
+            for d, reason in stopped
+        ]
+        for (dialogue, reason), outcome in zip(stopped, self.turns.ask(calls), strict=True):
+            dialogue.counts[f"out_of_{reason}"] += 1
+            if isinstance(outcome, TurnOutcome):
+                dialogue.credit(outcome)
+            else:
+                dialogue.failure = outcome
+
+
+@dataclass(frozen=True)
+class ConversationScores:
+    """Implements `roles.Environment`: a conversation brings its score along, and a judge sees the answer it came to."""
+
+    judge: Environment
+    judged: frozenset[str]  # the environments that the judge knows
+
+    def score(
+        self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
+    ) -> list[Score]:
+        scores: dict[int, Score] = {}
+        to_judge: dict[int, Completion] = {}
+        for row, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
+            conversation = completion.conversation
+            if conversation is None:
+                to_judge[row] = completion
+            elif conversation.to_judge is None:
+                scores[row] = conversation.score
+            elif task.environment in self.judged:
+                to_judge[row] = replace(completion, text=conversation.to_judge)
+            else:
+                problem = f"env.{task.environment} has no judge for the final answer: set its `type` or `function`"
+                scores[row] = Score(None, error=problem)
+        if progress is not None and scores:
+            progress(len(scores))
+        verdicts = self.judge.score([tasks[row] for row in to_judge], list(to_judge.values()), progress)
+        for (row, completion), verdict in zip(to_judge.items(), verdicts, strict=True):
+            scores[row] = _added(completion.conversation, verdict)
+        return [scores[row] for row in range(len(completions))]
+
+    def close(self) -> None:
+        self.judge.close()
+
+
+def _added(conversation: Conversation | None, verdict: Score) -> Score:
+    """The judge's verdict with what the turns were worth already."""
+    if conversation is None or verdict.reward is None or conversation.score.reward is None:
+        return verdict
+    parts = {**conversation.score.parts, **verdict.parts}
+    if conversation.score.reward:
+        parts |= {"turns": conversation.score.reward, "answer": verdict.reward}
+    return replace(verdict, reward=conversation.score.reward + verdict.reward, parts=parts)
+
+
+def _reset_item(task: Task, key: NoiseKey) -> TurnItem:
+    about = TurnTask(task.prompt, [dict(message) for message in task.messages], task.reference, dict(task.metadata))
+    return TurnItem("reset", f"{key.seed}\0{key.step}\0{task.draw}", about)
+
+
+def _noise_key(dialogue: Dialogue, turn: int, key: NoiseKey) -> str:
+    """Noise in an environment has a name too: a resumed run sees the same."""
+    return f"{key.seed}\0{key.step}\0{dialogue.task.draw}\0{dialogue.sample}\0{turn}"
