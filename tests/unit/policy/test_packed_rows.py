@@ -6,8 +6,9 @@ from tiny_models import FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, gradients, tiny_mo
 from torch import Tensor, nn
 
 from posttrain.errors import InputError
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy import attention
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch

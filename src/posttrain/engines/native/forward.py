@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.engines.native.kv_cache import LayerShape
-from posttrain.policy.attention import ATTENTION, AttentionContext, attention_context
+from posttrain.models.attention_interface import ATTENTION, AttentionContext, attention_context
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
 
 if TYPE_CHECKING:
