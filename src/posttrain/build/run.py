@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from posttrain.build.preference import build_preference, is_paired, needs_refere
 from posttrain.build.rm import build_rm
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
 from posttrain.config import DpoRunConfig, GrpoRunConfig, LoadedConfig, PolicyConfig, RmRunConfig
+from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching, PackingAlgorithm
@@ -28,13 +30,14 @@ from posttrain.environments import check_environments
 from posttrain.errors import InputError
 from posttrain.export.periodic import PeriodicExport
 from posttrain.hardware import peak_flops
-from posttrain.loop import LoopSettings, TrainingLoop, run_folder
+from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.local import LocalWorker, WorkerGroup
 from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
 from posttrain.policy.worker import PolicyWorker, WorkerSetup
 from posttrain.reporting import RunRecorder
 from posttrain.roles import Algorithm
+from posttrain.run_folder import run_folder
 
 
 class Run:
@@ -176,6 +179,7 @@ class Run:
             peak_flops_per_device=peak_flops(facts["device_name"]) if on_gpu else None,
             flops_per_token=flops_per_token(facts["model_config"], facts["num_parameters"]),
             config_yaml=self.loaded.to_yaml(),
+            changes_since=partial(changes_since, loaded=self.loaded),
             quiet=self.quiet,
             title=self.title or f"{self.loaded.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
