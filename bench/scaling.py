@@ -29,7 +29,7 @@ from machine import facts
 from tables import table, write_json
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.build.credit import build_credit, build_objective, build_selection
+from posttrain.build.credit import build_credit, build_objective
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
 from posttrain.engines.native.pages import pages_for
@@ -135,9 +135,8 @@ def build_step(args: argparse.Namespace, num_samples: int) -> Grpo:
         sampling=Sampling(args.new_tokens),
         seed=0,
     )
-    return Grpo(
-        GrpoSettings(), build_objective(config), build_credit(config), build_selection(config), policy, rollouts
-    )
+    settings = GrpoSettings(config.grpo.num_prompts_per_step)
+    return Grpo(settings, build_objective(config), build_credit(config), policy, rollouts)
 
 
 def scheduling_s(args: argparse.Namespace, num_samples: int) -> float:

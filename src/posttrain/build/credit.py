@@ -19,8 +19,8 @@ from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, 
 from posttrain.build.datasets import options
 from posttrain.config import AdvEstimatorConfig, GrpoRunConfig
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.roles import Algorithm, Stateful
-from posttrain.rollouts.selection import DynamicSampling, EveryGroup, GroupSelection, StreamAndSurplus
+from posttrain.roles import Algorithm, RolloutSource, Stateful
+from posttrain.rollouts.dynamic_sampling import DynamicSampling
 
 # What a null in the config stands for, by estimator; every other one has the first.
 WHITENED_OVER = {"reinforce_plus_plus": "tokens", "gdpo": "rollouts"}
@@ -28,12 +28,14 @@ WHITENED_BY = {"reinforce_plus_plus": Spread(0, 1e-8, "variance_floor"), "gdpo":
 KL_CHARGED_TO = {"reinforce_plus_plus": "token", "gdpo": "token"}
 
 
-def build_selection(config: GrpoRunConfig) -> GroupSelection:
+def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, stream: Stateful) -> RolloutSource:
+    """The source itself where every group is trained on."""
     grpo = config.grpo
     if not grpo.use_dynamic_sampling:
-        return EveryGroup(grpo.num_prompts_per_step)
+        return source
     return DynamicSampling(
-        grpo.num_prompts_per_step,
+        source,
+        stream,
         num_per_batch=int(grpo.num_prompts_per_step * grpo.batch_multiplier),
         max_batches=grpo.dynamic_sampling_max_gen_batches,
         keeps_surplus=grpo.dynamic_sampling_surplus == "keep",
@@ -65,8 +67,8 @@ def build_objective(config: GrpoRunConfig) -> ClippedPolicyGradient:
 
 def with_surplus(stream: Stateful, algorithm: Algorithm) -> Stateful:
     """What a checkpoint must remember beside the weights: the position in the data, and groups kept for the next step."""
-    if isinstance(algorithm, Grpo) and isinstance(algorithm.selection, DynamicSampling):
-        return StreamAndSurplus(stream, algorithm.selection)
+    if isinstance(algorithm, Grpo) and isinstance(algorithm.rollouts, DynamicSampling):
+        return algorithm.rollouts
     return stream
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.build.credit import build_credit, build_objective, build_selection
+from posttrain.build.credit import build_credit, build_objective, with_dynamic_sampling
 from posttrain.build.datasets import first_rows
 from posttrain.build.turns import build_turns
 from posttrain.config import GrpoRunConfig, PolicyConfig
@@ -17,19 +16,9 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments
 from posttrain.roles import Generator, Policy, RolloutSource, ShowProgress
-from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
-from posttrain.types import Sampling, Task
-
-
-@dataclass(frozen=True)
-class FixedTasks:
-    """The same tasks, from the first, every time: for validation."""
-
-    tasks: Sequence[Task]
-
-    def take(self, count: int) -> Sequence[Task]:
-        return self.tasks[:count]
+from posttrain.types import Sampling
 
 
 def environments_in_use(config: GrpoRunConfig) -> dict[str, Any]:
@@ -79,6 +68,7 @@ def build_grpo(
         seed=grpo.seed + 1,  # other noise than training's
         show_progress=show_progress,
         label="validation",
+        after_step=True,
     )
     if turns is not None:
         rollouts, validation_rollouts = turns.over(rollouts), turns.over(validation_rollouts)
@@ -88,6 +78,7 @@ def build_grpo(
         source = RecordedRollouts(stream, grpo.num_recorded, grpo.seed, fresh)
     return Grpo(
         GrpoSettings(
+            num_prompts_per_step=grpo.num_prompts_per_step,
             num_updates_per_step=grpo.num_samples_per_step // config.policy.train_global_batch_size,
             overlong_filtering=grpo.overlong_filtering,
             seq_logprob_error_threshold=grpo.seq_logprob_error_threshold,
@@ -95,9 +86,8 @@ def build_grpo(
         ),
         build_objective(config),
         build_credit(config),
-        build_selection(config),
         policy,
-        source,
+        with_dynamic_sampling(config, source, stream),
         validation_rollouts if held_out else None,
     )
 
