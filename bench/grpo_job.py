@@ -22,9 +22,9 @@ from torch import Tensor
 from train_job import flops_of
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.build.credit import build_credit, build_objective
 from posttrain.hardware import peak_flops
 from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
+from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.reporting.metric_rows import Hardware, performance
 from posttrain.roles import Generator, Objective, Policy, Progress
 from posttrain.rollouts.fresh import FreshRollouts

@@ -29,13 +29,13 @@ from machine import facts
 from tables import table, write_json
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.build.credit import build_credit, build_objective
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
 from posttrain.engines.native.pages import pages_for
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler
 from posttrain.errors import InputError
 from posttrain.orchestration.sharded import ShardedPolicy
+from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.metric_rows import TOTAL_STEP, top_level_stages
 from posttrain.roles import Progress

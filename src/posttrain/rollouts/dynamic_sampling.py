@@ -27,20 +27,37 @@ UNKNOWN_VERSION = -1  # of a surplus in a checkpoint from before versions were s
 
 
 @dataclass
+class StreamAndSurplus:
+    """The position in the data and the groups kept for the next step, as one part of a checkpoint."""
+
+    stream: Stateful
+    surplus: list[Group] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, object]:
+        return {**self.stream.state_dict(), SURPLUS: {"surplus": [to_plain(group) for group in self.surplus]}}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self.stream.load_state_dict(state)
+        # A run that began without dynamic sampling has kept nothing.
+        saved = state.get(SURPLUS)
+        rows = saved["surplus"] if isinstance(saved, Mapping) else []
+        self.surplus = [_with_versions(from_plain(row)) for row in rows]
+
+
+@dataclass
 class DynamicSampling:
-    """A `RolloutSource` over another one. Its state is that of the data stream, and the surplus of the last step."""
+    """A `RolloutSource` over another one. What a step leaves over comes first in the next one."""
 
     source: RolloutSource
-    stream: Stateful
+    position: StreamAndSurplus
     num_per_batch: int  # groups that are sampled at once
     max_batches: int  # in one step
     keeps_surplus: bool = True
     looks_at_parts: bool = False
     scaling: RewardScaling | None = None  # may map rewards that differ to the same one
-    surplus: list[Group] = field(default_factory=list)
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
-        earlier = self.surplus
+        earlier = self.position.surplus
         kept: list[Group] = []
         sampled: list[Group] = []
         timings_s: dict[str, float] = {}
@@ -58,7 +75,7 @@ class DynamicSampling:
                 timings_s[stage] = timings_s.get(stage, 0.0) + seconds
         available = [*earlier, *kept]
         groups, surplus = available[:num_groups], available[num_groups:]
-        self.surplus = surplus if self.keeps_surplus else []
+        self.position.surplus = surplus if self.keeps_surplus else []
         rewards = [reward for group in groups for reward in group.rewards if reward is not None]
         metrics |= {
             # A step that trains on the surplus of an earlier one alone has generated nothing.
@@ -73,16 +90,6 @@ class DynamicSampling:
     def is_useful(self, group: Group) -> bool:
         seen = group if self.scaling is None else shaped([group], [self.scaling])[0]
         return has_signal(seen, in_parts=self.looks_at_parts)
-
-    def state_dict(self) -> dict[str, object]:
-        return {**self.stream.state_dict(), SURPLUS: {"surplus": [to_plain(group) for group in self.surplus]}}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        self.stream.load_state_dict(state)
-        # A run that began without dynamic sampling has kept nothing.
-        saved = state.get(SURPLUS)
-        rows = saved["surplus"] if isinstance(saved, Mapping) else []
-        self.surplus = [_with_versions(from_plain(row)) for row in rows]
 
     def _why_too_few(self, step: int, num_needed: int, sampled: Sequence[Group], num_useful: int) -> str:
         why: Counter[str] = Counter()

@@ -12,11 +12,11 @@ from posttrain.algorithms.advantages import (
 )
 from posttrain.algorithms.credit import Credit, KlInReward
 from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling
-from posttrain.build.credit import build_credit, build_objective, with_dynamic_sampling
 from posttrain.config import load_config
 from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
 from posttrain.roles import RolloutSource
-from posttrain.rollouts.dynamic_sampling import DynamicSampling
+from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 
 ESTIMATOR = "grpo.adv_estimator"
 KL = "loss_fn.use_kl_in_reward=true"
@@ -71,19 +71,20 @@ def test_credit(overrides: tuple[str, ...], expected: Credit) -> None:
 
 def test_dynamic_sampling() -> None:
     inner = ScriptedRollouts([])
+    position = StreamAndSurplus(inner)
 
     def source(*overrides: str) -> RolloutSource:
         config = load_config("grpo", None, ["grpo.num_prompts_per_step=5", *overrides]).config
-        return with_dynamic_sampling(config, inner, inner)
+        return with_dynamic_sampling(config, inner, build_position(config, inner))
 
     assert source() is inner
-    assert source("grpo.use_dynamic_sampling=true") == DynamicSampling(inner, inner, 5, 10, keeps_surplus=True)
+    assert source("grpo.use_dynamic_sampling=true") == DynamicSampling(inner, position, 5, 10, keeps_surplus=True)
     scaled = source("grpo.use_dynamic_sampling=true", "grpo.reward_scaling={enabled: true, target_min: -1}")
-    assert scaled == DynamicSampling(inner, inner, 5, 10, scaling=RewardScaling(target_min=-1.0))
+    assert scaled == DynamicSampling(inner, position, 5, 10, scaling=RewardScaling(target_min=-1.0))
     given = "grpo={use_dynamic_sampling: true, batch_multiplier: 1.5, dynamic_sampling_surplus: discard}"
     assert source(
         given, "grpo.dynamic_sampling_max_gen_batches=3", f"{ESTIMATOR}.name=gdpo", SEVERAL
-    ) == DynamicSampling(inner, inner, 7, 3, keeps_surplus=False, looks_at_parts=True)
+    ) == DynamicSampling(inner, position, 7, 3, keeps_surplus=False, looks_at_parts=True)
 
 
 LOSSES = {

@@ -18,7 +18,7 @@ from posttrain.checkpointing.state import load_training_state, save_training_sta
 from posttrain.errors import InputError
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import RolloutSource
-from posttrain.rollouts.dynamic_sampling import SURPLUS, DynamicSampling
+from posttrain.rollouts.dynamic_sampling import SURPLUS, DynamicSampling, StreamAndSurplus
 from posttrain.rollouts.group_state import from_plain, to_plain
 from posttrain.types import (
     Completion,
@@ -43,7 +43,7 @@ def source_of(*rewards: Sequence[Reward]) -> ScriptedRollouts:
 
 
 def dynamic(source: ScriptedRollouts, *, num_per_batch: int, max_batches: int, **settings: Any) -> DynamicSampling:
-    return DynamicSampling(source, source, num_per_batch, max_batches, **settings)
+    return DynamicSampling(source, StreamAndSurplus(source), num_per_batch, max_batches, **settings)
 
 
 def algorithm(source: RolloutSource, num_groups: int, updates: int = 1, **settings: Any) -> Grpo:
@@ -233,9 +233,9 @@ def test_a_run_that_goes_on_from_a_checkpoint_trains_on_the_same_groups(tmp_path
     expected = [whole.step(step).groups for step in (1, 2, 3)]
     before, source = run()
     before.step(1)
-    save_training_state(tmp_path, step=1, stream_state=source.state_dict(), rng={})
+    save_training_state(tmp_path, step=1, stream_state=source.position.state_dict(), rng={})
     after, source = run()
-    source.load_state_dict(load_training_state(tmp_path).stream_state)
+    source.position.load_state_dict(load_training_state(tmp_path).stream_state)
     resumed = [after.step(step).groups for step in (2, 3)]
     assert resumed == expected[1:]
     assert [r.completion.versions for r in resumed[0][0].rollouts] == [((0, 0),)] * 2, "sampled in step 1"
@@ -255,7 +255,7 @@ def test_a_surplus_saved_without_versions_is_off_policy() -> None:
         del rollout["completion"]["versions"], rollout["completion"]["error"]
     old = row["rollouts"][0]["completion"]["conversation"]
     old |= {"score": {"class": "Score", "reward": 1.0}, "to_judge": None}
-    source.load_state_dict({"position": 1, SURPLUS: {"surplus": [row]}})
+    source.position.load_state_dict({"position": 1, SURPLUS: {"surplus": [row]}})
     grpo = algorithm(source, 2)
     report = grpo.step(3)
     assert trained(report) == [9, 1]
@@ -266,9 +266,9 @@ def test_a_surplus_saved_without_versions_is_off_policy() -> None:
 
 def test_a_checkpoint_from_before_dynamic_sampling_has_no_surplus() -> None:
     inner = source_of(GOOD)
-    source = DynamicSampling(inner, inner, 1, 1, surplus=[group(0, GOOD)])
-    source.load_state_dict({"position": 1})
-    assert (inner.position, source.surplus) == (1, [])
+    position = StreamAndSurplus(inner, [group(0, GOOD)])
+    position.load_state_dict({"position": 1})
+    assert (inner.position, position.surplus) == (1, [])
 
 
 def test_times_and_samples_of_all_batches_are_handed_on() -> None:
