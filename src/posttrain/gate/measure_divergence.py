@@ -22,7 +22,7 @@ from posttrain.evaluation.results import (
     CONFIG_FILE,
     Evaluation,
     EvaluationError,
-    Problem,
+    ProblemResult,
     problem_set_hash,
     read_evaluation,
 )
@@ -107,7 +107,7 @@ def _head(reference: ResolvedModel, precision: str, device: torch.device) -> Out
 
 
 def _of_problem(
-    problem: Problem,
+    problem: ProblemResult,
     messages: tuple[Message, ...],
     chat: ChatFormat,
     ours: OutputHead,
