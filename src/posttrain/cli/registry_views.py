@@ -11,7 +11,7 @@ from rich.table import Table
 
 from posttrain.registry.comparison import ABSENT, Difference
 from posttrain.registry.lineage import Lineage
-from posttrain.registry.stages import Entry
+from posttrain.registry.stages import HistoryEntry
 from posttrain.registry.version import ModelVersion
 
 STAGE_STYLES = {"production": "green", "canary": "yellow", "candidate": "", "archived": "bright_black"}
@@ -48,7 +48,7 @@ def show_versions(versions: Sequence[ModelVersion]) -> None:
     _console().print(table)
 
 
-def show_version(version: ModelVersion, history: Sequence[Entry], damage: list[str] | None) -> None:
+def show_version(version: ModelVersion, history: Sequence[HistoryEntry], damage: list[str] | None) -> None:
     console, lineage = _console(), version.lineage
     console.print(f"{version.reference}  {version.stage}", style=f"bold {STAGE_STYLES[version.stage]}")
     facts = {
@@ -83,14 +83,14 @@ def show_version(version: ModelVersion, history: Sequence[Entry], damage: list[s
             console.print(f"{len(version.files)} files are what was registered", style="green")
 
 
-def show_history(name: str, entries: Sequence[Entry]) -> None:
+def show_history(name: str, entries: Sequence[HistoryEntry]) -> None:
     if not entries:
         print(f"{name}: nothing has been promoted yet")
         return
     _console().print(_history_table(entries))
 
 
-def _history_table(entries: Sequence[Entry]) -> Table:
+def _history_table(entries: Sequence[HistoryEntry]) -> Table:
     table = _table("#", "when", "who", "what", "why")
     for entry in entries:
         change = entry.change
@@ -107,11 +107,11 @@ def _history_table(entries: Sequence[Entry]) -> Table:
     return table
 
 
-def describe_entry(entry: Entry) -> str:
+def describe_entry(entry: HistoryEntry) -> str:
     return f"{_moves(entry)}; change {entry.change.ordinal}, by {entry.change.by}: {entry.change.why}"
 
 
-def _moves(entry: Entry) -> str:
+def _moves(entry: HistoryEntry) -> str:
     if entry.refused:
         return f"{entry.change.action} of version {entry.change.version} refused: {entry.refused}"
     moves = sorted(entry.moves, key=lambda move: move.version != entry.change.version)
@@ -119,7 +119,7 @@ def _moves(entry: Entry) -> str:
     return ", ".join(said) or f"version {entry.change.version} was {entry.change.to} already"
 
 
-def history_row(entry: Entry) -> dict[str, Any]:
+def history_row(entry: HistoryEntry) -> dict[str, Any]:
     moves = [{"version": move.version, "from": move.before, "to": move.after} for move in entry.moves]
     return {"ordinal": entry.change.ordinal, **entry.change.to_row(), "moves": moves, "refused": entry.refused}
 

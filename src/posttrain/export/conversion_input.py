@@ -19,7 +19,7 @@ from posttrain.checkpointing import describe_model
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError, reason_of
 from posttrain.export.merge_lora import Adapter, adapter_in, open_adapter
-from posttrain.export.weight_names import ModelShape, config_file_of, is_lora, match_names, plain_name, prefix_of
+from posttrain.export.weight_names import WeightShapes, config_file_of, is_lora, match_names, plain_name, prefix_of
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
 from posttrain.models.accepted_names import (
     TOKENIZER,
@@ -67,15 +67,15 @@ class ConversionInput:
         return _local_folder(self.base)
 
     @cached_property
-    def shape(self) -> ModelShape:
+    def shape(self) -> WeightShapes:
         """The model's weights as its config describes them."""
         own = self.folder / "config.json"
         if not own.is_file() or self.has_adapter:
-            return ModelShape.of(self._base_config(), self.base_origin)
+            return WeightShapes.of(self._base_config(), self.base_origin)
         config = read_model_config(str(self.folder), {}, str(own))
         if self.base_is_given:
             self._compare_with_base(config, own)
-        return ModelShape.of(config, str(own))
+        return WeightShapes.of(config, str(own))
 
     def _base_config(self) -> Any:
         overrides = dict((self.run_config.get("policy") or {}).get("hf_config_overrides") or {})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,9 +23,8 @@ from posttrain.export.merge_lora import Adapter, MergedSource, open_adapter
 from posttrain.export.model_card import lineage, model_card
 from posttrain.export.new_folder import check_target, new_folder
 from posttrain.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
-from posttrain.export.weight_names import ModelShape
+from posttrain.export.weight_names import WeightShapes
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
-from posttrain.models.accepted_names import read_json
 from posttrain.models.hub import why_unavailable
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 
@@ -254,7 +253,7 @@ def _verify(
 
 
 def _found_logits(
-    folder: Path, source: ConversionInput, shape: ModelShape, as_adapter: bool, how: Literal["loaded", "streamed"]
+    folder: Path, source: ConversionInput, shape: WeightShapes, as_adapter: bool, how: Literal["loaded", "streamed"]
 ) -> Tensor:
     if how == "loaded":
         model = source.loadable_folder if as_adapter else folder
@@ -275,8 +274,3 @@ def _verify_fused(folder: Path, source: ConversionInput, as_adapter: bool, say: 
     found = loaded_logits(folder, source.shape)
     rounded = any(facts.dtype != torch.float32 for facts in SafetensorsSource(folder).facts.values())
     return compare(reference, found, how="loaded", rounded=rounded, without_adapter=None)
-
-
-def read_lineage(folder: Path) -> dict[str, Any]:
-    """`conversion.json` of a converted folder; empty if it has none."""
-    return read_json(folder / LINEAGE) if (folder / LINEAGE).is_file() else {}

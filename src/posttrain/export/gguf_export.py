@@ -25,7 +25,7 @@ from posttrain.errors import InputError
 from posttrain.export.conversion_input import read_model_config
 from posttrain.export.convert import Advance
 from posttrain.export.gguf_tokenizer import add_tokenizer
-from posttrain.export.weight_names import ModelShape, match_names
+from posttrain.export.weight_names import WeightShapes, match_names
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
 from posttrain.models.gguf_import import require_gguf
 from posttrain.models.tensor_files import TensorFacts
@@ -35,10 +35,6 @@ _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "q
 _GGUF_MAGIC = b"GGUF"  # the first bytes of every such file
 _BLOCK = 32  # numbers that share a scale in q8_0
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-
-
-class GgufExportError(InputError):
-    """A model that cannot be written as GGUF."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +64,11 @@ class _Planned:
 def check_gguf_target(file: Path, force: bool) -> None:
     require_gguf()
     if file.is_dir():
-        raise GgufExportError(f"{file} is a folder; accepted: the name of a file, such as model.gguf")
+        raise InputError(f"{file} is a folder; accepted: the name of a file, such as model.gguf")
     if file.exists() and not force:
-        raise GgufExportError(f"{file} exists; name another file, or replace it with --force")
+        raise InputError(f"{file} exists; name another file, or replace it with --force")
     if file.is_file() and _beginning(file) not in (b"", _GGUF_MAGIC):
-        raise GgufExportError(f"{file} is no GGUF file, which --force does not replace; name another file")
+        raise InputError(f"{file} is no GGUF file, which --force does not replace; name another file")
 
 
 def _beginning(file: Path) -> bytes:
@@ -105,8 +101,8 @@ def export_gguf(
     family = _FAMILIES.get(config.model_type)
     if family is None or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
         what = config.model_type if family is None else f"{config.model_type} with a sliding window"
-        raise GgufExportError(f"{folder}: {what} is not written as GGUF; accepted: {', '.join(_FAMILIES)}")
-    shape = ModelShape.of(config, str(folder / "config.json"))
+        raise InputError(f"{folder}: {what} is not written as GGUF; accepted: {', '.join(_FAMILIES)}")
+    shape = WeightShapes.of(config, str(folder / "config.json"))
     source = open_weights(folder)
     weights = RenamedSource(source, match_names(shape, source))
     planned = _plan(weights, gguf.get_tensor_name_map(_arch(gguf, family), config.num_hidden_layers), settings.type)
@@ -142,7 +138,7 @@ def _plan(weights: WeightSource, names: Any, wanted: str) -> list[_Planned]:
     for name, facts in weights.facts.items():
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if mapped is None:
-            raise GgufExportError(f"{name} has no place in a GGUF file of this family")
+            raise InputError(f"{name} has no place in a GGUF file of this family")
         planned.append(_Planned(mapped, name, facts, _type_of(facts, wanted)))
     return planned
 
@@ -185,7 +181,7 @@ def _add_header(writer: Any, gguf: Any, config: Any, name: str, wanted: str) -> 
         if original := rope.get("original_max_position_embeddings"):
             writer.add_rope_scaling_orig_ctx_len(original)
     elif kind not in ("default", "llama3"):
-        raise GgufExportError(f"positions of the kind {kind!r} (rope_parameters.rope_type) are not written as GGUF")
+        raise InputError(f"positions of the kind {kind!r} (rope_parameters.rope_type) are not written as GGUF")
 
 
 def _rope_factors(config: Any) -> Tensor | None:
@@ -222,7 +218,7 @@ def _tensors(planned: list[_Planned], weights: WeightSource, config: Any, rope: 
             continue
         ((name, tensor),) = weights.read([each.source])
         if not bool(torch.isfinite(tensor).all()):
-            raise GgufExportError(f"{name} of {weights.where(name)} holds numbers that are not finite")
+            raise InputError(f"{name} of {weights.where(name)} holds numbers that are not finite")
         yield _in_gguf_order(name, tensor.float(), config)
 
 
@@ -245,7 +241,7 @@ def _write(
     for each, tensor in zip(planned, _tensors(planned, weights, config, rope), strict=True):
         kind = gguf.GGMLQuantizationType[each.type.upper()]
         if each.type == "f16" and float(tensor.abs().max()) > torch.finfo(torch.float16).max:
-            raise GgufExportError(f"{each.source} has numbers too large for f16; use --gguf-type bf16 or f32")
+            raise InputError(f"{each.source} has numbers too large for f16; use --gguf-type bf16 or f32")
         writer.write_tensor_data(gguf.quants.quantize(tensor.numpy(), kind))
         if advance is not None:
             advance(_num_bytes(each), total)
@@ -255,7 +251,7 @@ def _write(
 def _compare(
     file: Path, gguf: Any, planned: list[_Planned], weights: WeightSource, config: Any, rope: Tensor | None
 ) -> float:
-    """Read the file back; the largest error of any number. GgufExportError if one is larger than its format explains."""
+    """Read the file back; the largest error of any number. InputError if one is larger than its format explains."""
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors}
     worst = 0.0
     for each, tensor in zip(planned, _tensors(planned, weights, config, rope), strict=True):
@@ -263,7 +259,7 @@ def _compare(
         read = torch.from_numpy(np.array(gguf.quants.dequantize(stored.data, stored.tensor_type))).reshape(tensor.shape)
         error = (read - tensor).abs()
         if bool((error > _accepted_error(tensor, each.type)).any()):
-            raise GgufExportError(f"{each.name} was not written as it should be: off by up to {float(error.max()):.3g}")
+            raise InputError(f"{each.name} was not written as it should be: off by up to {float(error.max()):.3g}")
         worst = max(worst, float(error.max()))
     return worst
 

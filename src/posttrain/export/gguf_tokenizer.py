@@ -17,10 +17,6 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {_WORDS + r"\p{N}" + _REST: "qwen2", _WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe"}
 
 
-class GgufTokenizerError(InputError):
-    """A tokenizer that cannot be written to GGUF."""
-
-
 def pre_tokenizer_name(backend: dict[str, Any]) -> str | None:
     """llama.cpp's name for the way that a tokenizer.json cuts text into words; None if it is not recognised."""
     rule = backend.get("pre_tokenizer") or {}
@@ -42,7 +38,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int, pre: str | None)
     backend = _backend(tokenizer)
     name = pre or pre_tokenizer_name(backend)
     if name is None:
-        raise GgufTokenizerError(
+        raise InputError(
             "llama.cpp's name of the tokenizer's pre_tokenizer is not known: it is none of gpt-2, smollm, qwen2, llama-bpe. "
             "Find it in llama.cpp's list of pre-tokenizers and give it with --gguf-pre"
         )
@@ -70,14 +66,12 @@ def add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int, pre: str | None)
 
 def _backend(tokenizer: Any) -> dict[str, Any]:
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise GgufTokenizerError(
-            "the tokenizer has no tokenizer.json; GGUF files are written for byte-level BPE tokenizers"
-        )
+        raise InputError("the tokenizer has no tokenizer.json; GGUF files are written for byte-level BPE tokenizers")
     backend: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     decoder = backend.get("decoder") or {}
     decoders = [decoder, *decoder.get("decoders", [])]
     if backend["model"]["type"] != "BPE" or not any(each.get("type") == "ByteLevel" for each in decoders):
-        raise GgufTokenizerError(
+        raise InputError(
             f"the tokenizer is a {backend['model']['type']} of another kind; GGUF files are written for byte-level BPE tokenizers"
         )
     return backend
@@ -86,9 +80,7 @@ def _backend(tokenizer: Any) -> dict[str, Any]:
 def _tokens(tokenizer: Any, vocab_size: int, kinds: Any) -> tuple[list[str], list[int]]:
     by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     if max(by_id) >= vocab_size:
-        raise GgufTokenizerError(
-            f"the tokenizer has token id {max(by_id)}, but the model's embedding has {vocab_size} rows"
-        )
+        raise InputError(f"the tokenizer has token id {max(by_id)}, but the model's embedding has {vocab_size} rows")
     added = tokenizer.added_tokens_decoder
     tokens, types = [], []
     for token_id in range(vocab_size):

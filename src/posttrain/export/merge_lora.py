@@ -27,10 +27,6 @@ from posttrain.models.tensor_files import TensorFacts
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
 
 
-class AdapterError(InputError):
-    """An adapter that cannot be merged, or does not belong to the model."""
-
-
 @dataclass(frozen=True)
 class Adapter:
     """`factors` holds `<module>.lora_A.weight` and `<module>.lora_B.weight`; `whole` weights that replace the model's."""
@@ -91,19 +87,19 @@ def adapter_in(source: WeightSource, settings: Mapping[str, Any], place: Path) -
         if match:
             factors[f"{match['module']}.lora_{match['which']}.weight"] = name
         elif is_lora(plain):
-            raise AdapterError(f"{place}: {name} is no adapter of a linear layer, so it cannot be merged")
+            raise InputError(f"{place}: {name} is no adapter of a linear layer, so it cannot be merged")
         else:
             whole[plain] = name
     odd = [name for name in factors if name.replace(".lora_A.", ".lora_B.") not in factors]
     odd += [name for name in factors if name.replace(".lora_B.", ".lora_A.") not in factors]
     if odd or not factors:
         what = f"{odd[0]} has no partner" if odd else "there are no lora_A and lora_B weights in it"
-        raise AdapterError(f"{place} is no whole LoRA adapter: {what}")
+        raise InputError(f"{place} is no whole LoRA adapter: {what}")
     adapter = Adapter(place, RenamedSource(source, factors), RenamedSource(source, whole), settings)
     for module in adapter.modules:
         rank = adapter.factors.facts[f"{module}.lora_A.weight"].shape[0]
         if adapter.rank(module) != rank:  # the scale is by the rank, so the merged weights would be wrong
-            raise AdapterError(
+            raise InputError(
                 f"{place}: the adapter of {module} has rank {rank}, and {adapter.rank(module)} by its config (r and "
                 "rank_pattern, or lora_cfg.dim of a run). Is it the config of another adapter?"
             )
@@ -119,16 +115,14 @@ def _check_settings(settings: Mapping[str, Any], place: Path) -> None:
     }
     for key, wrong in refused.items():
         if wrong:
-            raise AdapterError(
-                f"{place}: the adapter has {key} {settings[key]!r}, and only plain LoRA can be converted"
-            )
+            raise InputError(f"{place}: the adapter has {key} {settings[key]!r}, and only plain LoRA can be converted")
     for key in ("r", "lora_alpha"):
         if not _is_positive(settings.get(key)):
-            raise AdapterError(f"{place}: the adapter's {key} is {settings.get(key)!r}; a positive number is needed")
+            raise InputError(f"{place}: the adapter's {key} is {settings.get(key)!r}; a positive number is needed")
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = settings.get(key) or {}
         if not isinstance(patterns, Mapping) or not all(map(_is_positive, patterns.values())):
-            raise AdapterError(f"{place}: the adapter's {key} is {patterns!r}; positive numbers by names are needed")
+            raise InputError(f"{place}: the adapter's {key} is {patterns!r}; positive numbers by names are needed")
 
 
 def _is_positive(value: Any) -> bool:
@@ -145,15 +139,13 @@ class MergedSource:
         for module in sorted(self._modules):
             self._check_fit(module)
         if strangers := [name for name in adapter.whole.facts if name not in base.facts]:
-            raise AdapterError(
-                f"{adapter.place}: {strangers[0]} was trained whole, but {base.place} has no such weight"
-            )
+            raise InputError(f"{adapter.place}: {strangers[0]} was trained whole, but {base.place} has no such weight")
         self.facts: Mapping[str, TensorFacts] = base.facts
 
     def _check_fit(self, module: str) -> None:
         name = f"{module}.weight"
         if name not in self._base.facts:
-            raise AdapterError(
+            raise InputError(
                 f"{self._adapter.place} adapts {module}, which the base model {self._base.place} does not have; "
                 "it belongs to another model"
             )
@@ -161,7 +153,7 @@ class MergedSource:
         b = self._adapter.factors.facts[f"{module}.lora_B.weight"].shape
         makes = (a[1], b[0]) if self._adapter.settings.get("fan_in_fan_out") else (b[0], a[1])
         if a[0] != b[1] or makes != self._base.facts[name].shape:
-            raise AdapterError(
+            raise InputError(
                 f"{self._adapter.place}: the adapter of {module} is for a weight of shape {list(makes)}, but that of the base "
                 f"model {self._base.place} is {list(self._base.facts[name].shape)}"
             )

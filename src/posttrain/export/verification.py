@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import InputError, reason_of
 from posttrain.export.merge_lora import Adapter
-from posttrain.export.weight_names import ModelShape, config_file_of, empty_model
+from posttrain.export.weight_names import WeightShapes, config_file_of, empty_model
 from posttrain.export.weight_sources import WeightSource
 from posttrain.models.loading import explain_config_error
 
@@ -29,10 +29,6 @@ _ROOM = 1.3  # memory of a loaded model over that of its weights
 _EXACT = 1e-3  # of the logits' standard deviation: the order of sums may differ, nothing else
 _ROUNDED = 0.1  # where weights were rounded to 16 bits on the way
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-class VerificationError(InputError):
-    """The converted model is not its source."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +62,15 @@ def compare(
     rounded: bool,
     without_adapter: Tensor | None,
 ) -> Verification:
-    """VerificationError unless the two agree."""
+    """InputError unless the two agree."""
     if not torch.isfinite(reference).all():
-        raise VerificationError("the source model's logits are not finite: its weights overflow, so it is of no use")
+        raise InputError("the source model's logits are not finite: its weights overflow, so it is of no use")
     difference = float((reference - found).abs().max())
     # A reward model gives one number, which has no deviation.
     spread = max(float(reference.std() if reference.numel() > 1 else reference.abs().max()), 1e-6)
     tolerance = _ROUNDED if rounded else _EXACT
     if not math.isfinite(difference) or difference > tolerance * spread:
-        raise VerificationError(
+        raise InputError(
             f"the converted model's logits differ from the source's by up to {difference:.3g}, where {tolerance * spread:.3g} "
             "is accepted; nothing was written"
         )
@@ -89,7 +85,7 @@ def probe_tokens(config: Any) -> Tensor:
 
 
 @torch.no_grad()
-def streamed_logits(shape: ModelShape, weights: WeightSource, adapter: Adapter | None = None) -> Tensor:
+def streamed_logits(shape: WeightShapes, weights: WeightSource, adapter: Adapter | None = None) -> Tensor:
     """The model's logits in float32, with one module's weights in memory at a time."""
     model = empty_model(shape.config, shape.model_class)
     adapted = set(adapter.modules) if adapter else set()
@@ -137,16 +133,16 @@ def _add_adapter(adapter: Adapter, module_path: str) -> Any:
 
 
 @torch.no_grad()
-def loaded_logits(folder: Path, shape: ModelShape, adapter_folder: Path | None = None) -> Tensor:
+def loaded_logits(folder: Path, shape: WeightShapes, adapter_folder: Path | None = None) -> Tensor:
     """The logits of a Hugging Face folder, loaded as its users load it; with an adapter, through peft."""
     what = "the converted folder" if adapter_folder is None else f"the base model {folder}"
     try:
         model, report = _loader(shape).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # whatever goes wrong here would go wrong for the folder's users
-        raise VerificationError(f"transformers cannot load {what}: {reason_of(error)}") from error
+        raise InputError(f"transformers cannot load {what}: {reason_of(error)}") from error
     wrong = [*map(str, report["missing_keys"]), *map(str, report["mismatched_keys"]), *report["unexpected_keys"]]
     if wrong:
-        raise VerificationError(
+        raise InputError(
             f"transformers finds {len(wrong)} weights of {what} missing, unexpected or of another shape, "
             f"among them {sorted(wrong)[0]}"
         )
@@ -157,7 +153,7 @@ def loaded_logits(folder: Path, shape: ModelShape, adapter_folder: Path | None =
     return _logits(model.eval(), shape)
 
 
-def _loader(shape: ModelShape) -> Any:
+def _loader(shape: WeightShapes) -> Any:
     """What users load such a model with. It goes by the folder's model_type, so a config that misleads it shows here."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -171,20 +167,18 @@ def _loader(shape: ModelShape) -> Any:
     return shape.model_class
 
 
-def _logits(model: nn.Module, shape: ModelShape) -> Tensor:
+def _logits(model: nn.Module, shape: WeightShapes) -> Tensor:
     try:
         logits: Tensor = model(input_ids=probe_tokens(shape.config), use_cache=False).logits
     except InputError:
         raise  # a weight file that cannot be read
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         said = explain_config_error(error, shape.config.to_dict())
-        raise VerificationError(
-            f"{config_file_of(shape.origin)}: the model that it describes does not run: {said}"
-        ) from error
+        raise InputError(f"{config_file_of(shape.origin)}: the model that it describes does not run: {said}") from error
     return logits.float()
 
 
-def fits_into_memory(shape: ModelShape) -> bool:
+def fits_into_memory(shape: WeightShapes) -> bool:
     """Whether the model can be loaded whole in float32 now."""
     needed = 4 * _ROOM * sum(math.prod(size) for size in shape.shapes.values())
     return needed < _available_bytes()

@@ -35,7 +35,7 @@ class MismatchError(InputError):
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class WeightShapes:
     """What a config says of a model's weights."""
 
     config: Any
@@ -46,7 +46,7 @@ class ModelShape:
     fuses: bool  # files hold other tensors than the model, e.g. one per expert; transformers converts between the two
 
     @classmethod
-    def of(cls, config: Any, origin: str) -> ModelShape:
+    def of(cls, config: Any, origin: str) -> WeightShapes:
         try:
             model_class = model_class_of(config)
             model = empty_model(config, model_class)
@@ -145,7 +145,7 @@ def prefix_of(names: Iterable[str], wanted: Container[str]) -> str:
     return found.most_common(1)[0][0] if found else ""
 
 
-def match_names(shape: ModelShape, source: WeightSource) -> dict[str, str]:
+def match_names(shape: WeightShapes, source: WeightSource) -> dict[str, str]:
     """name in the converted model -> name in the source. MismatchError if the two do not fit."""
     saved = {plain_name(name): name for name in source.facts if not is_lora(name)}
     prefix = prefix_of(saved, shape.shapes)
@@ -165,7 +165,7 @@ def match_names(shape: ModelShape, source: WeightSource) -> dict[str, str]:
 
 
 def _check(
-    shape: ModelShape, source: WeightSource, saved: Mapping[str, str], missing: list[str], strangers: list[str]
+    shape: WeightShapes, source: WeightSource, saved: Mapping[str, str], missing: list[str], strangers: list[str]
 ) -> None:
     for name, expected in shape.shapes.items():
         if name in saved and source.facts[saved[name]].shape != expected:

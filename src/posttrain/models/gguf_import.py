@@ -22,10 +22,6 @@ Say = Callable[[str], None]
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-class ModelImportError(InputError):
-    """A model that cannot be turned into a Hugging Face folder, and what to do about it."""
-
-
 def is_model_folder(folder: Path) -> bool:
     """Whether `folder` holds a converted model. Conversion renames a finished folder, so a torn one never looks whole."""
     return all((folder / name).is_file() for name in MODEL_FILES)
@@ -39,7 +35,7 @@ def sha256_of(file: Path) -> str:
 def require_gguf() -> None:
     """Says what to install while nothing has been downloaded yet."""
     if importlib.util.find_spec("gguf") is None:
-        raise ModelImportError(
+        raise InputError(
             "reading a GGUF file needs the Python package `gguf`, which is not installed. "
             'Install the extra: pip install "posttrain[gguf]"'
         )
@@ -49,9 +45,9 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
     """Converts the file `gguf` to the new folder `target`, which appears only once it is complete."""
     require_gguf()
     if not gguf.is_file():
-        raise ModelImportError(f"GGUF file not found: {gguf}")
+        raise InputError(f"GGUF file not found: {gguf}")
     if target.exists():
-        raise ModelImportError(f"{target} already exists; remove it or name another folder")
+        raise InputError(f"{target} already exists; remove it or name another folder")
 
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -10,8 +10,9 @@ from typing import Any
 from posttrain.config import LoadedConfig
 from posttrain.config.named_files import DATA_OR_MODEL
 from posttrain.config.pipeline import PipelineConfig
+from posttrain.errors import InputError
 from posttrain.pipeline.demo_world import MODEL, TRACES, UNSEEN
-from posttrain.pipeline.records import PipelineError, StageName
+from posttrain.pipeline.records import StageName
 from posttrain.pipeline.stages.evaluate import PLACEHOLDER, load_evaluation
 from posttrain.pipeline.stages.train import load_training
 
@@ -24,7 +25,7 @@ def check_names_in_the_demo(config: PipelineConfig, stages: Collection[StageName
         return
     for key, path in _paths_in_the_demo(config, stages):
         if not (Path(config.demo.folder) / path).exists() and not _names(path, MADE):
-            raise PipelineError(
+            raise InputError(
                 f"{key}: the demo makes {', '.join(MADE)} in {config.demo.folder}, and nothing that is called {path}"
             )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.pipeline.content import model_identity
-from posttrain.pipeline.records import ModelChoice, PipelineError, about
+from posttrain.pipeline.records import ModelChoice, about
 from posttrain.registry.registry import Registry
 from posttrain.registry.store import DATABASE
 from posttrain.registry.version import ModelVersion
@@ -64,7 +64,7 @@ def locate(choice: ModelChoice, config: PipelineConfig) -> str:
     if choice.version is not None:
         return str(registry_of(config).resolve(config.pipeline.name, choice.version).path)
     if model_identity(choice.text) != choice.identity:
-        raise PipelineError(
+        raise InputError(
             f"base_model: {choice.text} holds another model than when this iteration began; put the old one back, or start "
             "anew with --new-iteration"
         )
@@ -77,7 +77,7 @@ def trainable_folder(choice: ModelChoice, config: PipelineConfig) -> tuple[str, 
 
     found = resolve_model(locate(choice, config))
     if found.adapter is not None:
-        raise PipelineError(
+        raise InputError(
             f"{choice.text} is a LoRA adapter, and training starts from whole models; convert it with --merge-lora, and set "
             "convert.merge_lora: true"
         )

@@ -22,7 +22,7 @@ _MAX_CHANGES = 3
 
 
 @dataclass(frozen=True)
-class Decision:
+class StageDecision:
     stage: StageName
     action: Action  # depends: on what a stage before it is going to make
     why: str
@@ -31,24 +31,24 @@ class Decision:
     record: StageRecord | None = None  # of a stage that is reused
 
 
-def decide(stage: Stage, context: StageContext) -> Decision:
+def decide(stage: Stage, context: StageContext) -> StageDecision:
     if reason := stage.skip(context):
-        return Decision(stage.name, "skip", reason)
+        return StageDecision(stage.name, "skip", reason)
     absent = [name for name in stage.reads if name not in context.before]
     if absent:
-        return Decision(stage.name, "depends", f"on what {', '.join(absent)} will make")
+        return StageDecision(stage.name, "depends", f"on what {', '.join(absent)} will make")
     inputs = _inputs(stage, context)
     key = key_of(inputs)
     record = find_finished(context.home, stage.name, key)
     if record is not None:
         gone = stage.missing(record, context.config)
         if gone is None:
-            return Decision(stage.name, "reuse", "nothing that it reads has changed", key, inputs, record)
-        return Decision(stage.name, "run", f"{gone} is missing", key, inputs)
-    return Decision(stage.name, "run", _why(stage, context, inputs, key), key, inputs)
+            return StageDecision(stage.name, "reuse", "nothing that it reads has changed", key, inputs, record)
+        return StageDecision(stage.name, "run", f"{gone} is missing", key, inputs)
+    return StageDecision(stage.name, "run", _why(stage, context, inputs, key), key, inputs)
 
 
-def plan(stages: Sequence[Stage], context: StageContext) -> Iterator[Decision]:
+def plan(stages: Sequence[Stage], context: StageContext) -> Iterator[StageDecision]:
     """What a run would do with each stage, as far as that can be told before it."""
     for stage in stages:
         decision = decide(stage, context)

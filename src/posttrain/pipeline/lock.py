@@ -18,7 +18,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from posttrain.checkpointing import durable
-from posttrain.pipeline.records import PipelineError
+from posttrain.errors import InputError
 
 LOCK_FILE = ".lock"
 _POLL_S = 0.1
@@ -31,7 +31,7 @@ def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
         durable.make_folder(home)
         descriptor = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise PipelineError(f"pipeline.folder: {home} cannot be written ({error.strerror or error})") from error
+        raise InputError(f"pipeline.folder: {home} cannot be written ({error.strerror or error})") from error
     try:
         _acquire(descriptor, home, say)
         os.ftruncate(descriptor, 0)
@@ -51,7 +51,7 @@ def _acquire(descriptor: int, home: Path, say: Callable[[str], None]) -> None:
             pass
         holder = _holder(descriptor)
         if holder.get("host") != socket.gethostname() or _is_alive(holder):
-            raise PipelineError(
+            raise InputError(
                 f"{home}: another process is running this pipeline (process {holder.get('pid', '?')} on "
                 f"{holder.get('host', '?')}); `posttrain pipeline status` shows how far it is"
             )

@@ -39,19 +39,15 @@ STAGES: tuple[StageName, ...] = (
 )
 
 
-class PipelineError(InputError):
-    """The pipeline's file, its folder, or what was asked of it is not as it has to be."""
-
-
-def about(field: str, error: InputError) -> PipelineError:
+def about(field: str, error: InputError) -> InputError:
     """The same error with the field of pipeline.yaml that led to it."""
     overrides = f"{field}.overrides"  # what configs call the command line is a list in this file
     lines = (line.replace("command line", overrides, 1) for line in str(error).splitlines())
-    return PipelineError("\n".join(line if line.startswith(overrides) else f"{field}: {line}" for line in lines))
+    return InputError("\n".join(line if line.startswith(overrides) else f"{field}: {line}" for line in lines))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """What a stage has made. `digest` is of its content: two outcomes with the same digest are as good as each other."""
 
     digest: str
@@ -65,7 +61,7 @@ class StageRecord:
     stage: StageName
     key: str
     inputs: Mapping[str, Any]  # what the key is made of, to say what has changed
-    outcome: Outcome
+    outcome: StageOutcome
     seconds: float  # over all attempts
     finished_at: str
     code_version: str
@@ -91,9 +87,9 @@ def read_stage(folder: Path) -> StageRecord | None:
         return None
     row = _read_json(file)
     try:
-        return StageRecord(**{**row, "outcome": Outcome(**row["outcome"]), "folder": folder})
+        return StageRecord(**{**row, "outcome": StageOutcome(**row["outcome"]), "folder": folder})
     except (KeyError, TypeError) as error:
-        raise PipelineError(f"{file}: not the record of a stage ({error}); remove its folder to run it again") from None
+        raise InputError(f"{file}: not the record of a stage ({error}); remove its folder to run it again") from None
 
 
 def relative(path: Path, folder: Path) -> str:
@@ -184,7 +180,7 @@ def _read_iteration(folder: Path) -> Iteration:
             }
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise PipelineError(f"{file}: not the record of an iteration ({error})") from None
+        raise InputError(f"{file}: not the record of an iteration ({error})") from None
 
 
 def find_finished(home: Path, stage: StageName, key: str) -> StageRecord | None:
@@ -208,7 +204,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         row = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PipelineError(f"{file}: cannot be read ({error})") from None
+        raise InputError(f"{file}: cannot be read ({error})") from None
     if not isinstance(row, dict):
-        raise PipelineError(f"{file}: holds a {type(row).__name__} instead of an object")
+        raise InputError(f"{file}: holds a {type(row).__name__} instead of an object")
     return row

@@ -22,12 +22,11 @@ from posttrain.hashing import FileHashes, digest
 from posttrain.pipeline.demo_names import check_names_in_the_demo, settings_naming
 from posttrain.pipeline.demo_world import make_world, unmade
 from posttrain.pipeline.iteration_models import choose_models
-from posttrain.pipeline.iteration_plan import Decision, decide, plan
+from posttrain.pipeline.iteration_plan import StageDecision, decide, plan
 from posttrain.pipeline.lock import only_runner
 from posttrain.pipeline.records import (
     STAGES,
     Iteration,
-    PipelineError,
     StageMark,
     StageName,
     StageRecord,
@@ -72,7 +71,7 @@ class DryRun:
     something to make; then it is that, and the settings of which nobody knows yet whether what they name is any good."""
 
     selected: SelectedIteration | None = None
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[StageDecision, ...] = ()
     unmade: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
 
@@ -206,7 +205,7 @@ class PipelineRunner:
         place = STAGES.index(first)
         for name in STAGES[:place]:
             if name not in iteration.stages or iteration.stages[name].outdated:
-                raise PipelineError(
+                raise InputError(
                     f"--from {first}: {name} has not run in iteration {iteration.number}; leave --from out, or begin earlier"
                 )
         redone = {name: iteration.redone.get(name, 0) + (STAGES.index(name) >= place) for name in STAGES}
@@ -234,7 +233,9 @@ class PipelineRunner:
             lock=lock,
         )
 
-    def _perform(self, stage: Stage, decision: Decision, context: StageContext) -> tuple[Iteration, StageRecord | None]:
+    def _perform(
+        self, stage: Stage, decision: StageDecision, context: StageContext
+    ) -> tuple[Iteration, StageRecord | None]:
         iteration, name = context.iteration, f"{stage.name:<9}"
         if decision.action == "skip":
             self.say(f"{name} skipped: {decision.why}")
@@ -256,7 +257,7 @@ class PipelineRunner:
             iteration.write()
         return iteration, record
 
-    def _execute(self, stage: Stage, decision: Decision, context: StageContext) -> StageRecord:
+    def _execute(self, stage: Stage, decision: StageDecision, context: StageContext) -> StageRecord:
         folder = context.iteration.folder / stage_folder(stage.name, decision.key)
         if not stage.goes_on or (folder / "stage.json").exists():
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed, or whose results are gone

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.hashing import FileHashes
-from posttrain.pipeline.records import Iteration, Outcome, StageName, StageRecord
+from posttrain.pipeline.records import Iteration, StageName, StageOutcome, StageRecord
 from posttrain.roles import ShowProgress
 
 
@@ -48,7 +48,7 @@ class Stage(Protocol):
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
         """What a finished stage has made and is not there any more."""
 
-    def work(self, context: StageContext, folder: Path) -> Outcome: ...
+    def work(self, context: StageContext, folder: Path) -> StageOutcome: ...
 
 
 class Stop(Exception):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import InputError
-from posttrain.planning.plan import Estimate
-from posttrain.planning.workload import Lengths
+from posttrain.planning.plan import RunEstimate
+from posttrain.planning.workload import MeanLengths
 from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
 from posttrain.reporting.run_data import load_run
 from posttrain.reporting.run_files import METRICS_FILE, Row
@@ -31,20 +31,20 @@ class Measured:
         return self.values.get(key)
 
     @property
-    def lengths(self) -> Lengths | None:
+    def lengths(self) -> MeanLengths | None:
         total = self.get("performance/mean_total_tokens_per_sample")
         if total is None:
             return None
         answer = self.get("train/mean_generation_length")
         if answer is None:
-            return Lengths(
+            return MeanLengths(
                 total * (1 - _ANSWER_SHARE), total * _ANSWER_SHARE, "of the run; answers taken as half of it"
             )
-        return Lengths(max(total - answer, 1.0), max(answer, 1.0), "of the run")
+        return MeanLengths(max(total - answer, 1.0), max(answer, 1.0), "of the run")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PredictedAndMeasured:
     what: str
     unit: str
     predicted: float
@@ -77,7 +77,7 @@ def _median(rows: Sequence[Row], key: str) -> float | None:
     return float(statistics.median(values)) if values else None
 
 
-def compare(found: Estimate, measured: Measured) -> list[Comparison]:
+def compare(found: RunEstimate, measured: Measured) -> list[PredictedAndMeasured]:
     """What both know. The measured step has stages that the prediction leaves out; its total is over those of both."""
     rows = []
     shared_s = 0.0
@@ -85,15 +85,15 @@ def compare(found: Estimate, measured: Measured) -> list[Comparison]:
         value = measured.get(f"timing/train/{stage}")
         if value and seconds:
             shared_s += value
-            rows.append(Comparison(stage, "s", seconds, value))
+            rows.append(PredictedAndMeasured(stage, "s", seconds, value))
     if shared_s:
-        rows.append(Comparison("these stages together", "s", sum(row.predicted for row in rows), shared_s))
+        rows.append(PredictedAndMeasured("these stages together", "s", sum(row.predicted for row in rows), shared_s))
     rate = measured.get("performance/tokens_per_sec_per_gpu")
     if rate:
-        rows.append(Comparison("tokens per second and GPU", "", found.tokens_per_s, rate))
+        rows.append(PredictedAndMeasured("tokens per second and GPU", "", found.tokens_per_s, rate))
     for name, phases in _PEAKS.items():
         value = measured.get(f"performance/peak_gib_{name}_max")
         predicted = max(found.memory.peak_bytes(phase) for phase in phases) / GIB
         if value and predicted:
-            rows.append(Comparison(f"peak memory, {name}", "GiB", predicted, value))
+            rows.append(PredictedAndMeasured(f"peak memory, {name}", "GiB", predicted, value))
     return rows

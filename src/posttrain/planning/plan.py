@@ -11,14 +11,14 @@ from posttrain.errors import InputError
 from posttrain.planning.calibration import GPUS, MEASURED_ON, Gpu
 from posttrain.planning.memory import MemoryPlan, plan_memory
 from posttrain.planning.timing import StepTime, TimeModel
-from posttrain.planning.workload import Lengths, Workload, workload_of
+from posttrain.planning.workload import MeanLengths, Workload, workload_of
 from posttrain.policy.memory.model_shape import ModelShape, find_shape
 from posttrain.policy.memory.rank import GIB, SAMPLING, Phase, RankMemory
 from posttrain.policy.memory.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """Memory and time of one set of settings."""
 
     shape: ModelShape
@@ -52,11 +52,11 @@ class Estimate:
         return self.workload.num_tokens / self.time.total_s
 
 
-def estimate(shape: ModelShape, settings: RunSettings, workload: Workload, gpu: Gpu) -> Estimate:
+def estimate(shape: ModelShape, settings: RunSettings, workload: Workload, gpu: Gpu) -> RunEstimate:
     rank = RankMemory(shape, settings)
     memory = plan_memory(rank, workload, gpu)
     time = TimeModel(rank, gpu).step(workload, memory.cache)
-    return Estimate(shape, settings, workload, gpu, memory, time)
+    return RunEstimate(shape, settings, workload, gpu, memory, time)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -69,17 +69,17 @@ def estimate_run(
     config: RunConfig,
     gpu: Gpu,
     *,
-    lengths: Lengths | None = None,
+    lengths: MeanLengths | None = None,
     prompt_tokens: float | None = None,
     answer_tokens: float | None = None,
-) -> Estimate:
-    """The plan of a config. Lengths are those given, else those measured, else assumed."""
+) -> RunEstimate:
+    """The plan of a config. MeanLengths are those given, else those measured, else assumed."""
     shape = find_shape(config.policy.model_name, config.policy.hf_config_overrides)
     if config.scores_answers:
         shape = shape.without_output_table()
     workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
 
-    def with_checkpointing(recomputes: bool) -> Estimate:
+    def with_checkpointing(recomputes: bool) -> RunEstimate:
         settings = run_settings(
             config.policy,
             has_reference=config.needs_reference,
@@ -103,7 +103,7 @@ def _checkpoint_copy(config: CheckpointingConfig) -> CheckpointCopy:
     return "with optimizer" if config.save_optimizer else "weights"
 
 
-def assumptions(found: Estimate, config: RunConfig) -> list[str]:
+def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
     """What the numbers rest on, for people."""
     gpu, workload, shape, step = found.gpu, found.workload, found.shape, config.step_sizes()
     limits = f"{gpu.matrix_flops / 1e12:.0f} TFLOP/s, {gpu.copy_bytes_per_s / 1e12:.2f} TB/s, {gpu.memory_bytes / GIB:.1f} GiB"
@@ -143,7 +143,7 @@ def assumptions(found: Estimate, config: RunConfig) -> list[str]:
     return said
 
 
-def as_json(found: Estimate, config: RunConfig) -> dict[str, Any]:
+def as_json(found: RunEstimate, config: RunConfig) -> dict[str, Any]:
     time, cache, workload = found.time, found.memory.cache, found.workload
     return {
         "model": found.shape.name,

@@ -8,11 +8,11 @@ from posttrain.registry.errors import RegistryBusy, RegistryConflict, RegistryEr
 from posttrain.registry.lineage import Lineage, gather_lineage
 from posttrain.registry.registry import Registry
 from posttrain.registry.resolve import resolve_version
-from posttrain.registry.stages import Entry, Stage
+from posttrain.registry.stages import HistoryEntry, Stage
 from posttrain.registry.version import ModelVersion
 
 __all__ = [
-    "Entry",
+    "HistoryEntry",
     "Lineage",
     "ModelVersion",
     "Registry",

@@ -26,7 +26,7 @@ from posttrain.registry.stages import (
     NOTHING_EXPECTED,
     STAGES,
     Change,
-    Entry,
+    HistoryEntry,
     Stage,
     Stages,
     replay,
@@ -71,7 +71,7 @@ class Registry:
         number = self._number(name, str(which), records, stages)
         return self._version(name, number, records[number], stages)
 
-    def history(self, name: str) -> list[Entry]:
+    def history(self, name: str) -> list[HistoryEntry]:
         """Every stage change that was ever written, in order, with what it did; also those that lost a race."""
         self._records(name)
         return self._replayed(name)[1]
@@ -143,7 +143,7 @@ class Registry:
         expect: int | None = None,
         force: bool = False,
         verify: bool = True,
-    ) -> Entry | None:
+    ) -> HistoryEntry | None:
         """Move a version to a stage; without `to`, to the next one. None if it is there already.
 
         What was in that place is archived. `expect` is the version that must be in the place (0: none): if another one
@@ -178,7 +178,7 @@ class Registry:
         stage: Stage = "production",
         to: int | None = None,
         verify: bool = True,
-    ) -> Entry:
+    ) -> HistoryEntry:
         """Production goes back to the version before (or to `to`); a canary is taken away. The loser is archived.
 
         `to` must have been in production before: a rollback asks no gate, so it leads nowhere that is new.
@@ -228,7 +228,7 @@ class Registry:
                 copy.withdraw()
             raise
 
-    def _append(self, name: str, change: Change) -> Entry:
+    def _append(self, name: str, change: Change) -> HistoryEntry:
         with self._store.writing():
             # Before writing, so that what cannot work leaves no line; afterwards again, because without a lock (on a
             # server) another writer may have come in between. Then the order of the log decides, for everybody alike.
@@ -242,7 +242,7 @@ class Registry:
             raise RegistryConflict(f"{name}: another change came first: {entry.refused}; nothing was changed")
         return entry
 
-    def _replayed(self, name: str) -> tuple[Stages, list[Entry]]:
+    def _replayed(self, name: str) -> tuple[Stages, list[HistoryEntry]]:
         rows = self._store.changes(name)
         return replay(Change(**row, ordinal=ordinal) for ordinal, row in rows.items())
 

@@ -47,7 +47,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Entry:
+class HistoryEntry:
     """A change with what came of it. `refused` says why nothing did."""
 
     change: Change
@@ -76,9 +76,9 @@ class Stages:
         earlier = self.line[:-1] if self.production else self.line
         return next((version for version in reversed(earlier) if version != self.production), NO_VERSION)
 
-    def apply(self, change: Change) -> Entry:
+    def apply(self, change: Change) -> HistoryEntry:
         if refused := self._refusal(change):
-            return Entry(change, refused=refused)
+            return HistoryEntry(change, refused=refused)
         before = {
             version: self.of(version) for version in {change.version, self.production, self.canary} - {NO_VERSION}
         }
@@ -87,7 +87,7 @@ class Stages:
         else:
             self._promote(change)
         moves = (Move(version, stage, self.of(version)) for version, stage in sorted(before.items()))
-        return Entry(change, tuple(move for move in moves if move.before != move.after))
+        return HistoryEntry(change, tuple(move for move in moves if move.before != move.after))
 
     def _refusal(self, change: Change) -> str | None:
         place = "canary" if change.to == "canary" or self._takes_canary_away(change) else "production"
@@ -140,7 +140,7 @@ class Stages:
         self.production = version
 
 
-def replay(changes: Iterable[Change]) -> tuple[Stages, list[Entry]]:
+def replay(changes: Iterable[Change]) -> tuple[Stages, list[HistoryEntry]]:
     """The stages after all changes, and what each of them did."""
     stages = Stages()
     entries = [stages.apply(change) for change in changes]

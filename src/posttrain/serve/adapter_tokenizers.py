@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.data.chat import ChatFormat
+from posttrain.errors import InputError
 from posttrain.models.accepted_names import ResolvedModel
 from posttrain.models.loading import load_tokenizer
-from posttrain.serve.models import ServedAdapter, ServeError
+from posttrain.serve.models import ServedAdapter
 
 _MOST_NAMED = 5  # of the tokens that the base model does not have
 
@@ -20,7 +21,7 @@ _MOST_NAMED = 5  # of the tokens that the base model does not have
 def load_adapter_tokenizer(
     name: str, adapter: ServedAdapter, main: ResolvedModel, say: Callable[[str], None]
 ) -> Any | None:
-    """None: the adapter brought none. ServeError where its tokens are not those of the main model."""
+    """None: the adapter brought none. InputError where its tokens are not those of the main model."""
     if adapter.tokenizer is None:
         return None
     own = load_tokenizer(adapter.tokenizer, f"adapter {name!r}")
@@ -31,12 +32,12 @@ def load_adapter_tokenizer(
     extra = set(own_ids) - set(base_ids)
     # A token that was not added from outside is made of others by merging: ordinary text becomes other tokens, too.
     if not base_ids.items() <= own_ids.items() or not extra <= set(own.get_added_vocab()):
-        raise ServeError(
+        raise InputError(
             f"--adapter {name}: the tokenizer in {adapter.tokenizer} has another vocabulary than that of {main.text}"
         )
     template = ChatFormat(own).template
     if needed := _needed(extra, own, template):
-        raise ServeError(
+        raise InputError(
             f"--adapter {name}: its conversations are written with {needed!r}, a token that {main.text} does not have; merge "
             "the adapter into the base model that it was trained on (posttrain convert --merge-lora) and serve that"
         )

@@ -15,7 +15,7 @@ from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.planning.calibration import GPUS
 from posttrain.planning.measured import compare, read_measured
-from posttrain.planning.plan import Estimate, assumptions, estimate_run
+from posttrain.planning.plan import RunEstimate, assumptions, estimate_run
 from posttrain.planning.proposal import explain, propose, remedies
 from posttrain.policy.memory.model_shape import NAMED_SHAPES
 from posttrain.policy.memory.rank import SAMPLING, SCORING, TRAINING
@@ -33,7 +33,7 @@ STEP = [
 SHORT_STATE = ["policy.optimizer.state_dtype=bfloat16", "policy.optimizer.master_weights=none"]
 
 
-def planned(*words: str, kind: str = "grpo", gpu: str = "h200") -> Estimate:
+def planned(*words: str, kind: str = "grpo", gpu: str = "h200") -> RunEstimate:
     return estimate_run(load_config(kind, None, list(words)).config, GPUS[gpu])
 
 
@@ -246,7 +246,7 @@ def run_folder(folder: Path, rows: list[dict[str, Any]], *words: str) -> Path:
     return folder
 
 
-def row_of(step: int, found: Estimate, factor: float) -> dict[str, Any]:
+def row_of(step: int, found: RunEstimate, factor: float) -> dict[str, Any]:
     stages = {f"timing/train/{name}": seconds * factor for name, seconds in found.time.stages.items()}
     return {
         "step": step,

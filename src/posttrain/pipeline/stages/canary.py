@@ -16,7 +16,7 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.hashing import digest
 from posttrain.pipeline.iteration_models import registry_of, versions_of
-from posttrain.pipeline.records import ModelChoice, Outcome, PipelineError, StageName, StageRecord, about
+from posttrain.pipeline.records import ModelChoice, StageName, StageOutcome, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path
 from posttrain.pipeline.stages.gate import verdict_of
 from posttrain.registry.version import ModelVersion
@@ -64,7 +64,7 @@ class CanaryStage:
             return f"version {number} as canary"
         return missing_path(record, "file")
 
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         config, name = context.config, context.config.pipeline.name
         registry = registry_of(config)
         number = int(context.before["registry"].outcome.values["version"])
@@ -80,7 +80,7 @@ class CanaryStage:
         script = f'#!/bin/sh\n# Serves {name}; written by `posttrain pipeline run`.\nexec {shlex.join(command)} "$@"\n'
         durable.write_text(folder / SERVE_SCRIPT, script)
         (folder / SERVE_SCRIPT).chmod(0o755)
-        return Outcome(
+        return StageOutcome(
             digest=digest([version.reference, serving]),
             headline=_headline(serving, version),
             values={"file": SERVE_FILE, "script": SERVE_SCRIPT, "command": command, "version": number},
@@ -100,7 +100,7 @@ def _refuse_other_production(context: StageContext, versions: list[ModelVersion]
     if current != compared:
         now = "nothing" if current is None else f"version {current}"
         then = "nothing" if compared is None else f"version {compared}"
-        raise PipelineError(
+        raise InputError(
             f"canary: {now} is in production now, and {then} was when this iteration began; `pipeline run --from evaluate` "
             "compares with the one that is there"
         )

@@ -18,7 +18,7 @@ from posttrain.data.errors import DataError
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import Prompt, TraceGroup
 from posttrain.hashing import digest
-from posttrain.pipeline.records import Outcome, StageName, StageRecord
+from posttrain.pipeline.records import StageName, StageOutcome, StageRecord
 from posttrain.pipeline.stage import StageContext, missing_path
 from posttrain.pipeline.stages.traces import current_content, pair_rules_of, reading_of
 
@@ -47,7 +47,7 @@ class DatasetStage:
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
         return missing_path(record, "file")
 
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         kind = context.config.dataset_kind
         file = folder / f"{kind}.jsonl"
         read, facts = ReadReport(), {}
@@ -65,7 +65,7 @@ class DatasetStage:
             raise DataError("traces.path: the files changed while they were read; run again when nobody writes to them")
         report = {"kind": kind, "rows": lines, "read": read.as_dict(), **facts}
         durable.write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
-        return Outcome(
+        return StageOutcome(
             digest=digest([kind, context.hashes.of(file)]),
             headline=f"{lines:,} {'rows of recorded answers' if kind == 'groups' else kind}",
             values={"kind": kind, "file": file.name, "rows": lines},

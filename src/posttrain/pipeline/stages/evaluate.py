@@ -21,7 +21,7 @@ from posttrain.errors import InputError
 from posttrain.hashing import digest
 from posttrain.pipeline.content import model_identity
 from posttrain.pipeline.iteration_models import locate
-from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about, relative
+from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about, relative
 from posttrain.pipeline.stage import StageContext
 from posttrain.pipeline.stages.gate import load_gate
 from posttrain.roles import Progress
@@ -73,7 +73,7 @@ class EvaluateStage:
                     return f"the summary of {name} with these settings"  # the folder has been summed up otherwise since
         return None
 
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         incumbent = context.iteration.incumbent
         candidate = self._measure(context, "the candidate", str(context.before["convert"].path("model")))
         others = None
@@ -99,16 +99,14 @@ def load_evaluation(config: PipelineConfig, name: str, model: str) -> LoadedConf
     section = config.evaluate[name]
     for text in section.overrides:
         if text.lstrip("+~").partition("=")[0].strip() in OWN_KEYS:
-            raise PipelineError(f"evaluate.{name}.overrides: `{text}`: the pipeline sets this itself")
+            raise InputError(f"evaluate.{name}.overrides: `{text}`: the pipeline sets this itself")
     path = None if section.config is None else Path(section.config)
     try:
         loaded = load_config("eval", path, [*section.overrides, f"generation.model_name={model}"])
     except InputError as error:
         raise about(f"evaluate.{name}", error) from error
     if loaded.config.server_url is not None:
-        raise PipelineError(
-            f"evaluate.{name}: generation.openai_cfg names a server; the pipeline evaluates its own model"
-        )
+        raise InputError(f"evaluate.{name}: generation.openai_cfg names a server; the pipeline evaluates its own model")
     return loaded
 
 
@@ -196,7 +194,7 @@ def _write_comparison(first: Path, second: Path, file: Path) -> None:
 
 def _outcome(
     context: StageContext, folder: Path, candidate: dict[str, Path], others: dict[str, Path] | None, report: str | None
-) -> Outcome:
+) -> StageOutcome:
     from posttrain.evaluation.results import PROBLEMS_FILE, SUMMARY_FILE, read_summary
 
     first = next(iter(candidate))
@@ -210,7 +208,7 @@ def _outcome(
             answers[f"{side}/{name}"] = context.hashes.of(path / PROBLEMS_FILE)
     score = "none" if ours.score is None else f"{ours.score:.4f}"
     against = "" if theirs is None or theirs.score is None else f" against {theirs.score:.4f} of {_who(context)}"
-    return Outcome(
+    return StageOutcome(
         digest=digest([answers, judged]),
         headline=f"{first}: {ours.metric} {score}{against}, {ours.counts.problems:,} problems",
         values={

@@ -13,7 +13,7 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.config.standalone import load_standalone
 from posttrain.errors import InputError
 from posttrain.hashing import digest
-from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about
+from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path
 
 GATE_FILE, GATE_PAGE = "gate.json", "gate.html"
@@ -46,7 +46,7 @@ class GateStage:
         for name, check in load_gate(config).checks.items():
             where = f"gate: {config.gate.config}: checks.{name}"
             if check.evaluation not in config.evaluate:
-                raise PipelineError(
+                raise InputError(
                     f"{where}.evaluation is {check.evaluation!r}, and `evaluate` has {', '.join(config.evaluate)}"
                 )
             measured = load_evaluation(config, check.evaluation, PLACEHOLDER).config.eval
@@ -63,7 +63,7 @@ class GateStage:
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
         return missing_path(record, "file")
 
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         from posttrain.evaluation.results import read_evaluation
         from posttrain.gate import judge
         from posttrain.gate.report import as_html, as_json
@@ -80,7 +80,7 @@ class GateStage:
         durable.write_text(folder / GATE_FILE, json.dumps(report, indent=2) + "\n")
         durable.write_text(folder / GATE_PAGE, as_html(report, result))
         reasons = "; ".join(result.reasons[:2])
-        return Outcome(
+        return StageOutcome(
             digest=digest([result.verdict, [asdict(rule) for rule in result.rules]]),
             headline=f"{WORDS[result.verdict]}{f': {reasons}' if reasons else ''}",
             values={

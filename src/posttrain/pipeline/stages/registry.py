@@ -14,9 +14,10 @@ from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
+from posttrain.errors import InputError
 from posttrain.hashing import digest
 from posttrain.pipeline.iteration_models import place_in_registry, registry_of, versions_of
-from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, key_of
+from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, key_of
 from posttrain.pipeline.stage import StageContext
 from posttrain.pipeline.stages.gate import verdict_of
 from posttrain.registry.version import ModelVersion, as_row
@@ -30,10 +31,10 @@ class RegistryStage:
 
     def check(self, config: PipelineConfig) -> None:
         if importlib.util.find_spec("mlflow") is None:
-            raise PipelineError("registry: needs MLflow: pip install 'posttrain[registry]'; or stop with --until gate")
+            raise InputError("registry: needs MLflow: pip install 'posttrain[registry]'; or stop with --until gate")
         folder = registry_of(config).location.folder
         if folder is not None and folder.exists() and not folder.is_dir():
-            raise PipelineError(f"registry.location: {folder} is a file; a folder, or an address of MLflow, is needed")
+            raise InputError(f"registry.location: {folder} is a file; a folder, or an address of MLflow, is needed")
 
     def inputs(self, context: StageContext) -> dict[str, Any]:
         return {"settings": place_in_registry(context.config)}
@@ -47,14 +48,14 @@ class RegistryStage:
         known = any(version.version == number for version in versions_of(config))
         return None if known else f"version {number} in the registry"
 
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         mark = f"pipeline stage {self._mark(context)}"
         version = next((one for one in versions_of(context.config) if mark in one.note), None) or self._add(
             context, mark
         )
         row = {key: value for key, value in as_row(version).items() if key != "stage"}  # a stage is not for ever
         durable.write_text(folder / "version.json", json.dumps(row, indent=2, default=str) + "\n")
-        return Outcome(
+        return StageOutcome(
             digest=digest([version.name, version.version, self.inputs(context)]),
             headline=f"{version.reference}, candidate",
             values={"version": version.version, "reference": version.reference},

@@ -13,7 +13,7 @@ from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters
 from posttrain.errors import InputError
 from posttrain.hashing import FileHashes, digest
 from posttrain.pipeline.content import traces_content
-from posttrain.pipeline.records import Outcome, StageName, StageRecord, about
+from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path
 
 
@@ -63,7 +63,7 @@ class TracesStage:
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
         return missing_path(record, "statistics")
 
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         from posttrain.data.traces.picture import reward_histogram_svg
         from posttrain.data.traces.statistics import collect_statistics
 
@@ -75,7 +75,7 @@ class TracesStage:
         durable.write_text(folder / "statistics.json", json.dumps(found.as_dict(), indent=2) + "\n")
         picture = reward_histogram_svg(found, f"Rewards of the traces of {context.config.pipeline.name}")
         durable.write_text(folder / "rewards.svg", picture)
-        return Outcome(
+        return StageOutcome(
             digest=digest(self.inputs(context)),
             headline=f"{found.traces:,} traces of {found.groups:,} prompts, mean reward {found.reward_mean:.3g}; "
             f"{found.with_signal:,} prompts have different rewards",

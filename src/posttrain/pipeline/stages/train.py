@@ -12,7 +12,7 @@ from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.pipeline.iteration_models import trainable_folder
-from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about
+from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about
 from posttrain.pipeline.stage import StageContext, Stop, missing_path
 from posttrain.pipeline.training_process import run_training
 
@@ -33,9 +33,9 @@ class TrainStage:
     def check(self, config: PipelineConfig) -> None:
         loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
         if not loaded.config.checkpointing.enabled:
-            raise PipelineError("train: checkpointing.enabled is false: there would be nothing to convert")
+            raise InputError("train: checkpointing.enabled is false: there would be nothing to convert")
         if config.train.checkpoint == "best" and loaded.config.checkpointing.metric_name is None:
-            raise PipelineError(
+            raise InputError(
                 "train.checkpoint is best, and checkpointing.metric_name is null: name the metric that decides, or take newest"
             )
 
@@ -57,7 +57,7 @@ class TrainStage:
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
         return missing_path(record, "checkpoint")
 
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         config, algorithm = context.config, context.config.train.algorithm
         run = folder / RUN_FOLDER
         model, tokenizer = trainable_folder(context.iteration.start, config)
@@ -74,7 +74,7 @@ class TrainStage:
         step = int(checkpoint.name.removeprefix("step_"))
         metric, value, seconds = _training_metric(run, algorithm)
         shown = "" if value is None else f"; {metric} {value:.4g} over the last steps"
-        return Outcome(
+        return StageOutcome(
             digest=_weights_digest(checkpoint),
             headline=f"{algorithm.upper()} of {context.iteration.start.text}, checkpoint at step {step}{shown}",
             values={
@@ -98,7 +98,7 @@ def load_training(
         key = text.lstrip("+~").partition("=")[0].strip()
         if key.startswith(OWN_KEYS):
             where = {"policy.model_name": "base_model", "data.train": "traces and dataset"}.get(key, "pipeline.folder")
-            raise PipelineError(f"train.overrides: `{text}`: the pipeline sets {key} itself; see {where}")
+            raise InputError(f"train.overrides: `{text}`: the pipeline sets {key} itself; see {where}")
     path = None if train.config is None else Path(train.config)
     own = [
         f"policy.model_name={model}",
@@ -146,7 +146,7 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
     )
     newest = store.latest()
     if newest is None:
-        raise PipelineError(f"train: {run} has no checkpoint that is whole")
+        raise InputError(f"train: {run} has no checkpoint that is whole")
     if which == "newest":
         return newest
     sign = 1.0 if settings.higher_is_better else -1.0
@@ -157,7 +157,7 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
         if isinstance(info.get(settings.metric_name or ""), int | float) and math.isfinite(info[settings.metric_name])
     }
     if not ranked:
-        raise PipelineError(
+        raise InputError(
             f"train.checkpoint: best: no checkpoint in {run} has the metric {settings.metric_name} "
             "(checkpointing.metric_name); validate when saving, or take newest"
         )
