@@ -10,19 +10,19 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain.demo.arithmetic import answer, build_tokenizer
+from posttrain.json_files import JsonObject
 
 SMALLEST, LARGEST = 32, 99  # so that every product has four digits
 SHARE_HELD_OUT = 0.1
 SHARE_ASKING = 0.4  # of the examples: they use the calculator
 GUESS = 5000
 
-Row = dict[str, Any]
+Row = JsonObject
 
 
 def problems(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

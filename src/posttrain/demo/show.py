@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from posttrain.build import Run
 from posttrain.config import load_config
 from posttrain.demo.arithmetic import SHARE_RIGHT, build_model, write_data
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 
 SFT_STEPS = 500
 GRPO_STEPS = 100
@@ -173,7 +173,7 @@ def _summarise(run: Path, seconds: float) -> None:
     print(f"All of it took {seconds / 60:.1f} minutes. The curves and the samples: {run / 'report.html'}")
 
 
-def _groups(path: Path) -> list[dict[str, Any]]:
+def _groups(path: Path) -> list[JsonObject]:
     with gzip.open(path, "rt") as lines:
         return [json.loads(line) for line in lines]
 

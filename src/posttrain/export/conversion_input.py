@@ -7,11 +7,11 @@ folders of torch DCP on their own, Hugging Face folders and peft adapters. Nothi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -21,15 +21,13 @@ from posttrain.errors import InputError, reason_of
 from posttrain.export.merge_lora import Adapter, adapter_in, open_adapter
 from posttrain.export.weight_names import WeightShapes, config_file_of, is_lora, match_names, plain_name, prefix_of
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
-from posttrain.models.accepted_names import (
-    TOKENIZER,
-    adapter_base,
-    check_model_folder,
-    find_checkpoint,
-    read_json,
-)
+from posttrain.json_files import JsonMapping, JsonObject, read_json
+from posttrain.models.accepted_names import TOKENIZER, adapter_base, check_model_folder, find_checkpoint
 from posttrain.models.hub import looks_like_hub_name, why_unavailable
 from posttrain.models.loading import explain_config_error
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Say = Callable[[str], None]
 _FILES_OF_A_MODEL = ("*.safetensors", ".metadata", "config.json", "adapter_config.json")
@@ -48,7 +46,7 @@ class ConversionInput:
     base_origin: str  # `base`, and who says so, for messages
     base_is_given: bool  # by --config or --base, so that it is compared with the weights
     source: WeightSource | None  # the files of `folder`; None for a peft adapter
-    run_config: Mapping[str, Any]  # config.yaml of the run; empty if there is none
+    run_config: JsonMapping  # config.yaml of the run; empty if there is none
     config_file: Path | None
     checkpoint: Path | None  # step_N
 
@@ -77,11 +75,11 @@ class ConversionInput:
             self._compare_with_base(config, own)
         return WeightShapes.of(config, str(own))
 
-    def _base_config(self) -> Any:
+    def _base_config(self) -> PretrainedConfig:
         overrides = dict((self.run_config.get("policy") or {}).get("hf_config_overrides") or {})
         return read_model_config(self.base, overrides, self.base_origin)
 
-    def _compare_with_base(self, config: Any, own: Path) -> None:
+    def _compare_with_base(self, config: PretrainedConfig, own: Path) -> None:
         """The weights' own config is the better witness; one that the user gives must not contradict it."""
         try:
             given = self._base_config()
@@ -113,7 +111,7 @@ class ConversionInput:
         names = {name.removeprefix(prefix): old for name, old in plain.items()}
         return adapter_in(RenamedSource(self.source, names), self._lora_settings(), self.folder)
 
-    def _lora_settings(self) -> dict[str, Any]:
+    def _lora_settings(self) -> JsonObject:
         section = (self.run_config.get("policy") or {}).get("dtensor_cfg") or {}
         lora = section.get("lora_cfg") or {}
         if not lora.get("dim") or not lora.get("alpha"):
@@ -246,7 +244,7 @@ def _check_base(base: str) -> None:
         raise ConversionError(f"--base: no folder {base!r}; accepted: {_BASES}")
 
 
-def _check_training_config(path: Path, run_config: Mapping[str, Any], *, names_model: bool) -> None:
+def _check_training_config(path: Path, run_config: JsonMapping, *, names_model: bool) -> None:
     """--config is where the model's history comes from; a file without it would lose the history without a word."""
     if "policy" not in run_config:
         raise ConversionError(
@@ -256,7 +254,7 @@ def _check_training_config(path: Path, run_config: Mapping[str, Any], *, names_m
         raise ConversionError(f"{path} has no policy.model_name, so the model that was trained is not known")
 
 
-def _base_model(folder: Path, run_config: Mapping[str, Any], config_file: Path | None, is_peft: bool) -> str:
+def _base_model(folder: Path, run_config: JsonMapping, config_file: Path | None, is_peft: bool) -> str:
     named = (run_config.get("policy") or {}).get("model_name")
     if is_peft:
         try:
@@ -278,7 +276,7 @@ def _base_model(folder: Path, run_config: Mapping[str, Any], config_file: Path |
     )
 
 
-def read_run_config(path: Path) -> dict[str, Any]:
+def read_run_config(path: Path) -> JsonObject:
     """A run's config.yaml, ours or NeMo RL's, as it is: only a few of its keys are needed, so no schema is applied."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -291,7 +289,7 @@ def read_run_config(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_model_config(place: str, overrides: Mapping[str, Any], named: str) -> Any:
+def read_model_config(place: str, overrides: JsonMapping, named: str) -> PretrainedConfig:
     """The config of the model in the folder `place`, or of that name on the hub. `named` is its name in messages."""
     from transformers import AutoConfig
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +29,12 @@ from posttrain.export.weight_names import WeightShapes, match_names
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
 from posttrain.models.gguf_import import require_gguf
 from posttrain.models.tensor_files import TensorFacts
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from gguf import MODEL_ARCH, GGUFWriter, TensorNameMap
+    from transformers import PretrainedConfig
 
 Say = Callable[[str], None]
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -77,7 +83,7 @@ def _beginning(file: Path) -> bytes:
 
 
 @contextmanager
-def folder_to_export(model: str, file: Path, convert: Callable[[Path], Any]) -> Iterator[Path]:
+def folder_to_export(model: str, file: Path, convert: Callable[[Path], object]) -> Iterator[Path]:
     """A Hugging Face folder with the model: `model` itself if it is one, else converted to a folder that goes away."""
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
@@ -129,11 +135,11 @@ def export_gguf(
     return GgufFile(file, len(planned), file.stat().st_size, error)
 
 
-def _arch(gguf: Any, family: str) -> Any:
+def _arch(gguf: ModuleType, family: str) -> MODEL_ARCH:
     return next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
 
 
-def _plan(weights: WeightSource, names: Any, wanted: str) -> list[_Planned]:
+def _plan(weights: WeightSource, names: TensorNameMap, wanted: str) -> list[_Planned]:
     planned = []
     for name, facts in weights.facts.items():
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -156,7 +162,7 @@ def _num_bytes(planned: _Planned) -> int:
     return {"f32": 4 * count, "f16": 2 * count, "bf16": 2 * count, "q8_0": count // _BLOCK * (_BLOCK + 2)}[planned.type]
 
 
-def _add_header(writer: Any, gguf: Any, config: Any, name: str, wanted: str) -> None:
+def _add_header(writer: GGUFWriter, gguf: ModuleType, config: PretrainedConfig, name: str, wanted: str) -> None:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_name(name)
@@ -184,7 +190,7 @@ def _add_header(writer: Any, gguf: Any, config: Any, name: str, wanted: str) -> 
         raise InputError(f"positions of the kind {kind!r} (rope_parameters.rope_type) are not written as GGUF")
 
 
-def _rope_factors(config: Any) -> Tensor | None:
+def _rope_factors(config: PretrainedConfig) -> Tensor | None:
     """Llama 3's stretched positions, as divisors of each frequency; None for models without."""
     rope = config.rope_parameters
     if rope.get("rope_type") != "llama3":
@@ -197,7 +203,7 @@ def _rope_factors(config: Any) -> Tensor | None:
     return 1.0 / ((1 - smooth) / rope["factor"] + smooth)
 
 
-def _in_gguf_order(name: str, tensor: Tensor, config: Any) -> Tensor:
+def _in_gguf_order(name: str, tensor: Tensor, config: PretrainedConfig) -> Tensor:
     """llama.cpp rotates neighbouring pairs of a Llama's queries and keys, transformers the two halves of a head."""
     if _FAMILIES[config.model_type] != "llama" or ".self_attn." not in name:
         return tensor
@@ -209,7 +215,9 @@ def _in_gguf_order(name: str, tensor: Tensor, config: Any) -> Tensor:
     )
 
 
-def _tensors(planned: list[_Planned], weights: WeightSource, config: Any, rope: Tensor | None) -> Iterator[Tensor]:
+def _tensors(
+    planned: list[_Planned], weights: WeightSource, config: PretrainedConfig, rope: Tensor | None
+) -> Iterator[Tensor]:
     """The source's tensors in float32 and in llama.cpp's order, one at a time."""
     for each in planned:
         if not each.source:
@@ -223,11 +231,11 @@ def _tensors(planned: list[_Planned], weights: WeightSource, config: Any, rope: 
 
 
 def _write(
-    writer: Any,
-    gguf: Any,
+    writer: GGUFWriter,
+    gguf: ModuleType,
     planned: list[_Planned],
     weights: WeightSource,
-    config: Any,
+    config: PretrainedConfig,
     rope: Tensor | None,
     advance: Advance | None,
 ) -> None:
@@ -249,7 +257,12 @@ def _write(
 
 
 def _compare(
-    file: Path, gguf: Any, planned: list[_Planned], weights: WeightSource, config: Any, rope: Tensor | None
+    file: Path,
+    gguf: ModuleType,
+    planned: list[_Planned],
+    weights: WeightSource,
+    config: PretrainedConfig,
+    rope: Tensor | None,
 ) -> float:
     """Read the file back; the largest error of any number. InputError if one is larger than its format explains."""
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors}

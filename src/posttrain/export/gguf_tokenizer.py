@@ -8,16 +8,21 @@ SentencePiece tokenizers are not written.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter, TokenType
+    from transformers import PreTrainedTokenizerBase
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {_WORDS + r"\p{N}" + _REST: "qwen2", _WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe"}
 
 
-def pre_tokenizer_name(backend: dict[str, Any]) -> str | None:
+def pre_tokenizer_name(backend: JsonObject) -> str | None:
     """llama.cpp's name for the way that a tokenizer.json cuts text into words; None if it is not recognised."""
     rule = backend.get("pre_tokenizer") or {}
     steps = rule.get("pretokenizers", [rule])
@@ -31,7 +36,7 @@ def pre_tokenizer_name(backend: dict[str, Any]) -> str | None:
     return None
 
 
-def add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int, pre: str | None) -> None:
+def add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int, pre: str | None) -> None:
     """Write the tokenizer's part of the header. `vocab_size` is the number of rows of the embedding."""
     import gguf
 
@@ -64,10 +69,10 @@ def add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int, pre: str | None)
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _backend(tokenizer: Any) -> dict[str, Any]:
+def _backend(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise InputError("the tokenizer has no tokenizer.json; GGUF files are written for byte-level BPE tokenizers")
-    backend: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend: JsonObject = json.loads(tokenizer.backend_tokenizer.to_str())
     decoder = backend.get("decoder") or {}
     decoders = [decoder, *decoder.get("decoders", [])]
     if backend["model"]["type"] != "BPE" or not any(each.get("type") == "ByteLevel" for each in decoders):
@@ -77,7 +82,7 @@ def _backend(tokenizer: Any) -> dict[str, Any]:
     return backend
 
 
-def _tokens(tokenizer: Any, vocab_size: int, kinds: Any) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int, kinds: type[TokenType]) -> tuple[list[str], list[int]]:
     by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     if max(by_id) >= vocab_size:
         raise InputError(f"the tokenizer has token id {max(by_id)}, but the model's embedding has {vocab_size} rows")

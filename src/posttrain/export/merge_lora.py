@@ -21,7 +21,7 @@ from torch import Tensor
 from posttrain.errors import InputError
 from posttrain.export.weight_names import is_lora, plain_name
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
-from posttrain.models.accepted_names import read_json
+from posttrain.json_files import JsonMapping, read_json
 from posttrain.models.tensor_files import TensorFacts
 
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
@@ -34,7 +34,7 @@ class Adapter:
     place: Path
     factors: WeightSource
     whole: WeightSource
-    settings: Mapping[str, Any]  # the keys of peft's adapter_config.json
+    settings: JsonMapping  # the keys of peft's adapter_config.json
 
     @property
     def modules(self) -> list[str]:
@@ -62,7 +62,7 @@ class Adapter:
         return change.T if self.settings.get("fan_in_fan_out") else change
 
 
-def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+def _of_pattern(patterns: JsonMapping | None, module: str, default: Any) -> Any:
     """As peft does: a key is a regular expression for the end of the module's name."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
@@ -76,7 +76,7 @@ def open_adapter(folder: Path) -> Adapter:
     return adapter_in(SafetensorsSource(folder, [file]), read_json(folder / "adapter_config.json"), folder)
 
 
-def adapter_in(source: WeightSource, settings: Mapping[str, Any], place: Path) -> Adapter:
+def adapter_in(source: WeightSource, settings: JsonMapping, place: Path) -> Adapter:
     """The adapter among the tensors of `source`, whatever prefix their names have."""
     _check_settings(settings, place)
     factors, whole = {}, {}
@@ -106,7 +106,7 @@ def adapter_in(source: WeightSource, settings: Mapping[str, Any], place: Path) -
     return adapter
 
 
-def _check_settings(settings: Mapping[str, Any], place: Path) -> None:
+def _check_settings(settings: JsonMapping, place: Path) -> None:
     refused = {
         "peft_type": settings.get("peft_type", "LORA") != "LORA",
         "use_dora": bool(settings.get("use_dora")),
@@ -125,7 +125,7 @@ def _check_settings(settings: Mapping[str, Any], place: Path) -> None:
             raise InputError(f"{place}: the adapter's {key} is {patterns!r}; positive numbers by names are needed")
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and value > 0
 
 

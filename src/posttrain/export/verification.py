@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -22,7 +22,13 @@ from posttrain.errors import InputError, reason_of
 from posttrain.export.merge_lora import Adapter
 from posttrain.export.weight_names import WeightShapes, config_file_of, empty_model
 from posttrain.export.weight_sources import WeightSource
+from posttrain.json_files import JsonObject
 from posttrain.models.loading import explain_config_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _NUM_TOKENS = 24
 _ROOM = 1.3  # memory of a loaded model over that of its weights
@@ -44,7 +50,7 @@ class Verification:
         """Rounding the merged weights changed the model by more than half of what the adapter had taught it."""
         return self.adapter_effect is not None and self.max_difference > 0.5 * self.adapter_effect > 0
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         return {
             "how": self.how,
             "max_logit_difference": self.max_difference,
@@ -78,7 +84,7 @@ def compare(
     return Verification(how, difference, spread, tolerance, effect)
 
 
-def probe_tokens(config: Any) -> Tensor:
+def probe_tokens(config: PretrainedConfig) -> Tensor:
     """Token ids from all over the vocabulary, its first and last included."""
     size = int(config.get_text_config().vocab_size)
     return torch.linspace(0, size - 1, _NUM_TOKENS).round().long()[None]
@@ -104,10 +110,12 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _fill(weights: WeightSource, adapter: Adapter | None, names: Mapping[str, str]) -> Any:
+def _fill(
+    weights: WeightSource, adapter: Adapter | None, names: Mapping[str, str]
+) -> Callable[[nn.Module, object], None]:
     whole = adapter.whole.facts if adapter is not None else {}
 
-    def before(module: nn.Module, _: Any) -> None:
+    def before(module: nn.Module, _: object) -> None:
         for own, full in names.items():
             if module._parameters[own] is None:
                 continue
@@ -118,7 +126,7 @@ def _fill(weights: WeightSource, adapter: Adapter | None, names: Mapping[str, st
     return before
 
 
-def _empty(module: nn.Module, *_: Any) -> None:
+def _empty(module: nn.Module, *_: object) -> None:
     for own, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[own] = nn.Parameter(parameter.to("meta"), requires_grad=False)
@@ -157,7 +165,7 @@ def _loader(shape: WeightShapes) -> Any:
     """What users load such a model with. It goes by the folder's model_type, so a config that misleads it shows here."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    def task(model_class: Any) -> str:
+    def task(model_class: type[PreTrainedModel]) -> str:
         return str(model_class.__name__).rpartition("For")[2]
 
     for auto_class in (AutoModelForCausalLM, AutoModelForSequenceClassification):

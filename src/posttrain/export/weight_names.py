@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from torch import nn
 from posttrain.errors import InputError
 from posttrain.export.weight_sources import WeightSource
 from posttrain.models.loading import explain_config_error
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
 _LORA = re.compile(r"\.lora_[AB]\b|\.lora_embedding_[AB]\b|\.lora_magnitude_vector\b")
@@ -38,15 +41,15 @@ class MismatchError(InputError):
 class WeightShapes:
     """What a config says of a model's weights."""
 
-    config: Any
-    model_class: Any
+    config: PretrainedConfig
+    model_class: type[PreTrainedModel]
     origin: str  # where the config came from, for messages
     shapes: Mapping[str, tuple[int, ...]]  # tied weights once
     tied: Mapping[str, str]  # name that shares its tensor -> the name in `shapes`
     fuses: bool  # files hold other tensors than the model, e.g. one per expert; transformers converts between the two
 
     @classmethod
-    def of(cls, config: Any, origin: str) -> WeightShapes:
+    def of(cls, config: PretrainedConfig, origin: str) -> WeightShapes:
         try:
             model_class = model_class_of(config)
             model = empty_model(config, model_class)
@@ -68,7 +71,7 @@ def config_file_of(origin: str) -> str:
     return origin if Path(origin).name == "config.json" else f"config.json of {origin}"
 
 
-def model_class_of(config: Any) -> Any:
+def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that the config names: a language model, or a reward model."""
     import transformers
 
@@ -91,7 +94,7 @@ def model_class_of(config: Any) -> Any:
         ) from None
 
 
-def empty_model(config: Any, model_class: Any) -> nn.Module:
+def empty_model(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> nn.Module:
     """The modules without memory for their parameters; what is computed from the config (rotary tables) is there."""
     with _parameters_on_meta():
         model: nn.Module = model_class(config)

@@ -9,12 +9,13 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 from posttrain.models.accepted_names import files_of_index
 from posttrain.models.tensor_files import StoredPart, TensorFacts, assemble, stored_parts, whole_facts
 
@@ -119,7 +120,7 @@ class DcpSource:
 
         if not names:
             return
-        tensors: dict[str, Any] = {
+        tensors: JsonObject = {
             name: torch.empty(self.facts[name].shape, dtype=self.facts[name].dtype) for name in names
         }
         try:

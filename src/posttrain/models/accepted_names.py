@@ -16,17 +16,17 @@ The registry is built on this package, so its names are looked up by a function 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from posttrain.checkpointing import CheckpointStore
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError
+from posttrain.json_files import read_json
 from posttrain.models.hub import looks_like_hub_name
 
 WEIGHTS = Path("policy/weights/model")
@@ -209,7 +209,7 @@ def check_model_folder(path: Path) -> None:
 
 def files_of_index(index: Path) -> list[str]:
     """The weight files that the index of a model in several files names."""
-    content = read_json(index).get("weight_map")
+    content = read_json(index, ModelReferenceError).get("weight_map")
     names = content.values() if isinstance(content, dict) else ()
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ModelReferenceError(
@@ -222,7 +222,7 @@ def files_of_index(index: Path) -> list[str]:
 def adapter_base(adapter: Path) -> str:
     """The base model that an adapter's config names, as something that can be loaded."""
     path = adapter / "adapter_config.json"
-    name = read_json(path).get("base_model_name_or_path")
+    name = read_json(path, ModelReferenceError).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ModelReferenceError(
             f"{path} names no base_model_name_or_path, so the model under the adapter is not known"
@@ -235,16 +235,6 @@ def adapter_base(adapter: Path) -> str:
     raise ModelReferenceError(
         f"{path}: base_model_name_or_path {name!r} is not here; put the base model there, or write its new place into the file"
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelReferenceError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelReferenceError(f"{path} holds a {type(content).__name__} instead of an object")
-    return content
 
 
 def _to_stderr(line: str) -> None:

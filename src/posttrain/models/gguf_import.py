@@ -13,9 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Say = Callable[[str], None]
 
@@ -68,7 +72,7 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
     say(f"wrote {target}")
 
 
-def _tokenizer(gguf: Path) -> Any:
+def _tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
@@ -86,7 +90,7 @@ def _tokenizer(gguf: Path) -> Any:
     return tokenizer
 
 
-def _header(gguf: Path) -> dict[str, Any]:
+def _header(gguf: Path) -> JsonObject:
     """The scalar fields of the file's header; the long ones (vocabulary, merges) are left out."""
     from gguf import GGUFReader, GGUFValueType
 
@@ -94,7 +98,7 @@ def _header(gguf: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in fields.items() if field.types[:1] != [GGUFValueType.ARRAY]}
 
 
-def _plain_model(gguf: Path) -> Any:
+def _plain_model(gguf: Path) -> PreTrainedModel:
     """The model without any trace of its quantisation: a model loaded from GGUF refuses to be saved."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import InputError, reason_of
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.models.accepted_names import ModelReferenceError
 from posttrain.models.attention_interface import ATTENTION
 from posttrain.models.hub import why_unavailable
@@ -53,7 +52,7 @@ def explain_missing(name: str, field: str, error: Exception) -> SettingsError:
     return SettingsError(f"{field}: {name!r} is no local folder and could not be fetched from the hub: {error}")
 
 
-def check_model_exists(name: str, field: str = "policy.model_name") -> dict[str, Any]:
+def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObject:
     """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
     check_available(name, field)
     try:
@@ -83,7 +82,7 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
 
 
 def load_model(
-    name: str, dtype: torch.dtype, device: torch.device, overrides: Mapping[str, Any] | None = None
+    name: str, dtype: torch.dtype, device: torch.device, overrides: JsonMapping | None = None
 ) -> PreTrainedModel:
     check_available(name, "policy.model_name")
     try:
@@ -125,7 +124,7 @@ def sampling_dtype(precision: str, device: torch.device) -> torch.dtype:
     return DTYPES[precision]
 
 
-def _bad_config(name: str, field: str, error: Exception, overrides: Mapping[str, Any] | None = None) -> SettingsError:
+def _bad_config(name: str, field: str, error: Exception, overrides: JsonMapping | None = None) -> SettingsError:
     """The config was read, and no model can be built by it."""
     file = Path(name) / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -134,7 +133,7 @@ def _bad_config(name: str, field: str, error: Exception, overrides: Mapping[str,
     return SettingsError(f"{field}: {place}{changed}: {explain_config_error(error, {**config, **(overrides or {})})}")
 
 
-def explain_config_error(error: Exception, config: Mapping[str, Any]) -> str:
+def explain_config_error(error: Exception, config: JsonMapping) -> str:
     """Why transformers cannot build a model from `config`, in one line."""
     if isinstance(error, KeyError) and error.args:
         # A look-up by a value of the config, such as the name of an activation. The error holds the value only.
@@ -160,7 +159,7 @@ def _damaged_file(folder: Path) -> Path | None:
     return None
 
 
-def flops_per_token(model_config: Mapping[str, Any], num_parameters: int) -> float:
+def flops_per_token(model_config: JsonMapping, num_parameters: int) -> float:
     """Forward and backward of one token, the usual 6N; attention over short contexts is left out."""
     embedding = int(model_config.get("vocab_size", 0)) * int(model_config.get("hidden_size", 0))
     tied = bool(model_config.get("tie_word_embeddings", False))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.pipeline.content import model_identity
 from posttrain.pipeline.records import ModelChoice, about
 from posttrain.registry.registry import Registry
 from posttrain.registry.store import DATABASE
@@ -82,3 +81,12 @@ def trainable_folder(choice: ModelChoice, config: PipelineConfig) -> tuple[str, 
             "convert.merge_lora: true"
         )
     return found.model, found.tokenizer if Path(found.tokenizer).exists() else found.model
+
+
+def model_identity(reference: str) -> str:
+    """Of a local model, its files; a name on the hub stands for itself."""
+    from posttrain.models.accepted_names import resolve_model
+    from posttrain.models.fingerprint import model_fingerprint
+
+    found = resolve_model(reference)
+    return model_fingerprint(found) or found.model

@@ -3,10 +3,11 @@ good as running it. Nothing is changed here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.pipeline.records import (
     StageName,
     StageRecord,
@@ -27,7 +28,7 @@ class StageDecision:
     action: Action  # depends: on what a stage before it is going to make
     why: str
     key: str = ""
-    inputs: Mapping[str, Any] | None = None
+    inputs: JsonMapping | None = None
     record: StageRecord | None = None  # of a stage that is reused
 
 
@@ -57,7 +58,7 @@ def plan(stages: Sequence[Stage], context: StageContext) -> Iterator[StageDecisi
         yield decision
 
 
-def _inputs(stage: Stage, context: StageContext) -> dict[str, Any]:
+def _inputs(stage: Stage, context: StageContext) -> JsonObject:
     inputs = stage.inputs(context)
     inputs |= {"stage": stage.name, "code": stage.version}
     inputs["outcomes"] = {name: context.before[name].outcome.digest for name in stage.reads}
@@ -66,7 +67,7 @@ def _inputs(stage: Stage, context: StageContext) -> dict[str, Any]:
     return inputs
 
 
-def _why(stage: Stage, context: StageContext, inputs: Mapping[str, Any], key: str) -> str:
+def _why(stage: Stage, context: StageContext, inputs: JsonMapping, key: str) -> str:
     iteration = context.iteration
     if (iteration.folder / stage_folder(stage.name, key)).exists():
         return f"it was interrupted; it {'goes on' if stage.goes_on else 'begins again'}"
@@ -84,7 +85,7 @@ def _newest(name: StageName, context: StageContext) -> StageRecord | None:
     )
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _changes(before: JsonMapping, now: JsonMapping) -> Iterator[str]:
     if before.get("redone", 0) < now.get("redone", 0):
         yield "asked for with --from"
     if before.get("code") != now.get("code"):
@@ -100,11 +101,11 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
         yield f"{name} has a new result"
 
 
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any], part: str) -> list[str]:
+def _differing(before: JsonMapping, now: JsonMapping, part: str) -> list[str]:
     old, new = before.get(part) or {}, now.get(part) or {}
     return [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}…"

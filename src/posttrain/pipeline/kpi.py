@@ -10,11 +10,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 from posttrain.pipeline.iteration_models import place_in_registry, versions_of
 from posttrain.pipeline.records import STAGES, Iteration, StageRecord, read_iterations
 
@@ -117,7 +117,7 @@ def _row(iteration: Iteration, config: PipelineConfig, stage: str | None) -> Kpi
     )
 
 
-def _values(records: dict[str, StageRecord], name: str) -> dict[str, Any]:
+def _values(records: dict[str, StageRecord], name: str) -> JsonObject:
     return dict(records[name].outcome.values) if name in records else {}
 
 

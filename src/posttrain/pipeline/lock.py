@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from posttrain.checkpointing import durable
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 
 LOCK_FILE = ".lock"
 _POLL_S = 0.1
@@ -61,11 +61,11 @@ def _acquire(descriptor: int, home: Path, say: Callable[[str], None]) -> None:
         time.sleep(_POLL_S)
 
 
-def _identity(pid: int) -> dict[str, Any]:
+def _identity(pid: int) -> JsonObject:
     return {"pid": pid, "host": socket.gethostname(), "created": psutil.Process(pid).create_time()}
 
 
-def _holder(descriptor: int) -> dict[str, Any]:
+def _holder(descriptor: int) -> JsonObject:
     for _ in range(20):  # whoever has just got the lock has not written its name yet
         try:
             found = json.loads(os.pread(descriptor, 4096, 0))
@@ -75,7 +75,7 @@ def _holder(descriptor: int) -> dict[str, Any]:
     return {}
 
 
-def _is_alive(holder: dict[str, Any]) -> bool:
+def _is_alive(holder: JsonObject) -> bool:
     try:
         process = psutil.Process(int(holder["pid"]))
         return process.create_time() == holder["created"] and process.status() != psutil.STATUS_ZOMBIE

@@ -16,11 +16,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from posttrain.checkpointing import durable
 from posttrain.errors import InputError
 from posttrain.hashing import digest
+from posttrain.json_files import JsonMapping, read_json
 
 STAGE_FILE = "stage.json"
 ITERATION_FILE = "iteration.json"
@@ -52,7 +53,7 @@ class StageOutcome:
 
     digest: str
     headline: str  # one line for people
-    values: Mapping[str, Any] = field(default_factory=dict)  # what later stages and the KPI need
+    values: JsonMapping = field(default_factory=dict)  # what later stages and the KPI need
     report: str | None = None  # a file to look at; a path relative to the stage's folder
 
 
@@ -60,7 +61,7 @@ class StageOutcome:
 class StageRecord:
     stage: StageName
     key: str
-    inputs: Mapping[str, Any]  # what the key is made of, to say what has changed
+    inputs: JsonMapping  # what the key is made of, to say what has changed
     outcome: StageOutcome
     seconds: float  # over all attempts
     finished_at: str
@@ -85,7 +86,7 @@ def read_stage(folder: Path) -> StageRecord | None:
     file = folder / STAGE_FILE
     if not file.is_file():
         return None
-    row = _read_json(file)
+    row = read_json(file)
     try:
         return StageRecord(**{**row, "outcome": StageOutcome(**row["outcome"]), "folder": folder})
     except (KeyError, TypeError) as error:
@@ -167,7 +168,7 @@ def read_iterations(home: Path) -> list[Iteration]:
 
 def _read_iteration(folder: Path) -> Iteration:
     file = folder / ITERATION_FILE
-    row = _read_json(file)
+    row = read_json(file)
     try:
         incumbent = row["incumbent"]
         return Iteration(
@@ -196,15 +197,5 @@ def stage_folder(stage: StageName, key: str) -> str:
     return f"{stage}-{key[:12]}"
 
 
-def key_of(inputs: Mapping[str, Any]) -> str:
+def key_of(inputs: JsonMapping) -> str:
     return digest(inputs)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        row = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read ({error})") from None
-    if not isinstance(row, dict):
-        raise InputError(f"{file}: holds a {type(row).__name__} instead of an object")
-    return row

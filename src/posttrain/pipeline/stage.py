@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.hashing import FileHashes
+from posttrain.json_files import JsonObject
 from posttrain.pipeline.records import Iteration, StageName, StageOutcome, StageRecord
 from posttrain.roles import ShowProgress
 
@@ -39,7 +40,7 @@ class Stage(Protocol):
     def check(self, config: PipelineConfig) -> None:
         """Raise for what is wrong with the file, before anything runs."""
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         """What it reads besides other stages: settings, contents of files, identities of models."""
 
     def skip(self, context: StageContext) -> str | None:

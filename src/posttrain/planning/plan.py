@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from posttrain.config import RunConfig
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 from posttrain.planning.calibration import GPUS, MEASURED_ON, Gpu
 from posttrain.planning.memory import MemoryPlan, plan_memory
 from posttrain.planning.timing import StepTime, TimeModel
@@ -143,7 +143,7 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
     return said
 
 
-def as_json(found: RunEstimate, config: RunConfig) -> dict[str, Any]:
+def as_json(found: RunEstimate, config: RunConfig) -> JsonObject:
     time, cache, workload = found.time, found.memory.cache, found.workload
     return {
         "model": found.shape.name,

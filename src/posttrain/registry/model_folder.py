@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
+from posttrain.json_files import read_json
 from posttrain.registry.artifacts import CHECKPOINT_FILES, CHECKPOINT_FOLDERS
 from posttrain.registry.errors import RegistryError
 
@@ -21,7 +22,7 @@ _ANY_BASE = "(any)"
 
 def check_model_folder(folder: Path) -> None:
     """Raise RegistryError, naming the file and what is wrong with it, unless `folder` holds a whole model."""
-    from posttrain.models.accepted_names import ModelReferenceError, read_json, resolve_model
+    from posttrain.models.accepted_names import ModelReferenceError, resolve_model
 
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "no such folder"
@@ -31,7 +32,7 @@ def check_model_folder(folder: Path) -> None:
         found = resolve_model(folder, base=_ANY_BASE)
         weights = found.files
         assert weights is not None, "only a name on the hub has no files"
-        read_json(weights / ("config.json" if found.adapter is None else "adapter_config.json"))
+        read_json(weights / ("config.json" if found.adapter is None else "adapter_config.json"), ModelReferenceError)
     except ModelReferenceError as error:
         problem = str(error).partition("; accepted:")[0]  # more is accepted where a model is only loaded
         raise RegistryError(f"{problem}; {EXPECTED}") from error

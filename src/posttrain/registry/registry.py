@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.errors import nearest
+from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.models.accepted_names import REGISTRY_PREFIX
 from posttrain.registry.artifacts import Copy, Files, Progress, find_damage, measure, no_progress, put_in_place
 from posttrain.registry.errors import RegistryConflict, RegistryError
 from posttrain.registry.lineage import Lineage
-from posttrain.registry.partial_folder import PartialFolder, clear_abandoned
+from posttrain.registry.locking import PartialFolder, clear_abandoned
 from posttrain.registry.stages import (
     NO_VERSION,
     NOTHING_EXPECTED,
@@ -210,9 +212,7 @@ class Registry:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _write_version(
-        self, name: str, source: str, record: Mapping[str, Any], run_id: str | None, copy: Copy | None
-    ) -> int:
+    def _write_version(self, name: str, source: str, record: JsonMapping, run_id: str | None, copy: Copy | None) -> int:
         """The number of the new version. Its files are kept only if it was written."""
         if copy is None:
             return self._store.add_version(name, source, record, run_id)
@@ -246,7 +246,7 @@ class Registry:
         rows = self._store.changes(name)
         return replay(Change(**row, ordinal=ordinal) for ordinal, row in rows.items())
 
-    def _records(self, name: str) -> dict[int, dict[str, Any]]:
+    def _records(self, name: str) -> dict[int, JsonObject]:
         self._check_name(name)
         records = self._store.versions(name)
         if not records:
@@ -271,7 +271,7 @@ class Registry:
             f"{name}@{which}: no such version; versions are {_span(list(records))}, or say production or canary"
         )
 
-    def _version(self, name: str, number: int, record: Mapping[str, Any], stages: Stages) -> ModelVersion:
+    def _version(self, name: str, number: int, record: JsonMapping, stages: Stages) -> ModelVersion:
         return version_from_record(name, number, record, stages, self.location.folder)
 
     def _upload(self, name: str, folder: Path, files: Files) -> tuple[str, str]:
@@ -348,3 +348,20 @@ def _damaged(version: ModelVersion, damage: list[str]) -> str:
 
 def _span(numbers: list[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def resolve_version(
+    reference: str, *, registry: str | Path | None = None, verify: bool = True, wait_s: float = DEFAULT_WAIT_S
+) -> ModelVersion:
+    """The version that `registry:NAME@WHICH` or `NAME@WHICH` names; WHICH is production (the default), canary or a number.
+
+    Its files are at `.path`, compared with their checksums (`verify` False: only with their sizes). `registry` is where
+    the registry is: POSTTRAIN_REGISTRY, or ./registry, if it is not given.
+    """
+    name, at, which = reference.removeprefix(REGISTRY_PREFIX).partition("@")
+    if not name or (at and not which):
+        raise RegistryError(
+            f"{reference!r}: expected registry:NAME@production, registry:NAME@canary or registry:NAME@3 ('registry:' may be "
+            "left out)"
+        )
+    return Registry(registry, wait_s=wait_s).resolve(name, which or "production", verify=verify)

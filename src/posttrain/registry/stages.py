@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from posttrain.json_files import JsonObject
 
 Stage = Literal["candidate", "canary", "production", "archived"]
 Action = Literal["promote", "rollback"]
@@ -33,7 +35,7 @@ class Change:
     forced: bool = False  # against the gate's verdict, or without one
     ordinal: int = 0  # place in the log, from 1; given by the store
 
-    def to_row(self) -> dict[str, Any]:
+    def to_row(self) -> JsonObject:
         return {name: value for name, value in vars(self).items() if name != "ordinal"}
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.checkpointing import durable
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.registry.errors import RegistryBusy, RegistryError
 from posttrain.registry.locking import exclusive
 
@@ -123,15 +124,15 @@ class MlflowStore:
         models = self._pages(lambda token: self.client.search_registered_models(max_results=_PAGE, page_token=token))
         return sorted(model.name for model in models if model.tags.get(_MARK) == "model")
 
-    def versions(self, name: str) -> dict[int, dict[str, Any]]:
+    def versions(self, name: str) -> dict[int, JsonObject]:
         """The record of each version."""
         return self._records(name)
 
-    def changes(self, name: str) -> dict[int, dict[str, Any]]:
+    def changes(self, name: str) -> dict[int, JsonObject]:
         """The changes by their place in the log."""
         return self._records(name + HISTORY_SUFFIX)
 
-    def _records(self, name: str) -> dict[int, dict[str, Any]]:
+    def _records(self, name: str) -> dict[int, JsonObject]:
         found = self._pages(
             lambda token: self.client.search_model_versions(f"name='{name}'", max_results=_PAGE, page_token=token)
         )
@@ -143,12 +144,12 @@ class MlflowStore:
 
     # -- writing; inside `writing()` -----------------------------------------------------------------------------------
 
-    def add_version(self, name: str, source: str, record: Mapping[str, Any], run_id: str | None = None) -> int:
+    def add_version(self, name: str, source: str, record: JsonMapping, run_id: str | None = None) -> int:
         self._ensure_model(name, "model", "")
         tags = {**_to_tags(record), **_readable(record)}
         return self._append(name, source, tags, run_id)
 
-    def add_change(self, name: str, change: Mapping[str, Any]) -> int:
+    def add_change(self, name: str, change: JsonMapping) -> int:
         log = name + HISTORY_SUFFIX
         self._ensure_model(log, "history", f"Stage changes of {name}, one version each. Written by posttrain.")
         return self._append(log, f"posttrain-change://history/{name}", _to_tags(change))
@@ -284,13 +285,13 @@ def _client(uri: str) -> Any:
         raise RegistryError(f"{uri}: not a registry that MLflow can open ({first_line})") from error
 
 
-def _to_tags(record: Mapping[str, Any]) -> dict[str, str]:
+def _to_tags(record: JsonMapping) -> dict[str, str]:
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     pieces = [text[start : start + _MAX_TAG_CHARACTERS] for start in range(0, len(text), _MAX_TAG_CHARACTERS)]
     return {f"{_RECORD}.{place}": piece for place, piece in enumerate(pieces)}
 
 
-def _from_tags(tags: Mapping[str, str], what: str) -> dict[str, Any]:
+def _from_tags(tags: Mapping[str, str], what: str) -> JsonObject:
     places = sorted(int(key.removeprefix(f"{_RECORD}.")) for key in tags if key.startswith(f"{_RECORD}."))
     try:
         record = json.loads("".join(tags[f"{_RECORD}.{place}"] for place in places))
@@ -306,7 +307,7 @@ def _is_ours(tags: Mapping[str, str]) -> bool:
     return f"{_RECORD}.0" in tags
 
 
-def _readable(record: Mapping[str, Any]) -> dict[str, str]:
+def _readable(record: JsonMapping) -> dict[str, str]:
     """What people want to see in MLflow's own pages."""
     lineage = record["lineage"]
     shown = {"base_model": lineage.get("base_model"), "code_version": lineage.get("code_version")}

@@ -11,7 +11,8 @@ from torch import nn
 from posttrain.engines.loading import load_for_sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import InputError
-from posttrain.models.accepted_names import ResolvedModel, read_json, resolve_registered_model
+from posttrain.json_files import read_json
+from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
 
 

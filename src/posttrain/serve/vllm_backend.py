@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from posttrain.errors import InputError
-from posttrain.models.accepted_names import ResolvedModel, read_json, resolve_registered_model
+from posttrain.json_files import read_json
+from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
 from posttrain.serve.adapter_tokenizers import load_adapter_tokenizer, warn_of_unused_template
 from posttrain.serve.loading import Say, ServeOptions
 from posttrain.serve.models import find_adapter, name_of

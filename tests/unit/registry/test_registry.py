@@ -19,8 +19,8 @@ from posttrain.registry import (
     gather_lineage,
     resolve_version,
 )
-from posttrain.registry.comparison import differences
 from posttrain.registry.store import MlflowStore
+from posttrain.registry.version import differences
 
 Make = Callable[[str], Path]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,6 +14,7 @@ from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.hashing import digest
+from posttrain.json_files import JsonObject
 from posttrain.pipeline.iteration_models import registry_of, versions_of
 from posttrain.pipeline.records import ModelChoice, StageName, StageOutcome, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path
@@ -37,7 +37,7 @@ class CanaryStage:
         except InputError as error:
             raise about("canary", error) from error
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         incumbent = context.iteration.incumbent
         return {
             "settings": context.config.canary.model_dump(),
@@ -106,7 +106,7 @@ def _refuse_other_production(context: StageContext, versions: list[ModelVersion]
         )
 
 
-def _serving(config: PipelineConfig, version: ModelVersion, incumbent: ModelChoice | None) -> dict[str, Any]:
+def _serving(config: PipelineConfig, version: ModelVersion, incumbent: ModelChoice | None) -> JsonObject:
     """The options of `posttrain serve`, by name."""
     name, location = config.pipeline.name, registry_of(config).location
     shared = {"served_model_name": name, "registry": str(location.folder or location.text)}
@@ -119,7 +119,7 @@ def _serving(config: PipelineConfig, version: ModelVersion, incumbent: ModelChoi
     return {"model": model, **shared, "canary": f"registry:{name}@canary", **rules}
 
 
-def _command(serving: dict[str, Any]) -> list[str]:
+def _command(serving: JsonObject) -> list[str]:
     words = ["posttrain", "serve", str(serving["model"])]
     for key, value in serving.items():
         if key != "model":
@@ -127,7 +127,7 @@ def _command(serving: dict[str, Any]) -> list[str]:
     return words
 
 
-def _headline(serving: dict[str, Any], version: ModelVersion) -> str:
+def _headline(serving: JsonObject, version: ModelVersion) -> str:
     if "canary" in serving:
         share = f"{100 * serving['canary_share']:g} % of the traffic"
         return f"{version.reference} is the canary, {share} beside {serving['model']}; start the server with {SERVE_SCRIPT}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.hashing import digest
+from posttrain.json_files import JsonObject
 from posttrain.pipeline.records import StageName, StageOutcome, StageRecord
 from posttrain.pipeline.stage import StageContext, missing_path
 
@@ -22,7 +22,7 @@ class ConvertStage:
     def check(self, config: PipelineConfig) -> None:
         pass
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": context.config.convert.model_dump()}
 
     def skip(self, context: StageContext) -> str | None:

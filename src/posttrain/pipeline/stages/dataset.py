@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
@@ -18,11 +17,12 @@ from posttrain.data.errors import DataError
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import Prompt, TraceGroup
 from posttrain.hashing import digest
+from posttrain.json_files import JsonObject
 from posttrain.pipeline.records import StageName, StageOutcome, StageRecord
 from posttrain.pipeline.stage import StageContext, missing_path
 from posttrain.pipeline.stages.traces import current_content, pair_rules_of, reading_of
 
-Row = dict[str, Any]
+Row = JsonObject
 NO_REFERENCE = "no reference answer"
 SEVERAL_REFERENCES = "several reference answers"
 
@@ -36,7 +36,7 @@ class DatasetStage:
     def check(self, config: PipelineConfig) -> None:
         pass
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         config = context.config
         rules = config.dataset.pairs.model_dump() if config.dataset_kind == "pairs" else {}
         return {"settings": {"kind": config.dataset_kind, **rules}}

@@ -19,8 +19,8 @@ from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.hashing import digest
-from posttrain.pipeline.content import model_identity
-from posttrain.pipeline.iteration_models import locate
+from posttrain.json_files import JsonObject
+from posttrain.pipeline.iteration_models import locate, model_identity
 from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about, relative
 from posttrain.pipeline.stage import StageContext
 from posttrain.pipeline.stages.gate import load_gate
@@ -43,9 +43,9 @@ class EvaluateStage:
         for name in config.evaluate:
             load_evaluation(config, name, PLACEHOLDER)
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         config, incumbent = context.config, context.iteration.incumbent
-        settings: dict[str, Any] = {}
+        settings: JsonObject = {}
         for name in config.evaluate:
             flat = load_evaluation(config, name, PLACEHOLDER).flat()
             own = {key for key, value in flat.items() if key in OWN_KEYS or value == PLACEHOLDER}
@@ -227,7 +227,7 @@ def _outcome(
     )
 
 
-def _judged(folder: Path, *, drift: bool) -> dict[str, Any]:
+def _judged(folder: Path, *, drift: bool) -> JsonObject:
     """What a gate may look at, besides the answers."""
     from posttrain.evaluation.results import read_summary
     from posttrain.gate.divergence import KL_FILE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.gate import GateConfig
@@ -13,6 +12,7 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.config.standalone import load_standalone
 from posttrain.errors import InputError
 from posttrain.hashing import digest
+from posttrain.json_files import JsonObject
 from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path
 
@@ -54,7 +54,7 @@ class GateStage:
                 check, where, num_samples=measured.num_tests_per_prompt, has_price=measured.gpu_hour_price is not None
             )
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": load_gate(context.config).model_dump()}
 
     def skip(self, context: StageContext) -> str | None:

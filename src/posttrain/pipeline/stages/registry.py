@@ -10,12 +10,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.hashing import digest
+from posttrain.json_files import JsonObject
 from posttrain.pipeline.iteration_models import place_in_registry, registry_of, versions_of
 from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, key_of
 from posttrain.pipeline.stage import StageContext
@@ -36,7 +36,7 @@ class RegistryStage:
         if folder is not None and folder.exists() and not folder.is_dir():
             raise InputError(f"registry.location: {folder} is a file; a folder, or an address of MLflow, is needed")
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": place_in_registry(context.config)}
 
     def skip(self, context: StageContext) -> str | None:

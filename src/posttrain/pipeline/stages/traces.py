@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
@@ -12,7 +12,7 @@ from posttrain.data.traces.reading import Reading
 from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters
 from posttrain.errors import InputError
 from posttrain.hashing import FileHashes, digest
-from posttrain.pipeline.content import traces_content
+from posttrain.json_files import JsonObject
 from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path
 
@@ -33,9 +33,27 @@ def pair_rules_of(config: PipelineConfig) -> PairRules:
 
 def current_content(config: PipelineConfig, hashes: FileHashes) -> list[str]:
     try:
-        return traces_content(config.traces.path, hashes)
+        return _traces_content(config.traces.path, hashes)
     except InputError as error:
         raise about("traces.path", error) from error
+
+
+def _traces_content(path: str | Sequence[str], hashes: FileHashes) -> list[str]:
+    """The content of each file of traces, in the order in which they are read. Names do not count.
+
+    Files behind a URL are not read for this: their store says what changes when they do (an ETag, or size and time).
+    """
+    from posttrain.data.traces.files import locate
+
+    contents = []
+    for file in locate(path):
+        protocol = file.filesystem.protocol
+        names = (protocol,) if isinstance(protocol, str) else tuple(protocol)
+        if "file" in names or "local" in names:
+            contents.append(hashes.of(Path(file.location)))
+        else:
+            contents.append(f"{file.shown}:{file.size}:{file.filesystem.checksum(file.location)}")
+    return contents
 
 
 class TracesStage:
@@ -54,7 +72,7 @@ class TracesStage:
         except InputError as error:
             raise about("dataset.pairs", error) from error
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": context.config.traces.model_dump(exclude={"path"}), "files": {"traces": list(context.data)}}
 
     def skip(self, context: StageContext) -> str | None:

@@ -11,6 +11,7 @@ from posttrain.config import LoadedConfig, load_config
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 from posttrain.pipeline.iteration_models import trainable_folder
 from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about
 from posttrain.pipeline.stage import StageContext, Stop, missing_path
@@ -39,7 +40,7 @@ class TrainStage:
                 "train.checkpoint is best, and checkpointing.metric_name is null: name the metric that decides, or take newest"
             )
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         config = context.config
         loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
         settings = {key: value for key, value in loaded.flat().items() if not key.startswith(OWN_KEYS)}

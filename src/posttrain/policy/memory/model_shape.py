@@ -7,12 +7,11 @@ Others are refused: a count for another pattern would be a guess.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from posttrain.errors import InputError, reason_of
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.models.hub import why_unavailable
 
 # Families whose layers run through the fused kernels (policy/fused/layers.py decides by trying).
@@ -150,7 +149,7 @@ NAMED_SHAPES: dict[str, ModelShape] = {
 }
 
 
-def find_shape(name: str, overrides: Mapping[str, Any] | None = None) -> ModelShape:
+def find_shape(name: str, overrides: JsonMapping | None = None) -> ModelShape:
     """The shape of what `policy.model_name` names: a folder, a named shape, or a model of the hub."""
     if Path(name).is_dir():
         return shape_of_config(name, {**_read_config(Path(name) / "config.json"), **dict(overrides or {})})
@@ -173,7 +172,7 @@ def _fetch_config(name: str) -> Path:
         ) from error
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> JsonObject:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -183,7 +182,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
+def shape_of_config(name: str, config: JsonMapping) -> ModelShape:
     """The shape that the contents of a config.json describe."""
     text = {**config, **(config.get("text_config") or {})}
     if lacking := [key for key in _SIZES if not isinstance(text.get(key), int)]:

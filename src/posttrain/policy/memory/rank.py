@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from posttrain.config.policy import PolicyConfig
+from posttrain.json_files import JsonMapping
 from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
 from posttrain.policy.memory.model_shape import ModelShape, TensorKind, UnknownModelError, shape_of_config
 from posttrain.policy.memory.settings import OptimizerSettings, RunSettings, run_settings
@@ -182,7 +182,7 @@ def block_size(columns: int) -> int | None:
 
 
 def should_checkpoint(
-    model_config: Mapping[str, Any],
+    model_config: JsonMapping,
     policy: PolicyConfig,
     *,
     memory_bytes: int,
