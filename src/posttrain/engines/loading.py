@@ -24,11 +24,11 @@ def load_for_sampling(
     native_settings: Mapping[str, Any] | None = None,
     adapt: Callable[[nn.Module], nn.Module] | None = None,
 ) -> tuple[NativeEngine, PreTrainedTokenizerBase]:
-    """The native engine over the model, and its tokenizer. There is no optimizer and nothing needs gradients.
+    """The native engine over the model, and its tokenizer. No optimizer, no gradients.
 
-    `precision`: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU). `max_total_tokens` None is the length
-    that the model was made for. `native_settings` are the keys of `policy.generation.native_cfg`. `adapt` may change the
-    model's modules, for instance put more adapters on it: later is too late, the engine looks modules up once.
+    `precision`: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU). `max_total_tokens` None: the
+    model's own maximum. `native_settings` are the keys of `policy.generation.native_cfg`. `adapt` may change the
+    model's modules, for instance load more adapters, before the engine collects them.
     """
     resolved = model if isinstance(model, ResolvedModel) else resolve_model(model)
     where = resolve_device(device)
@@ -38,7 +38,7 @@ def load_for_sampling(
     length = max_total_tokens or int(getattr(_text_config(module), "max_position_embeddings", 0) or 4096)
     settings = NativeSettings(**dict(native_settings or {}), max_total_tokens=length)
     if where.type == "cuda":
-        # As in training: adding the parts of a small matrix product up in bf16 would change the numbers.
+        # As in training: reducing partial sums of a matrix product in bf16 would change the numbers.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     return NativeEngine(module, tokenizer, settings), tokenizer
 

@@ -1,7 +1,7 @@
-"""A checkpoint becomes a Hugging Face folder. `convert` tells the story; the parts are in the files beside it.
+"""Converts a checkpoint to a Hugging Face folder. `convert` is the entry point; the parts are in the other files.
 
-The folder is written under another name beside its place, compared with its source, and renamed when all is well: what has
-the target's name is whole. Weights pass through one at a time, so memory does not grow with the model.
+The folder is written under a temporary name, compared with its source, and renamed: a folder with the target's name is
+complete. Weights are processed one at a time, so memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _finite(weights: WeightSource, plan: Mapping[str, TensorFacts]) -> Iterator[
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    """Looked at in pieces: the answer for a whole tensor takes as much memory as the tensor."""
+    """Checked in pieces: the mask of a whole tensor would take as much memory as the tensor."""
     return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(2**20))
 
 
@@ -155,7 +155,7 @@ def _explain_non_finite(name: str, written: Tensor, read: Tensor, where: str) ->
         )
     raise ConversionError(
         f"{name} of {where} holds {count} numbers that are not finite, the first at {place}: {float(written[tuple(place)])}. "
-        "The checkpoint is of no use; take an earlier one"
+        "The checkpoint is unusable; take an earlier one"
     )
 
 
@@ -200,8 +200,8 @@ def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, Ten
             generation = KeptGenerationConfig.from_pretrained(place)
             break
         except (OSError, ValueError, TypeError) as error:
-            if file.is_file():  # without it a model may not know where its answers end
-                raise ConversionError(f"{file} cannot be read: {reason_of(error)}; mend it, or remove it") from error
+            if file.is_file():  # it may hold the token that ends an answer
+                raise ConversionError(f"{file} cannot be read: {reason_of(error)}; fix or remove it") from error
     (generation or KeptGenerationConfig.from_model_config(config)).save_pretrained(folder)
 
 
@@ -247,7 +247,7 @@ def _verify(
     if verification.drowns_adapter and not as_adapter:
         say(
             f"warning: rounding the merged weights to 16 bits changed logits by up to {verification.max_difference:.3g}, the "
-            f"adapter by {verification.adapter_effect:.3g}: much of what was learnt is lost. --dtype float32 keeps it"
+            f"adapter by {verification.adapter_effect:.3g}: much of the training is lost. --dtype float32 keeps it"
         )
     return verification
 

@@ -1,8 +1,8 @@
-"""A Hugging Face folder becomes a GGUF file for llama.cpp, read back and compared before it gets its name.
+"""Converts a Hugging Face folder to a GGUF file for llama.cpp. The file is read back and compared before it is renamed.
 
 Families: Llama (and Mistral without a sliding window), Qwen2, Qwen3. Number formats: f32, f16, bf16, q8_0 (blocks of 32 with
-one scale); norms and biases stay f32, as llama.cpp wants them. Weights pass through one at a time. The reverse is
-`gguf_import`.
+one scale); norms and biases stay f32, as llama.cpp requires. Weights are processed one at a time. The reverse is
+`models/gguf_import.py`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _beginning(file: Path) -> bytes:
 
 @contextmanager
 def folder_to_export(model: str, file: Path, convert: Callable[[Path], object]) -> Iterator[Path]:
-    """A Hugging Face folder with the model: `model` itself if it is one, else converted to a folder that goes away."""
+    """A Hugging Face folder with the model: `model` itself if it is one, else converted to a temporary folder."""
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         yield folder
@@ -144,7 +144,7 @@ def _plan(weights: WeightSource, names: TensorNameMap, wanted: str) -> list[_Pla
     for name, facts in weights.facts.items():
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if mapped is None:
-            raise InputError(f"{name} has no place in a GGUF file of this family")
+            raise InputError(f"{name} has no counterpart in a GGUF file of this family")
         planned.append(_Planned(mapped, name, facts, _type_of(facts, wanted)))
     return planned
 

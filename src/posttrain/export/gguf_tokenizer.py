@@ -1,8 +1,8 @@
-"""A byte-level BPE tokenizer in the words of GGUF: tokens, their kinds, merges, special ids, chat template.
+"""Writes a byte-level BPE tokenizer to GGUF: tokens, their types, merges, special ids, chat template.
 
-llama.cpp cuts text into words with code of its own, chosen by a name. The names are known here for the tokenizers whose
-rule is recognised; for any other the user has to say which it is, because a wrong one would cut text wrongly and silently.
-SentencePiece tokenizers are not written.
+llama.cpp pre-tokenizes with its own code, selected by a name. Common rules are recognised from tokenizer.json. For any
+other the user has to give the name (--gguf-pre): a wrong one would split text wrongly and silently. SentencePiece tokenizers
+are not supported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPLITS = {_WORDS + r"\p{N}" + _REST: "qwen2", _WORDS + r"\p{N}{1,3}" + _REST: "
 
 
 def pre_tokenizer_name(backend: JsonObject) -> str | None:
-    """llama.cpp's name for the way that a tokenizer.json cuts text into words; None if it is not recognised."""
+    """llama.cpp's name for the pre-tokenizer of a tokenizer.json; None if it is not recognised."""
     rule = backend.get("pre_tokenizer") or {}
     steps = rule.get("pretokenizers", [rule])
     kinds = [step.get("type") for step in steps]
@@ -44,7 +44,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_
     name = pre or pre_tokenizer_name(backend)
     if name is None:
         raise InputError(
-            "llama.cpp's name of the tokenizer's pre_tokenizer is not known: it is none of gpt-2, smollm, qwen2, llama-bpe. "
+            "llama.cpp's name of the tokenizer's pre_tokenizer is unknown: it is none of gpt-2, smollm, qwen2, llama-bpe. "
             "Find it in llama.cpp's list of pre-tokenizers and give it with --gguf-pre"
         )
     tokens, kinds = _tokens(tokenizer, vocab_size, gguf.TokenType)

@@ -1,9 +1,9 @@
-"""LoRA adapters as they lie in a folder or a checkpoint: which weights they change, and by how much.
+"""Reads LoRA adapters from folders and checkpoints, and merges them into the weights of their base model.
 
     W' = W + scale * B A        scale = alpha / r, or alpha / sqrt(r) with rslora
 
-Plain LoRA on linear layers is understood, with peft's per-layer patterns, and modules that were trained whole. What would
-need more than that (DoRA, adapters of embeddings, trained biases) is refused by name.
+Supported: plain LoRA on linear layers, peft's per-layer patterns, and modules that were trained in full. DoRA, adapters of
+embeddings and trained biases are refused with a message.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def adapter_in(source: WeightSource, settings: JsonMapping, place: Path) -> Adap
     odd = [name for name in factors if name.replace(".lora_A.", ".lora_B.") not in factors]
     odd += [name for name in factors if name.replace(".lora_B.", ".lora_A.") not in factors]
     if odd or not factors:
-        what = f"{odd[0]} has no partner" if odd else "there are no lora_A and lora_B weights in it"
-        raise InputError(f"{place} is no whole LoRA adapter: {what}")
+        what = f"{odd[0]} has no counterpart" if odd else "there are no lora_A and lora_B weights in it"
+        raise InputError(f"{place} is no complete LoRA adapter: {what}")
     adapter = Adapter(place, RenamedSource(source, factors), RenamedSource(source, whole), settings)
     for module in adapter.modules:
         rank = adapter.factors.facts[f"{module}.lora_A.weight"].shape[0]
@@ -130,7 +130,7 @@ def _is_positive(value: object) -> bool:
 
 
 class MergedSource:
-    """The base model's weights with an adapter merged into them, each at the moment it is read."""
+    """The base model's weights with an adapter merged into them, each when it is read."""
 
     def __init__(self, base: WeightSource, adapter: Adapter) -> None:
         self.place = adapter.place
@@ -138,8 +138,8 @@ class MergedSource:
         self._modules = set(adapter.modules)
         for module in sorted(self._modules):
             self._check_fit(module)
-        if strangers := [name for name in adapter.whole.facts if name not in base.facts]:
-            raise InputError(f"{adapter.place}: {strangers[0]} was trained whole, but {base.place} has no such weight")
+        if unknown := [name for name in adapter.whole.facts if name not in base.facts]:
+            raise InputError(f"{adapter.place}: {unknown[0]} was trained in full, but {base.place} has no such weight")
         self.facts: Mapping[str, TensorFacts] = base.facts
 
     def _check_fit(self, module: str) -> None:

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: written under another name beside its place, and renamed. Knows no models."""
+"""Creates a folder atomically: it is written under a temporary name beside the target, and renamed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def new_folder(target: Path, force: bool) -> Iterator[Path]:
         raise InputError(f"{target} cannot be written: {error}") from error
     try:
         yield unfinished
-        check_target(target, force)  # somebody may have written there meanwhile
+        check_target(target, force)  # another process may have written there meanwhile
         if target.exists():
             replaced = target.with_name(f".{target.name}.replaced-{_owner()}")
             os.rename(target, replaced)
@@ -63,8 +63,8 @@ def _owner() -> str:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """What a killed conversion to the same place, by a process of this machine that is gone, has left. The folder that it was
-    about to replace comes back, unless there is another one already."""
+    """Remove what a killed conversion to the same target left. The folder that it was about to replace is restored, unless
+    there is another one already."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(replaced-)?unfinished-{re.escape(socket.gethostname())}-(\d+)")
     for entry in target.parent.iterdir():
         match = pattern.fullmatch(entry.name)

@@ -1,9 +1,9 @@
-"""Does the converted model compute what its source computes? Logits of both, on tokens spread over the vocabulary.
+"""Compares the logits of the converted model with those of its source, on tokens spread over the vocabulary.
 
-The source is run *streamed*: each module's weights are read when it is entered and dropped when it is left, so that one
-module is in memory at a time, whatever format the weights are in. An adapter is applied as it is while training, beside the
-layer, never merged: a mistake in merging shows. The converted folder is loaded as its users will load it, by transformers
-(and peft); where the machine's memory is too small for that, it is run streamed as well.
+The source is run *streamed*: the weights of a module are read before its forward pass and dropped after it, so that one
+module is in memory at a time. An adapter is applied as in training, next to the layer and not merged, so that an error in
+merging is detected. The converted folder is loaded by transformers (and peft), as its users will load it. If the memory is
+too small for that, it is run streamed as well.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Verification:
 
     @property
     def drowns_adapter(self) -> bool:
-        """Rounding the merged weights changed the model by more than half of what the adapter had taught it."""
+        """Rounding the merged weights changed the logits by more than half of the adapter's effect."""
         return self.adapter_effect is not None and self.max_difference > 0.5 * self.adapter_effect > 0
 
     def as_json(self) -> JsonObject:
@@ -70,7 +70,7 @@ def compare(
 ) -> Verification:
     """InputError unless the two agree."""
     if not torch.isfinite(reference).all():
-        raise InputError("the source model's logits are not finite: its weights overflow, so it is of no use")
+        raise InputError("the source model's logits are not finite: its weights overflow, so it is unusable")
     difference = float((reference - found).abs().max())
     # A reward model gives one number, which has no deviation.
     spread = max(float(reference.std() if reference.numel() > 1 else reference.abs().max()), 1e-6)
@@ -146,7 +146,7 @@ def loaded_logits(folder: Path, shape: WeightShapes, adapter_folder: Path | None
     what = "the converted folder" if adapter_folder is None else f"the base model {folder}"
     try:
         model, report = _loader(shape).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    except Exception as error:  # whatever goes wrong here would go wrong for the folder's users
+    except Exception as error:  # any error here would also be raised for the folder's users
         raise InputError(f"transformers cannot load {what}: {reason_of(error)}") from error
     wrong = [*map(str, report["missing_keys"]), *map(str, report["mismatched_keys"]), *report["unexpected_keys"]]
     if wrong:
@@ -162,7 +162,7 @@ def loaded_logits(folder: Path, shape: WeightShapes, adapter_folder: Path | None
 
 
 def _loader(shape: WeightShapes) -> Any:
-    """What users load such a model with. It goes by the folder's model_type, so a config that misleads it shows here."""
+    """The class that users load such a model with. It follows the folder's model_type, so a wrong one is detected here."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     def task(model_class: type[PreTrainedModel]) -> str:
@@ -181,8 +181,10 @@ def _logits(model: nn.Module, shape: WeightShapes) -> Tensor:
     except InputError:
         raise  # a weight file that cannot be read
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        said = explain_config_error(error, shape.config.to_dict())
-        raise InputError(f"{config_file_of(shape.origin)}: the model that it describes does not run: {said}") from error
+        reason = explain_config_error(error, shape.config.to_dict())
+        raise InputError(
+            f"{config_file_of(shape.origin)}: the model that it describes does not run: {reason}"
+        ) from error
     return logits.float()
 
 

@@ -1,8 +1,7 @@
-"""Which weights a model needs, from its config alone, and which saved tensor is which of them.
+"""Maps saved tensors to the weights that a model needs according to its config.
 
-Training frameworks save the same weights under longer names (`model.model.layers…`, `base_model.model.…`): what they put in
-front or in between is taken off. Shapes are compared here, so that a config of another model is found before anything is
-written.
+Training frameworks save the same weights under longer names (`model.model.layers…`, `base_model.model.…`). Their prefixes
+and infixes are removed. Shapes are compared, so that the config of another model is detected before anything is written.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class MismatchError(InputError):
 
 @dataclass(frozen=True)
 class WeightShapes:
-    """What a config says of a model's weights."""
+    """The weights that a config describes."""
 
     config: PretrainedConfig
     model_class: type[PreTrainedModel]
@@ -55,7 +54,7 @@ class WeightShapes:
             model = empty_model(config, model_class)
         except MismatchError as error:
             raise MismatchError(f"{config_file_of(origin)}: {error}") from error
-        except Exception as error:  # a value that no model can be built with shows as anything
+        except Exception as error:  # a value that no model can be built with may raise anything
             raise MismatchError(f"{config_file_of(origin)}: {explain_config_error(error, config.to_dict())}") from error
         first: dict[int, str] = {}
         tied = {}
@@ -67,7 +66,7 @@ class WeightShapes:
 
 
 def config_file_of(origin: str) -> str:
-    """`origin` as the place of a config in messages; it is the file itself, or the model that the file belongs to."""
+    """The config's place for messages. `origin` is the file itself, or the model that the file belongs to."""
     return origin if Path(origin).name == "config.json" else f"config.json of {origin}"
 
 
@@ -78,7 +77,7 @@ def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     for name in getattr(config, "architectures", None) or ():
         if (found := getattr(transformers, name, None)) is None:
             continue
-        # Whoever loads the model goes by model_type, so a class of another family would verify what nobody will use.
+        # Loading follows model_type, so verifying with a class of another family would be meaningless.
         made_for = getattr(found, "config_class", None)
         if not isinstance(made_for, type) or not isinstance(config, made_for):
             raise MismatchError(
@@ -89,7 +88,7 @@ def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
         return transformers.AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
         raise MismatchError(
-            f"model_type {config.model_type!r} with architectures {config.architectures} is not known to transformers "
+            f"model_type {config.model_type!r} with architectures {config.architectures} is unknown to transformers "
             f"{transformers.__version__} as a language model"
         ) from None
 
@@ -128,7 +127,7 @@ def _fuses(model: nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """A saved name without what wrappers have put into it."""
+    """A saved name without the parts that wrappers add."""
     return _WRAPPERS.sub("", name)
 
 
@@ -137,7 +136,7 @@ def is_lora(name: str) -> bool:
 
 
 def prefix_of(names: Iterable[str], wanted: Container[str]) -> str:
-    """What most of `names` have in front of one of the `wanted` names; the empty string if none fits."""
+    """The prefix that most of `names` have before one of the `wanted` names; empty if none fits."""
     found: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")
@@ -160,15 +159,15 @@ def match_names(shape: WeightShapes, source: WeightSource) -> dict[str, str]:
         if partner is not None:
             saved[name] = saved[partner]
             missing.remove(name)
-    strangers = [name for name in saved if name not in shape.shapes and name not in shape.tied]
-    if (missing or strangers) and shape.fuses:
+    unexpected = [name for name in saved if name not in shape.shapes and name not in shape.tied]
+    if (missing or unexpected) and shape.fuses:
         return {name: old for name, old in saved.items() if name not in shape.tied}
-    _check(shape, source, saved, missing, strangers)
+    _check(shape, source, saved, missing, unexpected)
     return {name: saved[name] for name in shape.shapes}
 
 
 def _check(
-    shape: WeightShapes, source: WeightSource, saved: Mapping[str, str], missing: list[str], strangers: list[str]
+    shape: WeightShapes, source: WeightSource, saved: Mapping[str, str], missing: list[str], unexpected: list[str]
 ) -> None:
     for name, expected in shape.shapes.items():
         if name in saved and source.facts[saved[name]].shape != expected:
@@ -181,8 +180,8 @@ def _check(
             f"{source.place} has no weights for {len(missing)} of the {len(shape.shapes)} parameters that {shape.origin} "
             f"describes, among them {missing[0]}. Is a shard missing, or is it the config of another model?"
         )
-    if strangers:
+    if unexpected:
         raise MismatchError(
-            f"{source.place} holds {len(strangers)} weights that {shape.origin} does not know, among them {strangers[0]} "
-            f"in {source.where(saved[strangers[0]])}. Is it the config of another model?"
+            f"{source.place} holds {len(unexpected)} weights that {shape.origin} does not describe, among them {unexpected[0]} "
+            f"in {source.where(saved[unexpected[0]])}. Is it the config of another model?"
         )

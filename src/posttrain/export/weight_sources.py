@@ -1,6 +1,6 @@
-"""Where weights come from: files in several formats behind one small interface. One tensor, or a few, are read at a time.
+"""Weight files of several formats behind one interface. One tensor, or a few, are read at a time.
 
-Knows files and names, not models: which names a model needs is decided by `weight_names`.
+Which names a model needs is decided in `weight_names.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WeightSource(Protocol):
     facts: Mapping[str, TensorFacts]  # every tensor, by name
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors in the order of `names`, whole, each to be dropped before the next is asked for."""
+        """The tensors in the order of `names`, whole, each to be dropped before the next is read."""
         ...
 
     def where(self, name: str) -> str:
@@ -156,7 +156,7 @@ class RenamedSource:
 
 
 def open_weights(folder: Path, *, of_checkpoint: bool = False) -> WeightSource:
-    """The weights in `folder`, in whichever format they are. Those of a checkpoint may be in its subfolder `model`."""
+    """The weights in `folder`, in any supported format. Those of a checkpoint may be in its subfolder `model`."""
     for place in (folder, folder / "model") if of_checkpoint else (folder,):
         if (place / ".metadata").is_file():
             return DcpSource(place)

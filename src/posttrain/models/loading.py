@@ -41,7 +41,7 @@ def resolve_device(setting: str) -> torch.device:
 
 
 def check_available(name: str, field: str, holding: str = "config.json and weights") -> None:
-    """SettingsError, without the pauses of the hub's client, if the name is no folder and the hub cannot help."""
+    """SettingsError, without the retries of the hub's client, if neither a folder nor the hub has the model."""
     if (reason := why_unavailable(name, holding)) is not None:
         raise SettingsError(f"{field}: {reason}")
 
@@ -69,7 +69,7 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise explain_missing(name, field, error) from error
-    except (LookupError, TypeError, AttributeError) as error:  # a file that is JSON and no tokenizer
+    except (LookupError, TypeError, AttributeError) as error:  # valid JSON that is no tokenizer
         raise SettingsError(
             f"{field}: the tokenizer in {name!r} cannot be read: {type(error).__name__}: {error}; see tokenizer.json and "
             "tokenizer_config.json there"
@@ -91,7 +91,7 @@ def load_model(
         )
     except OSError as error:
         raise explain_missing(name, "policy.model_name", error) from error
-    except ImportError as error:  # quantized weights, each kind of which needs a package of its own
+    except ImportError as error:  # quantized weights need a package per format
         raise SettingsError(f"policy.model_name: {name!r} cannot be loaded here: {reason_of(error)}") from error
     except (TypeError, SafetensorError) as error:
         if isinstance(error, SafetensorError) and (damaged := _damaged_file(Path(name))) is not None:
@@ -106,10 +106,11 @@ def load_model(
             "which would start as noise. Is it the whole model, and do policy.hf_config_overrides fit it?"
         )
     if report["unexpected_keys"] and not (dist.is_initialized() and dist.get_rank() > 0):
-        strangers = sorted(report["unexpected_keys"])
+        unexpected = sorted(report["unexpected_keys"])
         print(
-            f"warning: {name!r} holds {len(strangers)} weights that its config.json does not know ({', '.join(strangers[:3])}"
-            f"{', …' * (len(strangers) > 3)}), and the model is used without them. Is it the config of another model?",
+            f"warning: {name!r} holds {len(unexpected)} weights that its config.json does not describe "
+            f"({', '.join(unexpected[:3])}{', …' * (len(unexpected) > 3)}), and the model is used without them. Is it the "
+            "config of another model?",
             file=sys.stderr,
         )
     model.config.use_cache = False
@@ -125,7 +126,7 @@ def sampling_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def _bad_config(name: str, field: str, error: Exception, overrides: JsonMapping | None = None) -> SettingsError:
-    """The config was read, and no model can be built by it."""
+    """The config was read, and no model can be built from it."""
     file = Path(name) / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     place = str(file) if file.is_file() else repr(name)
@@ -149,7 +150,7 @@ def explain_config_error(error: Exception, config: JsonMapping) -> str:
 
 
 def _damaged_file(folder: Path) -> Path | None:
-    """The first weight file that cannot be opened: the error of safetensors does not name it."""
+    """The first weight file that cannot be opened. The error of safetensors does not name it."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -160,8 +161,8 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 def flops_per_token(model_config: JsonMapping, num_parameters: int) -> float:
-    """Forward and backward of one token, the usual 6N; attention over short contexts is left out."""
+    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted."""
     embedding = int(model_config.get("vocab_size", 0)) * int(model_config.get("hidden_size", 0))
     tied = bool(model_config.get("tie_word_embeddings", False))
-    # A table look-up costs nothing; the output projection does, and when tied it is the same tensor.
+    # Looking up an embedding costs nothing. The output projection does; when tied, it is the same tensor.
     return 6.0 * (num_parameters if tied else num_parameters - embedding)

@@ -1,8 +1,8 @@
-"""Safetensors files, read and written one tensor at a time, so that a model larger than the memory passes through.
+"""Safetensors files, read and written one tensor at a time, so that a model larger than the memory can be processed.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header with type, shape and
-place of every tensor, then the data. A file may hold parts of tensors, as sharded training writes them: the header then says
-at which offsets of the whole tensor a part belongs (`DCP_SHARDING_INFO`, as torch.distributed.checkpoint writes it).
+place of every tensor, then the data. A file may hold parts of tensors, as sharded training writes them: the header then holds
+the offsets of the part in the whole tensor (`DCP_SHARDING_INFO`, as torch.distributed.checkpoint writes it).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A tensor in a file, or a part of one: `offsets` say where it begins in the whole."""
+    """A tensor in a file, or a part of one: `offsets` are where it begins in the whole."""
 
     file: Path
     begin: int  # byte in the file

@@ -72,7 +72,7 @@ def test_half_an_adapter_is_refused(tmp_path: Path) -> None:
     tensors = load_file(adapter / "adapter_model.safetensors")
     removed = next(name for name in tensors if "lora_B" in name)
     save_file({name: t for name, t in tensors.items() if name != removed}, adapter / "adapter_model.safetensors")
-    with pytest.raises(InputError, match="has no partner"):
+    with pytest.raises(InputError, match="has no counterpart"):
         open_adapter(adapter)
 
 

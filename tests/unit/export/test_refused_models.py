@@ -262,7 +262,7 @@ def test_weights_that_the_config_does_not_know_are_warned_of(
     copy_with(model, tmp_path / "model", num_hidden_layers=1)
     load_for_sampling(str(tmp_path / "model"), device="cpu")
     said = capsys.readouterr().err
-    assert "holds 9 weights that its config.json does not know (model.layers.1.input_layernorm.weight, " in said
+    assert "holds 9 weights that its config.json does not describe (model.layers.1.input_layernorm.weight, " in said
 
 
 # -- adapters ------------------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_pa
     bare = load_for_sampling(str(model), device="cpu")[0].model
     with pytest.raises(ModelReferenceError, match="cannot be switched off exactly"):
         AdapterSwitch({"b": biased}).put_on(bare)
-    with pytest.raises(ModelReferenceError, match="no partner"):
+    with pytest.raises(ModelReferenceError, match="no counterpart"):
         AdapterSwitch({"fine": adapter, "alien": alien}).put_on(bare)
 
 
