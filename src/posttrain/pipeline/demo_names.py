@@ -1,4 +1,4 @@
-"""Which settings of a pipeline name what the demo makes. The files can be looked at once they are made, the names before."""
+"""Which settings of a pipeline name files of the demo. Names are checked before the demo makes the files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ MADE = (MODEL, TRACES, UNSEEN)
 
 
 def check_names_in_the_demo(config: PipelineConfig, stages: Collection[StageName]) -> None:
-    """Raise for a path into the demo's folder that will not be there: making a world takes minutes."""
+    """Raise for a path into the demo's folder that the demo will not make, before it spends minutes on the others."""
     if config.demo is None:
         return
     for key, path in _paths_in_the_demo(config, stages):
         if not (Path(config.demo.folder) / path).exists() and not _names(path, MADE):
-            raise InputError(
-                f"{key}: the demo makes {', '.join(MADE)} in {config.demo.folder}, and nothing that is called {path}"
-            )
+            raise InputError(f"{key}: the demo makes {', '.join(MADE)} in {config.demo.folder}, and no {path}")
 
 
 def settings_naming(made: Sequence[str], config: PipelineConfig, stages: Collection[StageName]) -> list[str]:

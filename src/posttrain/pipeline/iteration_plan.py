@@ -1,5 +1,4 @@
-"""Whether a stage has to run, and why: its key is made of everything that it reads, and a finished stage with that key is as
-good as running it. Nothing is changed here."""
+"""Decides which stages have to run, and why. A finished stage with the same key, a hash of its inputs, is reused."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _MAX_CHANGES = 3
 @dataclass(frozen=True)
 class StageDecision:
     stage: StageName
-    action: Action  # depends: on what a stage before it is going to make
+    action: Action  # depends: on the outcome of an earlier stage that has to run
     why: str
     key: str = ""
     inputs: JsonMapping | None = None
@@ -37,7 +36,7 @@ def decide(stage: Stage, context: StageContext) -> StageDecision:
         return StageDecision(stage.name, "skip", reason)
     absent = [name for name in stage.reads if name not in context.before]
     if absent:
-        return StageDecision(stage.name, "depends", f"on what {', '.join(absent)} will make")
+        return StageDecision(stage.name, "depends", f"on the outcome of {', '.join(absent)}")
     inputs = _inputs(stage, context)
     key = key_of(inputs)
     record = find_finished(context.home, stage.name, key)
@@ -50,7 +49,7 @@ def decide(stage: Stage, context: StageContext) -> StageDecision:
 
 
 def plan(stages: Sequence[Stage], context: StageContext) -> Iterator[StageDecision]:
-    """What a run would do with each stage, as far as that can be told before it."""
+    """What a run would do with each stage, as far as it can be determined without running."""
     for stage in stages:
         decision = decide(stage, context)
         if decision.record is not None:
@@ -70,7 +69,7 @@ def _inputs(stage: Stage, context: StageContext) -> JsonObject:
 def _why(stage: Stage, context: StageContext, inputs: JsonMapping, key: str) -> str:
     iteration = context.iteration
     if (iteration.folder / stage_folder(stage.name, key)).exists():
-        return f"it was interrupted; it {'goes on' if stage.goes_on else 'begins again'}"
+        return f"it was interrupted; it {'resumes' if stage.resumes else 'starts again'}"
     earlier = iteration.record(stage.name, outdated=True) or _newest(stage.name, context)
     if earlier is None:
         return "it has not run yet"

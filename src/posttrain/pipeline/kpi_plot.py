@@ -14,7 +14,7 @@ from posttrain.reporting.scales import Axis, label
 PANEL_WIDTH, PANEL_HEIGHT = 400, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 18, 44, 34
 HEADER = 44
-# Its own colours, as in reporting/plot.py: it stands where no style sheet of ours reaches, and follows the reader's theme.
+# Its own colours: the file is shown outside of our pages, and follows the reader's theme.
 STYLE = """
 svg { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif }
 .page { fill: #ffffff; stroke: #e3e6eb } .grid { stroke: #edf0f3 } .tick { fill: #6a7280; font-size: 11px }
@@ -39,7 +39,7 @@ class _Frame:
 
 
 def kpi_svg(name: str, rows: Sequence[KpiRow]) -> str:
-    """A self-contained SVG document; without iterations it says so in the picture."""
+    """A self-contained SVG document; without iterations it holds a note."""
     width, height = 2 * PANEL_WIDTH, HEADER + 2 * PANEL_HEIGHT
     body = _panels(rows) if rows else [f'<text class="key" x="20" y="{HEADER + 30}">no iteration yet</text>']
     title = f"{name}: KPI over iterations"

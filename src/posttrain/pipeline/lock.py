@@ -1,6 +1,6 @@
-"""One process at a time for a pipeline's folder, counting the training that it has started.
+"""One process at a time for a pipeline's folder, including the training that it started.
 
-The training inherits the lock. So if the pipeline is killed and its training is still saving, whoever goes on waits for that.
+The training inherits the lock. If the pipeline is killed while its training is still saving, the next run waits for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _acquire(descriptor: int, home: Path, say: Callable[[str], None]) -> None:
         if holder.get("host") != socket.gethostname() or _is_alive(holder):
             raise InputError(
                 f"{home}: another process is running this pipeline (process {holder.get('pid', '?')} on "
-                f"{holder.get('host', '?')}); `posttrain pipeline status` shows how far it is"
+                f"{holder.get('host', '?')}); `posttrain pipeline status` shows its progress"
             )
         if not said:
             say("the run before was killed and its training is still saving; waiting for it")
@@ -66,7 +66,7 @@ def _identity(pid: int) -> JsonObject:
 
 
 def _holder(descriptor: int) -> JsonObject:
-    for _ in range(20):  # whoever has just got the lock has not written its name yet
+    for _ in range(20):  # a process that has just acquired the lock may not have written its name yet
         try:
             found = json.loads(os.pread(descriptor, 4096, 0))
             return found if isinstance(found, dict) else {}

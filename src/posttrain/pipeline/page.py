@@ -36,7 +36,7 @@ HEADINGS = (
 
 
 def write_views(config: PipelineConfig) -> list[KpiRow]:
-    """kpi.json, kpi.svg and index.html, from the records that are there."""
+    """Write kpi.json, kpi.svg and index.html from the records."""
     home, rows = Path(config.pipeline.folder), kpi_rows(config)
     write_kpi(config, rows)
     durable.write_text(home / PICTURE, kpi_svg(config.pipeline.name, rows))
@@ -47,7 +47,7 @@ def write_views(config: PipelineConfig) -> list[KpiRow]:
 def page(config: PipelineConfig, rows: Sequence[KpiRow]) -> str:
     style = (files("posttrain.reporting") / "assets" / "report.css").read_text("utf-8") + _STYLE
     title = f"Pipeline {config.pipeline.name}"
-    schedule = "" if config.schedule is None else f" · schedule {config.schedule}, which the cluster keeps"
+    schedule = "" if config.schedule is None else f" · schedule {config.schedule}, kept by the cluster"
     facts = f"{len(rows)} iterations · starts from {config.pipeline.start_from}{schedule} · posttrain {__version__}"
     home = Path(config.pipeline.folder)
     iterations = "".join(_iteration(one, home) for one in reversed(read_iterations(home)))
@@ -76,7 +76,7 @@ def cells(row: KpiRow) -> tuple[str, ...]:
         "–" if row.score is None else f"{row.score_metric} {row.score:.4f}{interval}",
         "–" if row.incumbent_score is None else f"{row.incumbent_score:.4f}",
         row.reached,
-        "–" if row.version is None else f"{row.version}, {row.stage or 'stage not known'}",
+        "–" if row.version is None else f"{row.version}, {row.stage or 'stage unknown'}",
         duration(row.seconds),
         cost,
     )
@@ -85,7 +85,7 @@ def cells(row: KpiRow) -> tuple[str, ...]:
 def _table(rows: Sequence[KpiRow]) -> str:
     head = "".join(f"<th>{name}</th>" for name in HEADINGS)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(row)) + "</tr>" for row in rows)
-    note = "“Now” is when this page was written; <code>posttrain pipeline status</code> asks the registry again."
+    note = "“Now” is when this page was written; <code>posttrain pipeline status</code> reads the registry again."
     return f"<table class='kpi'><tr>{head}</tr>{body}</table><p class='note'>{note}</p>"
 
 
@@ -106,8 +106,8 @@ def _stage(iteration: Iteration, name: str, home: Path) -> str:
     mark, record = iteration.stages.get(name), iteration.record(name)
     if record is None:
         waiting = "stopped here" if iteration.running == name else "–"
-        said = f"skipped: {mark.skipped}" if mark is not None and mark.skipped and not mark.outdated else waiting
-        return f"<tr><td>{name}</td><td></td><td class='why'>{escape(said)}</td><td></td></tr>"
+        state = f"skipped: {mark.skipped}" if mark is not None and mark.skipped and not mark.outdated else waiting
+        return f"<tr><td>{name}</td><td></td><td class='why'>{escape(state)}</td><td></td></tr>"
     time = "reused" if mark is not None and mark.reused else duration(record.seconds)
     link = ""
     if record.report is not None:

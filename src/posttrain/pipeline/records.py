@@ -1,8 +1,8 @@
-"""What a pipeline has done, on disk: `stage.json` of each finished stage, `iteration.json` of each iteration.
+"""The records of a pipeline on disk: `stage.json` of each finished stage, `iteration.json` of each iteration.
 
     FOLDER/iteration_2/iteration.json          the data and the models that it began with, and the stages so far
     FOLDER/iteration_2/train-3fa9c1d2e0b4/     one stage; the name ends with the key of what it reads
-    FOLDER/iteration_2/train-…/stage.json      written last: its presence means that the stage is whole
+    FOLDER/iteration_2/train-…/stage.json      written last: it marks the stage as finished
     FOLDER/evaluations/main-…/                 answers, shared by all iterations
 
 Paths in a record are relative to the folder of the record, so a pipeline's folder can be moved.
@@ -42,26 +42,26 @@ STAGES: tuple[StageName, ...] = (
 
 def about(field: str, error: InputError) -> InputError:
     """The same error with the field of pipeline.yaml that led to it."""
-    overrides = f"{field}.overrides"  # what configs call the command line is a list in this file
+    overrides = f"{field}.overrides"  # messages about the command line mean this list here
     lines = (line.replace("command line", overrides, 1) for line in str(error).splitlines())
     return InputError("\n".join(line if line.startswith(overrides) else f"{field}: {line}" for line in lines))
 
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """What a stage has made. `digest` is of its content: two outcomes with the same digest are as good as each other."""
+    """The result of a stage. `digest` is of its content: outcomes with equal digests are interchangeable."""
 
     digest: str
-    headline: str  # one line for people
+    headline: str  # one line for the console and the page
     values: JsonMapping = field(default_factory=dict)  # what later stages and the KPI need
-    report: str | None = None  # a file to look at; a path relative to the stage's folder
+    report: str | None = None  # an HTML or SVG file; relative to the stage's folder
 
 
 @dataclass(frozen=True)
 class StageRecord:
     stage: StageName
     key: str
-    inputs: JsonMapping  # what the key is made of, to say what has changed
+    inputs: JsonMapping  # the key is a hash of these; kept to show what changed
     outcome: StageOutcome
     seconds: float  # over all attempts
     finished_at: str
@@ -111,7 +111,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class StageMark:
-    """What became of a stage in an iteration: done in `folder`, or skipped, with the reason."""
+    """A stage of an iteration: done in `folder`, or skipped with a reason."""
 
     folder: str | None = None  # relative to the pipeline's folder
     reused: bool = False  # made by an earlier iteration
@@ -128,7 +128,7 @@ class Iteration:
     start: ModelChoice
     start_why: str
     incumbent: ModelChoice | None  # what the candidate is compared with
-    redone: Mapping[str, int] = field(default_factory=dict)  # stage -> how often it was asked for again
+    redone: Mapping[str, int] = field(default_factory=dict)  # stage -> how often it was rerun with --from
     running: str | None = None  # the stage under way, or where it stopped
     finished: bool = False
     stages: Mapping[str, StageMark] = field(default_factory=dict)
@@ -185,7 +185,7 @@ def _read_iteration(folder: Path) -> Iteration:
 
 
 def find_finished(home: Path, stage: StageName, key: str) -> StageRecord | None:
-    """A finished stage that has read the same, of whatever iteration; the newest of several."""
+    """The newest finished stage with this key, in any iteration."""
     for iteration in reversed(read_iterations(home)):
         record = read_stage(iteration.folder / stage_folder(stage, key))
         if record is not None and record.key == key:

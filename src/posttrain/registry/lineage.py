@@ -1,7 +1,6 @@
 """Where a model version comes from: base model, data, config, code, measured metrics and the gate's verdict.
 
-Everything that can be read off the files beside the weights is read off them; the rest is told by the caller. What is not
-known stays empty: nothing here guesses.
+As much as possible is read from the files beside the weights. The caller provides the rest. Unknown values stay empty.
 """
 
 from __future__ import annotations
@@ -52,17 +51,19 @@ class Lineage:
 
     @property
     def judged_unknown(self) -> str | None:
-        """The model that the gate judged, if nobody can tell whether it is this one."""
+        """The model that the gate judged, if it is unknown whether it is this one."""
         return None if self.gate is None else self.gate.get("unknown_model")
 
     @property
     def objection(self) -> str | None:
-        """Why no gate has let this very model through; None if one has."""
+        """Why no gate has passed this very model; None if one has."""
         if other := self.judged_another:
-            return f"its gate judged the files of {other}, which are others; evaluate and judge what you register"
+            return f"its gate judged the files of {other}, which differ; evaluate and judge the files that you register"
         if self.verdict != "promote":
             return (
-                f"its gate said {self.verdict}" if self.verdict else "it has no gate verdict (registry add --gate FILE)"
+                f"its gate's verdict is {self.verdict}"
+                if self.verdict
+                else "it has no gate verdict (registry add --gate FILE)"
             )
         if unknown := self.judged_unknown:
             return (
@@ -88,7 +89,7 @@ def gather_lineage(
     metrics: Mapping[str, float] | None = None,
     gate: Path | None = None,
 ) -> Lineage:
-    """What the files tell, with what the caller says over it. `evaluations`: name -> folder of a finished evaluation."""
+    """The lineage from the files; arguments take precedence. `evaluations`: name -> folder of a finished evaluation."""
     config_path = config or _find_config(folder)
     values, config_hash = _read_config(config_path) if config_path else ({}, None)
     converted = read_json(folder / CONVERSION_FILE, RegistryError) if (folder / CONVERSION_FILE).is_file() else {}
@@ -141,7 +142,7 @@ def _read_config(path: Path) -> tuple[JsonObject, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise RegistryError(f"{path}: the config cannot be read ({error})") from error
     flat = {dotted(key): value for key, value in leaves(values)}
-    # Records are JSON, which knows neither dates nor .inf: they are kept as words.
+    # Records are JSON, which has neither dates nor .inf: they are stored as text.
     plain = json.loads(json.dumps(flat, default=str), parse_constant=str)
     return plain, hashlib.sha256(content).hexdigest()
 
@@ -230,7 +231,7 @@ def doubtful_evaluations(folder: Path, evaluations: Mapping[str, Path]) -> dict[
     from posttrain.evaluation.results import read_summary
 
     if not evaluations:
-        return {}  # a fingerprint of nothing's use would be read from every byte of the model
+        return {}  # without evaluations the fingerprint, a hash of every byte, is not needed
     own = _fingerprint(folder)
     found = {}
     for name, path in evaluations.items():
@@ -238,12 +239,12 @@ def doubtful_evaluations(folder: Path, evaluations: Mapping[str, Path]) -> dict[
         if own is None or summary.model_fingerprint is None:
             found[name] = f"is of {summary.model}, which is not known to be this model"
         elif summary.model_fingerprint != own:
-            found[name] = f"is of {summary.model}, whose files are others"
+            found[name] = f"is of {summary.model}, whose files differ"
     return found
 
 
 def _compare_with_judged(own: str | None, judged: Mapping[str, JsonMapping]) -> dict[str, str | None]:
-    """A server and a name on the hub have no files to compare: a verdict on them says nothing about files."""
+    """A server and a name on the hub have no files to compare: a verdict on them does not apply to files."""
     another = unknown = None
     for evaluation in judged.values():
         fingerprint, model = evaluation["model_fingerprint"], str(evaluation["model"])
@@ -255,7 +256,7 @@ def _compare_with_judged(own: str | None, judged: Mapping[str, JsonMapping]) -> 
 
 
 def _fingerprint(folder: Path) -> str | None:
-    """Of the model in `folder`; None if it leads to none whose files are here."""
+    """Of the model in `folder`; None if there are no local files of a model."""
     from posttrain.models.accepted_names import ModelReferenceError, resolve_model
     from posttrain.models.fingerprint import model_fingerprint
 

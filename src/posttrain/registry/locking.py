@@ -1,4 +1,4 @@
-"""Writing to a registry in a local folder: one writer at a time, and folders that are not whole yet.
+"""Writing to a registry in a local folder: one writer at a time, and folders that are not complete yet.
 
 A writer holds a lock on a file; waiting for it has a limit. Folders are written under a hidden name and locked as long as
 their writer runs. The operating system releases the locks of a killed process, so it blocks no other, and the next writer
@@ -28,11 +28,13 @@ _PREFIX = ".partial-"
 
 @contextmanager
 def exclusive(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold the lock for the time of the block; RegistryBusy, naming the holder, if `wait_s` was not enough to get it."""
+    """Hold the lock inside the block; RegistryBusy, naming the holder, if it is not free within `wait_s`."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise RegistryError(f"{path}: cannot be opened for writing ({error.strerror}); is the folder yours?") from error
+        raise RegistryError(
+            f"{path}: cannot be opened for writing ({error.strerror}); do you have write access to the folder?"
+        ) from error
     try:
         _wait_for(descriptor, path, wait_s)
         os.ftruncate(descriptor, 0)
@@ -42,7 +44,7 @@ def exclusive(path: Path, wait_s: float) -> Iterator[None]:
         finally:
             os.ftruncate(descriptor, 0)
     finally:
-        os.close(descriptor)  # gives the lock back
+        os.close(descriptor)  # releases the lock
 
 
 def _wait_for(descriptor: int, path: Path, wait_s: float) -> None:
@@ -74,10 +76,10 @@ def _describe(descriptor: int) -> str:
 
 
 class PartialFolder:
-    """An empty folder below `root`. Whoever renames it, or what is in it, keeps that; `remove` takes the rest away."""
+    """An empty folder below `root`. The caller renames it, or files in it; `remove` deletes the rest."""
 
     def __init__(self, root: Path) -> None:
-        while True:  # until it was not taken for an abandoned one before it was locked
+        while True:  # retried if another process removed it as abandoned before it was locked
             self.path = root / f"{_PREFIX}{uuid4().hex}"
             self.path.mkdir(parents=True)
             try:

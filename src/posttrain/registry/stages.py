@@ -1,8 +1,8 @@
-"""Stages of model versions, as a function of the list of changes. Knows no database and no files.
+"""Stages of model versions as a function of the log of changes. No database and no files are accessed.
 
-The list only grows, and its order is the truth: what stage a version is in is what the changes, taken one after another,
-make of it. So there is never a moment with two production versions, and never a stage without the change that explains it.
-A change may say which version it expects in the place that it fills; if another one is there, the change is void.
+The log is append-only: the stage of a version is the result of applying all changes in order. So there are never two
+production versions, and every stage has a change that explains it. A change may name the version that it expects in the stage
+it fills; if another one is there, the change is void.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Stage = Literal["candidate", "canary", "production", "archived"]
 Action = Literal["promote", "rollback"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
-NOTHING_EXPECTED = -1  # any version, or none, may be in the place
-NO_VERSION = 0  # the place is expected to be empty
+NOTHING_EXPECTED = -1  # any version, or none, may be in the stage
+NO_VERSION = 0  # the stage is expected to be empty
 
 
 @dataclass(frozen=True)
 class Change:
-    """One line of the log, as its writer meant it. For a rollback of a canary `version` is the one taken away."""
+    """One line of the log, as requested. For a rollback of a canary, `version` is the one that is removed."""
 
     action: Action
     version: int
@@ -31,9 +31,9 @@ class Change:
     by: str
     at: str  # UTC, ISO 8601
     why: str
-    expected: int = NOTHING_EXPECTED  # the version in the place that changes: production, or canary if `to` is canary
+    expected: int = NOTHING_EXPECTED  # the version in the stage that changes: production, or canary if `to` is canary
     forced: bool = False  # against the gate's verdict, or without one
-    ordinal: int = 0  # place in the log, from 1; given by the store
+    ordinal: int = 0  # position in the log, from 1; assigned by the store
 
     def to_row(self) -> JsonObject:
         return {name: value for name, value in vars(self).items() if name != "ordinal"}
@@ -50,7 +50,7 @@ class Move:
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """A change with what came of it. `refused` says why nothing did."""
+    """A change with its effect. `refused`: why it had none."""
 
     change: Change
     moves: tuple[Move, ...] = ()
@@ -59,12 +59,14 @@ class HistoryEntry:
 
 @dataclass
 class Stages:
-    """Who is where after some changes."""
+    """The version in each stage after some changes."""
 
     production: int = NO_VERSION
     canary: int = NO_VERSION
     archived: set[int] = field(default_factory=set)
-    line: list[int] = field(default_factory=list)  # versions that were put into production; rolled-back ones are gone
+    line: list[int] = field(
+        default_factory=list
+    )  # versions that were put into production; without those that were rolled back
 
     def of(self, version: int) -> Stage:
         if version == self.production:
@@ -74,7 +76,7 @@ class Stages:
         return "archived" if version in self.archived else "candidate"
 
     def previous_production(self) -> int:
-        """Where a rollback goes; `NO_VERSION` if there is nowhere to go."""
+        """The version that a rollback returns to; `NO_VERSION` if there is none."""
         earlier = self.line[:-1] if self.production else self.line
         return next((version for version in reversed(earlier) if version != self.production), NO_VERSION)
 

@@ -1,4 +1,4 @@
-"""A registered version as a value, and its record: the plain values that the store keeps of it."""
+"""A registered version, the record that the store keeps of it, and the differences between two versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.registry.stages import Stage, Stages
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """A registered version. `path` is its folder; on a tracking server, where the files are put when they are needed."""
+    """A registered version. `path` is its folder; for a tracking server, the cache that files are downloaded to."""
 
     name: str
     version: int
@@ -38,7 +38,7 @@ class ModelVersion:
 
 
 def version_from_record(name: str, number: int, record: JsonMapping, stages: Stages, home: Path | None) -> ModelVersion:
-    """`home` is the registry's folder: what lies in it is recorded relative to it, so that the folder can be moved."""
+    """`home` is the registry's folder: paths inside it are stored relative to it, so that the folder can be moved."""
     files = {key: FileRecord(**file) for key, file in record["files"].items()}
     uploaded_to = record["uploaded_to"]
     return ModelVersion(
@@ -78,7 +78,7 @@ def as_row(version: ModelVersion) -> JsonObject:
     return {"name": version.name, "version": version.version, "stage": version.stage, **record_of(version, None)}
 
 
-# -- what two versions differ in -----------------------------------------------------------------------------------------
+# -- differences -------------------------------------------------------------------------------------------------------
 
 ABSENT = "–"
 
@@ -87,12 +87,12 @@ ABSENT = "–"
 class Difference:
     section: str  # lineage, metrics, data, config, files
     key: str
-    left: object  # None: not there
+    left: object  # None: absent
     right: object
 
 
 def differences(left: ModelVersion, right: ModelVersion) -> list[Difference]:
-    """Everything that is not equal in both, in the order in which people ask."""
+    """Everything that differs: lineage, metrics, data, config, files."""
     found: list[Difference] = []
     for section, read in _SECTIONS.items():
         found += _differing(section, read(left), read(right))

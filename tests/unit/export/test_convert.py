@@ -306,9 +306,7 @@ def test_settings_of_generation_are_written_as_they_were(model: Path, tmp_path: 
     assert (written["temperature"], written["eos_token_id"], "do_sample" in written) == (0.6, [256, 3], False)
     for broken in ("{", "[]"):
         file.write_text(broken)
-        fails(
-            r"generation_config\.json cannot be read: .*; fix or remove it", tmp_path / "model", tmp_path / "other"
-        )
+        fails(r"generation_config\.json cannot be read: .*; fix or remove it", tmp_path / "model", tmp_path / "other")
 
 
 @pytest.mark.parametrize("broken", ["[]", "{"])

@@ -159,5 +159,5 @@ def test_beside_the_verdict_of_then_stands_the_stage_of_now() -> None:
     verdict, version = HEADINGS.index("verdict"), HEADINGS.index("version, now")
     back = cells(row(1, verdict="promote", version=1, stage="archived"))
     assert (back[verdict], back[version]) == ("promoted", "1, archived")
-    assert cells(row(2, verdict="promote", version=2))[version] == "2, stage not known"
+    assert cells(row(2, verdict="promote", version=2))[version] == "2, stage unknown"
     assert cells(row(3))[version] == "–"

@@ -1,6 +1,6 @@
-"""canary: put the version into the stage canary, and write down how a server splits the traffic.
+"""canary: moves the version to the stage canary, and writes how a server splits the traffic.
 
-Starting the server is not the pipeline's business: whoever runs servers takes `serve.sh`, or the values in `serve.yaml`.
+The pipeline does not start servers: use `serve.sh`, or the values in `serve.yaml`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CanaryStage:
     name: StageName = "canary"
     version = 1
     reads: tuple[StageName, ...] = ("gate", "registry")
-    goes_on = False
+    resumes = False
 
     def check(self, config: PipelineConfig) -> None:
         try:
@@ -51,7 +51,7 @@ class CanaryStage:
         registered = context.before.get("registry")
         if registered is None:
             return None
-        # Whoever took it out of use had a reason. The iteration is over with that: new traces must not wait for it.
+        # It was archived on purpose. That ends the iteration, so that new traces do not wait for it.
         number, config = registered.outcome.values["version"], context.config
         if _stage_of(number, config) != "archived":
             return None
@@ -93,7 +93,7 @@ def _stage_of(number: int, config: PipelineConfig) -> str | None:
 
 
 def _refuse_other_production(context: StageContext, versions: list[ModelVersion]) -> None:
-    """A candidate that beat another model than the one in use has shown nothing."""
+    """Refuse a candidate that was compared with another model than the one in production."""
     current = next((version.version for version in versions if version.stage == "production"), None)
     incumbent = context.iteration.incumbent
     compared = None if incumbent is None else incumbent.version
@@ -102,7 +102,7 @@ def _refuse_other_production(context: StageContext, versions: list[ModelVersion]
         then = "nothing" if compared is None else f"version {compared}"
         raise InputError(
             f"canary: {now} is in production now, and {then} was when this iteration began; `pipeline run --from evaluate` "
-            "compares with the one that is there"
+            "compares with the current one"
         )
 
 

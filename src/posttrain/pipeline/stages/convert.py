@@ -17,7 +17,7 @@ class ConvertStage:
     name: StageName = "convert"
     version = 1
     reads: tuple[StageName, ...] = ("train",)
-    goes_on = False
+    resumes = False
 
     def check(self, config: PipelineConfig) -> None:
         pass

@@ -1,6 +1,6 @@
-"""dataset: the traces as a file to train on: preference pairs, groups of recorded answers, or prompts with references.
+"""dataset: writes the traces as training data: preference pairs, groups of recorded answers, or prompts with references.
 
-The file is the snapshot of an iteration: whatever is added to the traces later does not change what it is trained on.
+The file is the snapshot of an iteration: traces that are added later do not change what it trains on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DatasetStage:
     name: StageName = "dataset"
     version = 1
     reads: tuple[StageName, ...] = ("traces",)
-    goes_on = False
+    resumes = False
 
     def check(self, config: PipelineConfig) -> None:
         pass
@@ -62,7 +62,9 @@ class DatasetStage:
                 why = "; ".join(f"{count} prompts: {reason}" for reason, count in left_out.items())
                 raise DataError(f"dataset.kind {kind}: no row could be made of the traces{f' ({why})' if why else ''}")
         if current_content(context.config, context.hashes) != list(context.data):
-            raise DataError("traces.path: the files changed while they were read; run again when nobody writes to them")
+            raise DataError(
+                "traces.path: the files changed while they were read; run again when no process writes to them"
+            )
         report = {"kind": kind, "rows": lines, "read": read.as_dict(), **facts}
         durable.write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
         return StageOutcome(
@@ -92,7 +94,7 @@ def _rows(config: PipelineConfig, read: ReadReport) -> tuple[Iterator[Row], Coun
 
 
 def _recorded(groups: Iterator[TraceGroup]) -> Iterator[Row]:
-    """One row per trace, groups one after another, with the columns that are read without being named."""
+    """One row per trace, group by group, with the default column names."""
     for group in groups:
         for trace in group.traces:
             row: Row = {"input": group.prompt, "output": trace.response, "final_reward": trace.reward}

@@ -1,8 +1,8 @@
-"""evaluate: the candidate, and the model that it is compared with, on every evaluation that the file names.
+"""evaluate: runs every evaluation of the config on the candidate and on the model that it is compared with.
 
-Answers are kept in FOLDER/evaluations, named by everything that decides them: what one iteration has measured, of whichever
-model, the next one does not measure again. Metrics, thresholds and prices decide no answers: they are summed up anew from what is
-there. An evaluation that was killed goes on with the problems that are left.
+Answers are stored in FOLDER/evaluations under a hash of everything that decides them, so later iterations reuse them. Metrics,
+thresholds and prices do not change answers: summaries are computed again from the stored answers. An evaluation that was
+killed resumes with the remaining problems.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ EVALUATIONS = "evaluations"
 OWN_KEYS = ("generation.model_name", "eval.save_path")
 PLACEHOLDER = "chosen-by-the-pipeline"  # the model; also the tokenizer, unless the config names another one
 KL = "kl_from_base"
-KL_INPUTS = ".kl_inputs"  # beside kl.json: the base model and the answers that it was measured with
+KL_INPUTS = ".kl_inputs"  # next to kl.json: its base model and answers
 
 
 class EvaluateStage:
     name: StageName = "evaluate"
     version = 2
     reads: tuple[StageName, ...] = ("convert",)
-    goes_on = True
+    resumes = True
 
     def check(self, config: PipelineConfig) -> None:
         for name in config.evaluate:
@@ -70,7 +70,7 @@ class EvaluateStage:
                 if not (path / SUMMARY_FILE).is_file():
                     return str(path / SUMMARY_FILE)
                 if values["judged"][f"{side}/{name}"] != digest(_judged(path, drift=name in drift)):
-                    return f"the summary of {name} with these settings"  # the folder has been summed up otherwise since
+                    return f"the summary of {name} with these settings"  # the folder was summarised with other settings since
         return None
 
     def work(self, context: StageContext, folder: Path) -> StageOutcome:
@@ -111,8 +111,8 @@ def load_evaluation(config: PipelineConfig, name: str, model: str) -> LoadedConf
 
 
 def check_problems(config: PipelineConfig, waiting: Collection[str] = ()) -> None:
-    """InputError for problems that cannot be read, or a judge that is not there: after the training it would be late to hear
-    of it. `waiting` are settings that name what the demo has not made yet."""
+    """InputError for problems that cannot be read, or a judge that does not exist, before the training is spent. `waiting` are
+    settings that name files which the demo has not made yet."""
     from posttrain.evaluation.build import EvaluationBuild
 
     for name in config.evaluate:
@@ -126,7 +126,7 @@ def check_problems(config: PipelineConfig, waiting: Collection[str] = ()) -> Non
 
 
 def measures_drift(config: PipelineConfig) -> list[str]:
-    """The evaluations of which the gate wants to know the distance from the base model."""
+    """The evaluations for which the gate needs the distance from the base model."""
     checks = load_gate(config).checks.values()
     return sorted({check.evaluation for check in checks if check.metric == KL})
 
@@ -147,7 +147,7 @@ def _evaluate(context: StageContext, name: str, model: str, *, drift: bool) -> P
 
 
 def _measure_drift(context: StageContext, loaded: LoadedConfig[EvalRunConfig], folder: Path, model: str) -> None:
-    """Unless it was measured before, on these answers and from this base."""
+    """Measured once per answers and base model."""
     from posttrain.gate.divergence import KL_FILE, answers_digest
 
     base = model_identity(context.config.base_model)
@@ -169,7 +169,7 @@ def _measure_drift(context: StageContext, loaded: LoadedConfig[EvalRunConfig], f
 
 
 def _beating(context: StageContext) -> Callable[[str, int], Any]:
-    """The progress bar, which also keeps the time of this attempt."""
+    """The progress bar, which also records the time of this attempt."""
 
     @contextmanager
     def show(label: str, total: int) -> Iterator[Progress]:
@@ -228,7 +228,7 @@ def _outcome(
 
 
 def _judged(folder: Path, *, drift: bool) -> JsonObject:
-    """What a gate may look at, besides the answers."""
+    """What a gate may read, besides the answers."""
     from posttrain.evaluation.results import read_summary
     from posttrain.gate.divergence import KL_FILE
 

@@ -28,16 +28,16 @@ def load_gate(config: PipelineConfig) -> GateConfig:
 
 
 def verdict_of(context: StageContext) -> str | None:
-    """What the gate has said in this iteration, if it has spoken."""
+    """The gate's verdict in this iteration; None if there is none yet."""
     record = context.before.get("gate")
     return None if record is None else str(record.outcome.values["verdict"])
 
 
 class GateStage:
     name: StageName = "gate"
-    version = 2  # goes up when the rules change: verdicts of the old ones are given again
+    version = 2  # raised when the rules change, so that verdicts are computed again
     reads: tuple[StageName, ...] = ("evaluate",)
-    goes_on = False
+    resumes = False
 
     def check(self, config: PipelineConfig) -> None:
         from posttrain.gate.measures import check_before_measuring

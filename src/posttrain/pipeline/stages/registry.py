@@ -1,8 +1,7 @@
-"""registry: the model as the next version, a candidate, with its lineage and the gate's verdict.
+"""registry: adds the model as the next version, a candidate, with its lineage and the gate's verdict.
 
-A rejected model is registered too: the history shows what was tried. Without a decision nothing is. Adding a version and
-writing down that it was added are two steps; the key of the stage in the version's note makes sure that a kill between them
-does not add it twice.
+A rejected model is registered too, so that the history shows what was tried. Without a verdict nothing is registered. The
+stage's key is written to the version's note, so that a kill before `stage.json` is written does not add it twice.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class RegistryStage:
     name: StageName = "registry"
     version = 1
     reads: tuple[StageName, ...] = ("dataset", "train", "convert", "evaluate", "gate")
-    goes_on = False
+    resumes = False
 
     def check(self, config: PipelineConfig) -> None:
         if importlib.util.find_spec("mlflow") is None:
@@ -53,7 +52,7 @@ class RegistryStage:
         version = next((one for one in versions_of(context.config) if mark in one.note), None) or self._add(
             context, mark
         )
-        row = {key: value for key, value in as_row(version).items() if key != "stage"}  # a stage is not for ever
+        row = {key: value for key, value in as_row(version).items() if key != "stage"}  # a stage may change later
         durable.write_text(folder / "version.json", json.dumps(row, indent=2, default=str) + "\n")
         return StageOutcome(
             digest=digest([version.name, version.version, self.inputs(context)]),
@@ -63,7 +62,7 @@ class RegistryStage:
         )
 
     def _mark(self, context: StageContext) -> str:
-        """The same for the same work, however often it is tried."""
+        """The same for every attempt of the same work."""
         outcomes = {name: context.before[name].outcome.digest for name in self.reads}
         redone = context.iteration.redone.get(self.name, 0)
         return key_of({"inputs": self.inputs(context), "outcomes": outcomes, "redone": redone})[:16]

@@ -1,4 +1,4 @@
-"""traces: look at the labelled traces and write down what is in them. Nothing is copied."""
+"""traces: writes statistics of the labelled traces. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def current_content(config: PipelineConfig, hashes: FileHashes) -> list[str]:
 def _traces_content(path: str | Sequence[str], hashes: FileHashes) -> list[str]:
     """The content of each file of traces, in the order in which they are read. Names do not count.
 
-    Files behind a URL are not read for this: their store says what changes when they do (an ETag, or size and time).
+    Files behind a URL are not read for this: their store provides a checksum (an ETag, or size and time).
     """
     from posttrain.data.traces.files import locate
 
@@ -60,7 +60,7 @@ class TracesStage:
     name: StageName = "traces"
     version = 1
     reads: tuple[StageName, ...] = ()
-    goes_on = False
+    resumes = False
 
     def check(self, config: PipelineConfig) -> None:
         try:
@@ -88,7 +88,7 @@ class TracesStage:
         found = collect_statistics(reading_of(context.config), pair_rules_of(context.config), None)
         if not found.traces:
             raise InputError(
-                f"traces.path: none of the {found.read.rows} rows can be used; `posttrain data inspect` says why"
+                f"traces.path: none of the {found.read.rows} rows can be used; `posttrain data inspect` shows why"
             )
         durable.write_text(folder / "statistics.json", json.dumps(found.as_dict(), indent=2) + "\n")
         picture = reward_histogram_svg(found, f"Rewards of the traces of {context.config.pipeline.name}")

@@ -1,4 +1,4 @@
-"""train: GRPO or DPO on the dataset, in a process of its own that goes on from its newest checkpoint."""
+"""train: runs GRPO or DPO on the dataset in a child process, which resumes from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from posttrain.pipeline.stage import StageContext, Stop, missing_path
 from posttrain.pipeline.training_process import run_training
 
 DATASETS = {"pairs": "PreferenceDataset", "groups": "TraceGroups", "prompts": "ResponseDataset"}
-# What the pipeline sets itself; the file of the run may name others, which count for nothing.
+# Set by the pipeline; values in the run's own config are ignored.
 OWN_KEYS = ("policy.model_name", "data.train", "checkpointing.checkpoint_dir", "logger.log_dir")
 PLACEHOLDER = "chosen-by-the-pipeline"
 RUN_FOLDER = "run"
-LAST_STEPS = 10  # the training metric of an iteration is the mean of this many
+LAST_STEPS = 10  # steps in the mean that is an iteration's training metric
 
 
 class TrainStage:
     name: StageName = "train"
     version = 1
     reads: tuple[StageName, ...] = ("dataset",)
-    goes_on = True
+    resumes = True
 
     def check(self, config: PipelineConfig) -> None:
         loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
@@ -93,7 +93,7 @@ class TrainStage:
 def load_training(
     config: PipelineConfig, *, model: str, tokenizer: str | None, data: str, folder: str
 ) -> LoadedConfig[Any]:
-    """The config of the run: the file, the overrides, and over both what the pipeline sets."""
+    """The config of the run: the file, the overrides, and on top what the pipeline sets."""
     train = config.train
     for text in train.overrides:
         key = text.lstrip("+~").partition("=")[0].strip()
@@ -125,14 +125,14 @@ def _quoted(text: str) -> str:
 
 
 def _ended(code: int, algorithm: str) -> tuple[int, str]:
-    again = "the same command goes on from its newest checkpoint"
+    again = "the same command resumes from its newest checkpoint"
     if code in (85, 130):
         return code, f"train: stopped, saved; {again}"
     if code == 64:
-        return code, f"train: `posttrain {algorithm}` did not like its input; what is wrong stands above"
+        return code, f"train: `posttrain {algorithm}` refused its input; see the error above"
     if code < 0:
         return 1, f"train: the training was killed by signal {-code}; {again}"
-    return 1, f"train: the training crashed (exit code {code}), and the error stands above; {again}"
+    return 1, f"train: the training crashed (exit code {code}), see the error above; {again}"
 
 
 def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
@@ -147,7 +147,7 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
     )
     newest = store.latest()
     if newest is None:
-        raise InputError(f"train: {run} has no checkpoint that is whole")
+        raise InputError(f"train: {run} has no complete checkpoint")
     if which == "newest":
         return newest
     sign = 1.0 if settings.higher_is_better else -1.0
