@@ -1,4 +1,4 @@
-"""What a run measured, beside what the planner predicts for it: stages, tokens per second, peak memory."""
+"""Compares what a run measured with the planner's prediction: stages, tokens per second, peak memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from posttrain.reporting.run_files import METRICS_FILE, Row
 
 # The names under which a run reports memory (policy/peak_memory.py), and the phases that each covers.
 _PEAKS = {"sampling": (SAMPLING,), "logprobs": (SCORING,), "training": (TRAINING, OPTIMIZER)}
-_ANSWER_SHARE = 0.5  # of a sequence, where a run does not say how long answers are
+_ANSWER_SHARE = 0.5  # of a sequence, where a run does not log the length of answers
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the steps that were looked at."""
+    """Medians over steps."""
 
     num_steps: int
     values: dict[str, float]  # by key of metrics.jsonl
@@ -57,7 +57,7 @@ class PredictedAndMeasured:
 
 
 def read_measured(folder: Path) -> Measured:
-    """Without the first step, where there are others: it compiles and records."""
+    """The first step is left out if there are others: it compiles kernels and captures CUDA graphs."""
     if not (folder / METRICS_FILE).is_file():
         raise InputError(
             f"--run {folder}: no {METRICS_FILE} there; give the folder of a run (checkpointing.checkpoint_dir)"
@@ -78,7 +78,7 @@ def _median(rows: Sequence[Row], key: str) -> float | None:
 
 
 def compare(found: RunEstimate, measured: Measured) -> list[PredictedAndMeasured]:
-    """What both know. The measured step has stages that the prediction leaves out; its total is over those of both."""
+    """Quantities that both have. A measured step has more stages than the prediction; the total is over the common ones."""
     rows = []
     shared_s = 0.0
     for stage, seconds in found.time.stages.items():

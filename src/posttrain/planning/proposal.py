@@ -1,7 +1,7 @@
-"""Better settings for what a plan knows: micro-batches, recomputation of activations, rows that decode together; and, where
-something does not fit, which single change would make it fit.
+"""Proposes faster settings (micro-batches, activation checkpointing, decode rows) and, where something does not fit, the
+single changes that would make it fit.
 
-Nothing proposed changes what is learnt, except where it says so (adapters instead of all weights).
+Proposals do not change what is learnt, unless marked (adapters instead of all weights).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from posttrain.policy.memory.settings import OptimizerSettings, RunSettings
 
 _HEADROOM = 0.05  # of the GPU's memory, which a proposal leaves free
 _AS_GOOD = 0.015  # a smaller setting is preferred to one that saves less time than this share
-_WORTH_SAYING = 0.01  # of a step's time: for less, nothing is proposed
+_WORTH_PROPOSING = 0.01  # of a step's time: for less, nothing is proposed
 _LARGEST_BUDGET = 131072
 _ROWS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings by their names in a config, and what is expected of them."""
+    """Settings by their config keys, and their estimate."""
 
     settings: dict[str, str]
     found: RunEstimate
@@ -54,7 +54,7 @@ def _has_room(found: RunEstimate, *phases: str) -> bool:
 
 
 def propose(found: RunEstimate) -> Proposal | None:
-    """The fastest settings that fit with room to spare: none where those that are set are as fast, None where nothing fits."""
+    """The fastest settings that fit with headroom: none if the current ones are as fast, None if nothing fits."""
     trained = _best_training(found)
     if trained is None:
         return None
@@ -72,7 +72,7 @@ def propose(found: RunEstimate) -> Proposal | None:
         best = _best_rows(best)
         assert best.settings.engine is not None
         names["policy.generation.native_cfg.max_batch_size"] = str(best.settings.engine.rows)
-    if not found.too_large and best.time.total_s >= found.time.total_s * (1 - _WORTH_SAYING):
+    if not found.too_large and best.time.total_s >= found.time.total_s * (1 - _WORTH_PROPOSING):
         return Proposal({}, found)
     return Proposal(names, best)
 
@@ -135,17 +135,17 @@ def _smallest_as_good(tried: list[RunEstimate], seconds: list[float]) -> RunEsti
 
 
 def remedies(found: RunEstimate) -> list[Remedy]:
-    """Single changes, those first that are enough; where none is, one after another until all fits."""
-    tried = [Remedy(said, with_settings(found, settings, workload)) for said, settings, workload in _changes(found)]
+    """Single changes, sufficient ones first; if none is sufficient, changes that are applied one after another."""
+    tried = [Remedy(words, with_settings(found, settings, workload)) for words, settings, workload in _changes(found)]
     enough = [remedy for remedy in tried if remedy.is_enough]
     if enough or not tried:
         return enough
     words: list[str] = []
     current = found
     for _ in range(len(tried)):
-        # The change that frees most of what is too large, as things stand now.
+        # The change that frees most of the excess.
         candidates = [
-            Remedy(said, with_settings(current, settings, workload)) for said, settings, workload in _changes(current)
+            Remedy(words, with_settings(current, settings, workload)) for words, settings, workload in _changes(current)
         ]
         better = [one for one in candidates if _excess(one.found) < _excess(current)]
         if not better:
@@ -158,7 +158,7 @@ def remedies(found: RunEstimate) -> list[Remedy]:
 
 
 def _excess(found: RunEstimate) -> float:
-    """Bytes that are too many, over all phases."""
+    """Excess bytes over all phases."""
     missing = 0.0
     cache = found.memory.cache
     if cache is not None and cache.num_bytes < cache.least_bytes:
@@ -195,7 +195,7 @@ def _changes(found: RunEstimate) -> Iterator[tuple[str, RunSettings | None, Work
 
 
 def _state_changes(settings: RunSettings) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:
-    """Shorter optimizer state, elsewhere, or for fewer weights."""
+    """Smaller optimizer state, offloaded state, or state of fewer weights."""
     optimizer = settings.optimizer
     if settings.lora_rank is None and optimizer.num_moments == 2:
         for dtype in ("bfloat16", "int8"):
@@ -212,7 +212,7 @@ def _state_changes(settings: RunSettings) -> Iterator[tuple[str, RunSettings | N
 
 
 def explain(found: RunEstimate) -> str:
-    """What is too large, and what to change; empty if everything fits."""
+    """What is too large, and the remedies; empty if everything fits."""
     if not found.too_large:
         return ""
     memory = found.gpu.memory_bytes / GIB

@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_64_and_says_what_would(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "z80", "grpo"], "--gpu z80: not in the planner's table; it knows h200, h100"),
+        (["--gpu", "z80", "grpo"], "--gpu z80: not in the planner's table; accepted: h200, h100"),
         ([], "say which kind of run is meant"),
         (["--config", str(REPOSITORY / "configs/eval.yaml")], "is the config of an evaluation"),
         (
@@ -143,7 +143,7 @@ def test_what_is_not_counted_is_told() -> None:
     config = load_config("grpo", None, words).config
     said = "\n".join(assumptions(estimate_run(config, GPUS["h200"]), config))
     assert "adapters are counted on every linear layer" in said
-    assert "dynamic sampling is counted as one round" in said
+    assert "dynamic sampling is counted as one batch" in said
 
 
 def test_the_copy_of_a_checkpoint_takes_host_memory() -> None:

@@ -1,7 +1,7 @@
 """The sizes of a model: from the config.json of a folder, from the hub, or from the table of named shapes. No weights.
 
-Counts dense decoder models with grouped-query attention and a gated MLP, the pattern of Llama, Mistral, Qwen and Gemma.
-Others are refused: a count for another pattern would be a guess.
+Supported: dense decoder models with grouped-query attention and a gated MLP, such as Llama, Mistral, Qwen and Gemma. Others
+are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from posttrain.errors import InputError, reason_of
 from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.models.hub import why_unavailable
 
-# Families whose layers run through the fused kernels (policy/fused/layers.py decides by trying).
+# Families whose layers run through the fused kernels (policy/fused/layers.py decides by a trial run).
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _HEAD_NORMS = ("qwen3",)
 _QKV_BIASES = ("qwen2",)
@@ -24,7 +24,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 
 class UnknownModelError(InputError):
-    """No config.json was found, or it is of a model that the planner cannot count."""
+    """No config.json was found, or it describes a model that the planner does not support."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ModelShape:
     qkv_bias: bool = False
     output_bias: bool = False  # of attention
     mlp_bias: bool = False
-    window: int | None = None  # tokens that a token sees at most
+    window: int | None = None  # tokens that a token attends to at most
 
     @property
     def fused(self) -> bool:
@@ -98,7 +98,7 @@ class ModelShape:
 
     @property
     def layer_products(self) -> int:
-        """Weights that a token is multiplied with in all layers; the output head is beside them."""
+        """Weights that a token is multiplied with in all layers, without the output head."""
         return self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
 
     @property
@@ -106,7 +106,7 @@ class ModelShape:
         return self.vocab * self.hidden
 
     def without_output_table(self) -> ModelShape:
-        """As a reward model has it: the table of the input is the only one, whether a language model would share it or not."""
+        """As in a reward model: there is only the input embedding, whether the language model ties it or not."""
         return replace(self, tied=True)
 
     def adapters(self, rank: int) -> list[TensorKind]:
