@@ -64,7 +64,7 @@ def _load_beside(model: Any, name: str, folder: Path, peft_name: str) -> None:
     lacking = [key for key in result.missing_keys if f".{peft_name}." in key]
     if strange := [*lacking, *result.unexpected_keys]:
         raise ModelReferenceError(
-            f"adapter {name!r}: {folder} does not fit the base model: {len(strange)} weights have no partner, "
+            f"adapter {name!r}: {folder} does not fit the base model: {len(strange)} weights have no counterpart, "
             f"among them {strange[0]}"
         )
 
