@@ -27,7 +27,7 @@ from posttrain.algorithms.rollout_batches import (
 )
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.roles import Policy, RolloutSource
+from posttrain.roles import RolloutSource, Trainer, WeightSync
 from posttrain.rollouts.pass_rates import ANY_POSITIVE_REWARD, reward_metrics
 from posttrain.rollouts.selection import Collection, GroupSelection
 from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
@@ -47,8 +47,9 @@ class Grpo:
     objective: ClippedPolicyGradient
     credit: Credit
     selection: GroupSelection
-    policy: Policy
+    policy: Trainer
     rollouts: RolloutSource
+    weights: WeightSync
     validation: RolloutSource | None = None
 
     def step(self, step: int) -> StepReport:
@@ -76,6 +77,7 @@ class Grpo:
         with clock("policy_training"):
             updates = [self.policy.update(batch, self.objective) for batch in batches]
             self.policy.end_step()
+            self.weights.publish(step)
 
         metrics = {
             **_mean_over_updates(updates),

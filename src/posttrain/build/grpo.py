@@ -16,7 +16,7 @@ from posttrain.config import GrpoRunConfig, PolicyConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments
-from posttrain.roles import Generator, Policy, RolloutSource, ShowProgress
+from posttrain.roles import Engine, RolloutSource, ShowProgress, Trainer, WeightSync
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.types import Sampling, Task
@@ -47,8 +47,9 @@ def build_grpo(
     config: GrpoRunConfig,
     stream: Stream,
     validation: Any,
-    policy: Policy,
-    generator: Generator,
+    policy: Trainer,
+    engine: Engine,
+    weights: WeightSync,
     chat: ChatFormat,
     show_progress: ShowProgress,
     cleanup: ExitStack,
@@ -62,7 +63,7 @@ def build_grpo(
     learns_from_record = uses_record(config)
     rollouts = FreshRollouts(
         stream,
-        generator,
+        engine,
         environment,
         num_samples=grpo.num_fresh_per_prompt if learns_from_record else grpo.num_generations_per_prompt,
         sampling=_sampling(config.policy, end_of_turn_ids),
@@ -72,7 +73,7 @@ def build_grpo(
     held_out = first_rows(validation, grpo.max_val_samples if grpo.max_val_samples is not None else 0)
     validation_rollouts = FreshRollouts(
         FixedTasks(held_out),
-        generator,
+        engine,
         environment,
         num_samples=grpo.val_num_generations_per_prompt,
         sampling=_sampling(config.policy, end_of_turn_ids, validation=True),
@@ -98,6 +99,7 @@ def build_grpo(
         build_selection(config),
         policy,
         source,
+        weights,
         validation_rollouts if held_out else None,
     )
 

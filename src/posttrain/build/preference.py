@@ -12,9 +12,9 @@ from posttrain.build.datasets import first_rows, options
 from posttrain.config import DpoRunConfig
 from posttrain.config.preference_losses import LOSSES
 from posttrain.data.sampler import Stream
-from posttrain.orchestration.sharded import ShardedPolicy
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
 from posttrain.policy.reference_cache import CachedReference
+from posttrain.roles import Trainer
 
 
 def needs_reference(config: DpoRunConfig) -> bool:
@@ -27,7 +27,7 @@ def is_paired(config: DpoRunConfig) -> bool:
 
 
 def build_preference(
-    config: DpoRunConfig, stream: Stream[Any], validation: Any, policy: ShardedPolicy, warn: Callable[[str], None]
+    config: DpoRunConfig, stream: Stream[Any], validation: Any, policy: Trainer, warn: Callable[[str], None]
 ) -> Dpo | Kto:
     dpo, size = config.dpo, config.policy.train_global_batch_size
     held_out = first_rows(validation, dpo.val_batches * dpo.val_global_batch_size)

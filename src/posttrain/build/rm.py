@@ -9,10 +9,10 @@ from posttrain.build.datasets import first_rows, options
 from posttrain.config import RmRunConfig
 from posttrain.data.sampler import Stream
 from posttrain.policy.objectives import BradleyTerry
-from posttrain.roles import Policy
+from posttrain.roles import Trainer
 
 
-def build_rm(config: RmRunConfig, stream: Stream, validation: Any, policy: Policy) -> RewardModelTraining:
+def build_rm(config: RmRunConfig, stream: Stream, validation: Any, policy: Trainer) -> RewardModelTraining:
     rm = config.rm
     return RewardModelTraining(
         config.policy.train_global_batch_size,

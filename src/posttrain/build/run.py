@@ -6,7 +6,6 @@ model's folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +17,7 @@ from posttrain.build.grpo import build_grpo, environments_in_use, uses_record
 from posttrain.build.preference import build_preference, is_paired, needs_reference
 from posttrain.build.rm import build_rm
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
+from posttrain.checkpointing.saver import CheckpointSaver, SaverSettings
 from posttrain.config import DpoRunConfig, GrpoRunConfig, LoadedConfig, PolicyConfig, RmRunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
@@ -30,11 +30,12 @@ from posttrain.export.periodic import PeriodicExport
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop, run_folder
 from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
-from posttrain.orchestration.local import LocalWorker, WorkerGroup
-from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
-from posttrain.policy.worker import PolicyWorker, WorkerSetup
+from posttrain.orchestration.rank import Rank, build_rank
+from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
+from posttrain.orchestration.workers import LocalWorker, WorkerGroup, call_all
+from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.reporting import RunRecorder
-from posttrain.roles import Algorithm
+from posttrain.roles import Algorithm, Trainer
 
 
 class Run:
@@ -83,31 +84,35 @@ class Run:
         stream = Stream(train, section.seed, config.data.shuffle)
         workers = self._workers(section.seed)
         self._cleanup.callback(workers.close)
-        facts = workers.call("facts", [()] * workers.size)[0]
+        facts = call_all(workers, Rank.facts)[0]
         recorder = self._recorder(workers, facts, max_steps)
         for name, dataset in (("data.train", train), ("data.validation", validation)):
             for reason, count in (dataset.dropped if dataset is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
             for reason, count in (dataset.noted if dataset is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows: {reason}")
-        policy = ShardedPolicy(
+        trainer = ShardedTrainer(
             workers,
             train=self._micro_batching("train", getattr(train, "pack_size", 0)),
             score=self._micro_batching("logprob", getattr(train, "pack_size", 0)),
             seed=section.seed,
             show_progress=recorder.progress,
         )
-        algorithm = self._algorithm(stream, validation, workers, policy, recorder)
+        algorithm = self._algorithm(stream, validation, workers, trainer, recorder)
         return TrainingLoop(
-            settings=self._loop_settings(max_steps, per_step, len(train) / per_step, on_gpu=facts["device"] == "cuda"),
+            settings=self._loop_settings(max_steps),
             algorithm=algorithm,
-            policy=policy,
-            stream=with_surplus(stream, algorithm),
             recorder=recorder,
-            store=self._store(recorder),
+            saver=CheckpointSaver(
+                self._saver_settings(per_step, len(train) / per_step, on_gpu=facts.device == "cuda"),
+                trainer,
+                with_surplus(stream, algorithm),
+                recorder,
+                self._store(recorder),
+                self.loaded.to_yaml(),
+                self._export(recorder),
+            ),
             deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
-            config_yaml=self.loaded.to_yaml(),
-            export=self._export(recorder),
         )
 
     def _section(self) -> Any:
@@ -119,7 +124,7 @@ class Run:
             isinstance(config, GrpoRunConfig)
             and (config.loss_fn.reference_policy_kl_penalty != 0 or uses_record(config))
         )
-        setup = WorkerSetup(
+        setup = RankSetup(
             _with_absolute_folders(config.policy),
             seed,
             has_reference,
@@ -134,7 +139,7 @@ class Run:
                 f"cluster.launcher: local is one process, but num_nodes x gpus_per_node is {size}; use ray or auto"
             )
         if size == 1 and cluster.launcher != "ray":
-            return LocalWorker(PolicyWorker(setup))
+            return LocalWorker(build_rank(setup))
         try:
             from posttrain.orchestration.ray_workers import RayWorkers
         except ImportError as error:
@@ -164,17 +169,17 @@ class Run:
             seed=self._section().seed,
         )
 
-    def _recorder(self, workers: WorkerGroup, facts: Mapping[str, Any], max_steps: int) -> RunRecorder:
+    def _recorder(self, workers: WorkerGroup, facts: ModelFacts, max_steps: int) -> RunRecorder:
         config, kind = self.config, self.loaded.kind
         assert kind != "eval", "an evaluation does not train"
-        on_gpu = facts["device"] == "cuda"
+        on_gpu = facts.device == "cuda"
         return RunRecorder(
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
             algorithm=kind,
             max_steps=max_steps,
-            num_devices=workers.size,
-            peak_flops_per_device=peak_flops(facts["device_name"]) if on_gpu else None,
-            flops_per_token=flops_per_token(facts["model_config"], facts["num_parameters"]),
+            num_devices=workers.mesh.size,
+            peak_flops_per_device=peak_flops(facts.device_name) if on_gpu else None,
+            flops_per_token=flops_per_token(facts.config, facts.num_parameters),
             config_yaml=self.loaded.to_yaml(),
             quiet=self.quiet,
             title=self.title or f"{self.loaded.kind.upper()} of {config.policy.model_name}",
@@ -198,29 +203,34 @@ class Run:
             return None
         return PeriodicExport(recorder.warn, merge_lora=not isinstance(self.config, RmRunConfig))
 
-    def _loop_settings(self, max_steps: int, per_step: int, steps_per_epoch: float, *, on_gpu: bool) -> LoopSettings:
-        section, checkpointing = self._section(), self.config.checkpointing
+    def _loop_settings(self, max_steps: int) -> LoopSettings:
+        section = self._section()
         return LoopSettings(
             max_steps=max_steps,
-            samples_per_step=per_step,
-            steps_per_epoch=steps_per_epoch,
             val_period=section.val_period,
             val_start_at=getattr(section, "val_start_at", -1),
             val_at_start=section.val_at_start,
             val_at_end=section.val_at_end,
-            save=checkpointing.enabled,
-            save_period=checkpointing.save_period,
-            save_optimizer=checkpointing.save_optimizer,
-            async_save=on_gpu if checkpointing.async_save == "auto" else checkpointing.async_save,
-            metric_name=checkpointing.metric_name,
             stop_metric=getattr(section, "stop_at_validation_metric", None),
             stop_threshold=getattr(section, "stop_at_validation_threshold", None),
+        )
+
+    def _saver_settings(self, per_step: int, steps_per_epoch: float, *, on_gpu: bool) -> SaverSettings:
+        checkpointing = self.config.checkpointing
+        return SaverSettings(
+            enabled=checkpointing.enabled,
+            period=checkpointing.save_period,
+            optimizer=checkpointing.save_optimizer,
+            samples_per_step=per_step,
+            steps_per_epoch=steps_per_epoch,
+            metric_name=checkpointing.metric_name,
+            in_background=on_gpu if checkpointing.async_save == "auto" else checkpointing.async_save,
         )
 
     # -- the algorithms ------------------------------------------------------------------------------------------------
 
     def _algorithm(
-        self, stream: Stream, validation: Any, workers: WorkerGroup, policy: ShardedPolicy, recorder: RunRecorder
+        self, stream: Stream, validation: Any, workers: WorkerGroup, trainer: Trainer, recorder: RunRecorder
     ) -> Algorithm:
         config = self.config
         if isinstance(config, GrpoRunConfig):
@@ -228,19 +238,20 @@ class Run:
                 config,
                 stream,
                 validation,
-                policy,
-                ShardedGenerator(workers),
+                trainer,
+                ShardedEngine(workers),
+                SharedWeights(),
                 self.chat,
                 recorder.progress,
                 self._cleanup,
                 recorder.warn,
             )
         if isinstance(config, RmRunConfig):
-            return build_rm(config, stream, validation, policy)
+            return build_rm(config, stream, validation, trainer)
         if isinstance(config, DpoRunConfig):
-            return build_preference(config, stream, validation, policy, recorder.warn)
+            return build_preference(config, stream, validation, trainer, recorder.warn)
         held_out = first_rows(validation, config.sft.val_batches * config.sft.val_global_batch_size)
-        return Sft(config.policy.train_global_batch_size, policy, stream, held_out)
+        return Sft(config.policy.train_global_batch_size, trainer, stream, held_out)
 
 
 def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:

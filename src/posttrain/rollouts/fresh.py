@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from posttrain.roles import Environment, Generator, ShowProgress, no_progress
+from posttrain.roles import Engine, Environment, ShowProgress, no_progress
 from posttrain.types import Completion, Group, NoiseKey, Rollout, Sampling, Task
 
 
@@ -19,7 +19,7 @@ class FreshRollouts:
     """Samples and scores when asked, from the policy as it is now."""
 
     stream: TaskStream
-    generator: Generator
+    generator: Engine
     environment: Environment
     num_samples: int
     sampling: Sampling

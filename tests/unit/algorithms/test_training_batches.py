@@ -10,6 +10,7 @@ from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.supervised_batches import example_batch, pair_batch
+from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import Objective
 from posttrain.rollouts.selection import EveryGroup
@@ -74,7 +75,7 @@ def run(
     settings = GrpoSettings(num_updates_per_step=updates, overlong_filtering=overlong_filtering)
     objective = ClippedPolicyGradient(reference_policy_kl_penalty=kl)
     credit = Credit(GroupAdvantages(normalize_rewards=False))
-    grpo = Grpo(settings, objective, credit, EveryGroup(len(groups)), policy, FakeRollouts(groups))
+    grpo = Grpo(settings, objective, credit, EveryGroup(len(groups)), policy, FakeRollouts(groups), SharedWeights())
     return policy, dict(grpo.step(1).metrics)
 
 

@@ -15,6 +15,7 @@ from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.reward_shaping import RewardScaling
 from posttrain.checkpointing.state import load_training_state, save_training_state
 from posttrain.errors import InputError
+from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import Objective
 from posttrain.rollouts.group_state import from_plain, to_plain
@@ -87,6 +88,7 @@ def algorithm(source: Source, selection: DynamicSampling | EveryGroup, updates: 
         selection,
         Policy(),  # type: ignore[arg-type]
         source,
+        SharedWeights(),
     )
 
 

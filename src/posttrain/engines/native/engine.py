@@ -1,4 +1,4 @@
-"""The native engine: samples from the very modules that are being trained. Implements `roles.Generator`.
+"""The native engine: samples from the very modules that are being trained. Implements `roles.Engine`.
 
 No weight is copied, merged or changed. What a call needs beyond the weights, the KV cache above all, is made when it is
 first needed. On a GPU it stays for the next call, with the recorded steps that know its addresses, until `release`: training
