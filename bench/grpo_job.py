@@ -22,9 +22,9 @@ from torch import Tensor
 from train_job import flops_of
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.build.credit import build_credit, build_objective, build_selection
 from posttrain.hardware import peak_flops
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
+from posttrain.recipes.grpo_credit import build_credit, build_objective, build_selection
 from posttrain.reporting.metric_rows import Hardware, performance
 from posttrain.roles import Engine, Objective, Progress, Trainer
 from posttrain.rollouts.fresh import FreshRollouts

@@ -29,7 +29,6 @@ from machine import facts
 from tables import table, write_json
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.build.credit import build_credit, build_objective, build_selection
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
 from posttrain.engines.native.pages import pages_for
@@ -38,6 +37,7 @@ from posttrain.errors import InputError
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import LocalWorker
+from posttrain.recipes.grpo_credit import build_credit, build_objective, build_selection
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.metric_rows import TOTAL_STEP, top_level_stages
 from posttrain.roles import Progress

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from posttrain.recipes import KINDS
+
 EPILOG = """\
 settings are given as key=value, with the names that NeMo RL uses:
 
@@ -19,16 +21,10 @@ settings are given as key=value, with the names that NeMo RL uses:
 the same command goes on from the newest checkpoint in it.
 """
 INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved last"
-SUMMARIES = {
-    "grpo": "reinforcement learning: sample, score, and prefer what scored better in its group",
-    "dpo": "direct preference optimisation on pairs of answers",
-    "rm": "reward model: learn a score for answers from pairs of them",
-    "sft": "supervised fine-tuning on recorded answers",
-}
 
 
 def add_parser(commands: Any) -> None:
-    for kind, summary in SUMMARIES.items():
+    for kind, summary in KINDS.items():
         parser = commands.add_parser(
             kind,
             help=summary,
@@ -55,8 +51,9 @@ def run(kind: str, args: argparse.Namespace) -> int:
 
     quieten_libraries()
     from posttrain.build import Run
+    from posttrain.export.periodic import PeriodicExport
 
-    return Run(loaded, quiet=args.quiet).execute()
+    return Run(loaded, quiet=args.quiet, make_export=PeriodicExport).execute()
 
 
 def quieten_libraries() -> None:

@@ -11,9 +11,9 @@ from posttrain.algorithms.advantages import (
 )
 from posttrain.algorithms.credit import Credit, KlInReward
 from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling
-from posttrain.build.credit import build_credit, build_objective, build_selection
 from posttrain.config import load_config
 from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.recipes.grpo_credit import build_credit, build_objective, build_selection
 from posttrain.rollouts.selection import DynamicSampling, EveryGroup
 
 ESTIMATOR = "grpo.adv_estimator"

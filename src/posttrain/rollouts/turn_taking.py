@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from posttrain.config import GrpoRunConfig
+from posttrain.config import EnvironmentConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.environments.settings import read_settings
 from posttrain.environments.turns.pool import TurnRouter
@@ -48,9 +47,11 @@ class TurnTaking:
 
 
 def build_turns(
-    config: GrpoRunConfig,
-    environments: Mapping[str, Any],
+    environments: Mapping[str, EnvironmentConfig],
     chat: ChatFormat,
+    *,
+    max_turns: int,
+    max_total_tokens: int,
     warn: Callable[[str], None],
     cleanup: ExitStack,
 ) -> TurnTaking | None:
@@ -68,6 +69,6 @@ def build_turns(
         renderer,
         chat,
         judged=frozenset(read_settings(environments, Path.cwd())),
-        max_turns=config.grpo.max_rollout_turns,
-        max_total_tokens=config.policy.max_total_sequence_length,
+        max_turns=max_turns,
+        max_total_tokens=max_total_tokens,
     )
