@@ -37,7 +37,7 @@ from posttrain.errors import InputError
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import LocalWorker
-from posttrain.recipes.grpo_credit import build_credit, build_objective, build_selection
+from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.metric_rows import TOTAL_STEP, top_level_stages
 from posttrain.roles import Progress
@@ -135,15 +135,8 @@ def build_step(args: argparse.Namespace, num_samples: int) -> Grpo:
         sampling=Sampling(args.new_tokens),
         seed=0,
     )
-    return Grpo(
-        GrpoSettings(),
-        build_objective(config),
-        build_credit(config),
-        build_selection(config),
-        policy,
-        rollouts,
-        SharedWeights(),
-    )
+    settings = GrpoSettings(config.grpo.num_prompts_per_step)
+    return Grpo(settings, build_objective(config), build_credit(config), policy, rollouts, SharedWeights())
 
 
 def scheduling_s(args: argparse.Namespace, num_samples: int) -> float:

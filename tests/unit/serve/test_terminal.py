@@ -12,8 +12,8 @@ from tiny_server import save_model
 
 from posttrain.cli.main import main
 from posttrain.data.chat import ChatFormat
+from posttrain.engines.loading import load_for_sampling
 from posttrain.engines.native.session import GenerationSession
-from posttrain.models.reference import load_for_sampling
 from posttrain.serve.terminal import Conversation, DamagedModelError, converse
 from posttrain.types import NoiseKey, Sampling, Task
 

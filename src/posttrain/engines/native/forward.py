@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.policy.attention import ATTENTION, AttentionContext, attention_context
+from posttrain.models.attention_interface import ATTENTION, AttentionContext, attention_context
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.model_support import LayerShape, check_length, observe_layers
 
