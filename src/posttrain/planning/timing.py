@@ -15,7 +15,7 @@ from posttrain.planning.memory import CachePlan, MemoryModel
 from posttrain.planning.settings import OptimizerSettings
 from posttrain.planning.workload import Pass, Workload
 
-_NUM_RUNS_OF_A_RECORDING = 2  # engines/native/recording.py: one to warm up, one to record
+_NUM_RUNS_OF_A_RECORDING = 2  # engines/native/cuda_graph_cache.py: one to warm up, one to capture
 
 
 @dataclass(frozen=True)

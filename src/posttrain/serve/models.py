@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -102,5 +102,5 @@ def load_engine(
     wanted = options.max_model_len or min(own, LONGEST_UNASKED_TOKENS)
     if wanted > own:
         raise ServeError(f"--max-model-len is {wanted}, and {found.text} was made for {own} tokens at most")
-    engine.settings = replace(engine.settings, max_total_tokens=wanted)
+    engine.settings = engine.settings.model_copy(update={"max_total_tokens": wanted})
     return engine
