@@ -29,12 +29,12 @@ from machine import facts
 from tables import table, write_json
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.build.credit import build_credit, build_objective, build_selection
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
 from posttrain.errors import InputError
 from posttrain.orchestration.sharded import ShardedPolicy
+from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.metric_rows import TOTAL_STEP, top_level_stages
 from posttrain.roles import Progress
@@ -134,9 +134,8 @@ def build_step(args: argparse.Namespace, num_samples: int) -> Grpo:
         sampling=Sampling(args.new_tokens),
         seed=0,
     )
-    return Grpo(
-        GrpoSettings(), build_objective(config), build_credit(config), build_selection(config), policy, rollouts
-    )
+    settings = GrpoSettings(config.grpo.num_prompts_per_step)
+    return Grpo(settings, build_objective(config), build_credit(config), policy, rollouts)
 
 
 def scheduling_s(args: argparse.Namespace, num_samples: int) -> float:

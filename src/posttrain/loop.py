@@ -297,8 +297,3 @@ def _lookup(name: str, report: StepReport, validation: StepReport | None) -> flo
     if where == "train":
         return report.metrics.get(metric)
     return validation.metrics.get(metric) if validation is not None else None
-
-
-def run_folder(log_dir: str | None, checkpoint_dir: str) -> Path:
-    """Where a run writes its metrics: its own folder, by default beside its checkpoints."""
-    return Path(log_dir or checkpoint_dir)

@@ -113,7 +113,7 @@ def test_types_and_roles_know_nobody() -> None:
 
 
 def test_only_the_composition_root_chooses_the_ray_workers() -> None:
-    assert importers("posttrain.orchestration.ray_workers") == {"build/run.py"}
+    assert importers("posttrain.orchestration.ray_workers") == {"build.py"}
 
 
 @pytest.mark.parametrize("package", ["math_verify", "datasets", "gguf", "mlflow"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,12 +10,9 @@ from posttrain.config.base import FreeMap, OpenSection, PositiveFloat, PositiveI
 from posttrain.config.generation import GenerationConfig
 from posttrain.config.megatron import MegatronConfig
 
-PACKING_ALGORITHMS = (
-    "modified_first_fit_decreasing",
-    "first_fit_decreasing",
-    "first_fit_shuffle",
-    "concatenative",
-)
+PackingAlgorithm = Literal[
+    "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"
+]
 
 
 class TokenizerConfig(Section):
@@ -119,7 +116,7 @@ class SequencePackingConfig(Section):
     enabled: bool = Field(default=False, description="Puts several sequences into one row, without padding.")
     train_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one training micro-batch.")
     logprob_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one logprob micro-batch.")
-    algorithm: str = Field(
+    algorithm: PackingAlgorithm = Field(
         default="modified_first_fit_decreasing", description="How sequences are placed into micro-batches."
     )
     microbatch_order: Literal["packer", "largest_first"] = Field(
@@ -127,11 +124,11 @@ class SequencePackingConfig(Section):
     )
     sequence_length_round: PositiveInt = Field(default=64, description="Read by nothing; kept for old files.")
 
-    @field_validator("algorithm")
+    @field_validator("algorithm", mode="before")
     @classmethod
-    def _known_algorithm(cls, name: str) -> str:
-        if name.lower() not in PACKING_ALGORITHMS:
-            raise ValueError(f"must be one of {', '.join(PACKING_ALGORITHMS)}")
+    def _known_algorithm(cls, name: object) -> object:
+        if not isinstance(name, str) or name.lower() not in get_args(PackingAlgorithm):
+            raise ValueError(f"must be one of {', '.join(get_args(PackingAlgorithm))}")
         return name.lower()
 
 

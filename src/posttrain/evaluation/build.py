@@ -26,7 +26,7 @@ from posttrain.evaluation.folder import EvaluationFolder
 from posttrain.evaluation.identity import digest, files_digest, model_fingerprint, prompts_hash
 from posttrain.evaluation.judges import judge_of
 from posttrain.evaluation.problems import ProblemSet, load_problems
-from posttrain.evaluation.results import Problem, Summary, problem_set_hash
+from posttrain.evaluation.results import ProblemResult, Summary, problem_set_hash
 from posttrain.evaluation.runner import EvaluationRunner
 from posttrain.evaluation.summary import Facts, summarise
 from posttrain.models.hub import why_unavailable
@@ -173,7 +173,7 @@ class EvaluationBuild:
 
     def execute(
         self, show_progress: ShowProgress, *, retry_unscored: bool = False
-    ) -> tuple[Summary, list[Problem], Path]:
+    ) -> tuple[Summary, list[ProblemResult], Path]:
         """Answer what is not finished, and sum up."""
         self._check_model()  # before data is fetched
         self.check_problems_and_judge()

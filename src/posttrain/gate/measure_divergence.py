@@ -23,7 +23,7 @@ from posttrain.evaluation.results import (
     CONFIG_FILE,
     Evaluation,
     EvaluationError,
-    Problem,
+    ProblemResult,
     problem_set_hash,
     read_evaluation,
 )
@@ -108,7 +108,7 @@ def _head(reference: ModelReference, precision: str, device: torch.device) -> Ou
 
 
 def _of_problem(
-    problem: Problem,
+    problem: ProblemResult,
     messages: tuple[Message, ...],
     chat: ChatFormat,
     ours: OutputHead,

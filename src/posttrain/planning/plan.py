@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.config import GrpoRunConfig, RmRunConfig, RunConfig
+from posttrain.config import RunConfig
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.errors import InputError
 from posttrain.planning.calibration import CALIBRATION, GIB, GPUS, MEASURED_ON, Calibration, Gpu
@@ -13,7 +13,7 @@ from posttrain.planning.memory import SAMPLING, MemoryModel, MemoryPlan, Phase
 from posttrain.planning.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
 from posttrain.planning.shape import ModelShape, find_shape
 from posttrain.planning.timing import StepTime, TimeModel
-from posttrain.planning.workload import Lengths, Workload, needs_reference, workload_of
+from posttrain.planning.workload import Lengths, Workload, workload_of
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,16 @@ def estimate_run(
 ) -> Estimate:
     """The plan of a config. Lengths are those given, else those measured, else assumed."""
     shape = find_shape(config.policy.model_name, config.policy.hf_config_overrides)
-    scores_answers = isinstance(config, RmRunConfig)
-    if scores_answers:
+    if config.scores_answers:
         shape = shape.without_output_table()
     workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
 
     def with_checkpointing(recomputes: bool) -> Estimate:
         settings = run_settings(
             config.policy,
-            has_reference=needs_reference(config),
+            has_reference=config.needs_reference,
             ranks=config.cluster.num_nodes * config.cluster.gpus_per_node,
-            scores_answers=scores_answers,
+            scores_answers=config.scores_answers,
             checkpointing=recomputes,
             checkpoint_copy=_checkpoint_copy(config.checkpointing),
         )
@@ -108,7 +107,7 @@ def _checkpoint_copy(config: CheckpointingConfig) -> CheckpointCopy:
 
 def assumptions(found: Estimate, config: RunConfig) -> list[str]:
     """What the numbers rest on, for people."""
-    gpu, workload, shape = found.gpu, found.workload, found.shape
+    gpu, workload, shape, step = found.gpu, found.workload, found.shape, config.step_sizes()
     limits = f"{gpu.matrix_flops / 1e12:.0f} TFLOP/s, {gpu.copy_bytes_per_s / 1e12:.2f} TB/s, {gpu.memory_bytes / GIB:.1f} GiB"
     how = (
         f"measured ({MEASURED_ON})"
@@ -133,16 +132,15 @@ def assumptions(found: Estimate, config: RunConfig) -> list[str]:
         )
     if counts_too_many_adapters(config.policy.dtensor_cfg.lora_cfg):
         said.append("adapters are counted on every linear layer, more than policy.dtensor_cfg.lora_cfg makes")
-    if isinstance(config, GrpoRunConfig) and config.grpo.use_dynamic_sampling:
+    if step.may_sample_again:
         said.append(
             "dynamic sampling is counted as one round that needs no other; how many it takes depends on the data"
         )
     if found.settings.ranks > 1:
         said.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
-    if workload.num_scorings and not isinstance(config, GrpoRunConfig):
+    if workload.num_scorings and step.caches_reference:
         said.append("the reference is scored in every step; from the second epoch on it is looked up instead")
-    multi_turn = isinstance(config, GrpoRunConfig) and config.grpo.max_rollout_turns > 1
-    beside = "tools and turns of a conversation, " if multi_turn else ""
+    beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""
     said.append(f"not counted: {beside}rewards, reading data, validation, checkpoints")
     return said
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from posttrain.config import DpoRunConfig, GrpoRunConfig, PolicyConfig, RmRunConfig, RunConfig
-from posttrain.config.preference_losses import LOSSES
+from posttrain.config import PolicyConfig, RunConfig
 from posttrain.errors import InputError
 
 _ASSUMED_PROMPT_SHARE = 0.25  # of the longest sequence, where a config leaves prompts no room of their own
@@ -164,70 +163,31 @@ def workload_of(
 ) -> Workload:
     """The step that a config asks for. `lengths` are measured ones; the two numbers are the user's, and win."""
     policy = config.policy
-    kind, groups, size, per_sample = _sizes(config)
+    step = config.step_sizes()
     ranks = config.cluster.num_nodes * config.cluster.gpus_per_node
     max_new = policy.generation.max_new_tokens if policy.generation else policy.max_total_sequence_length
     known = _lengths(policy, lengths, prompt_tokens, answer_tokens)
-    sampled = _num_sampled(config)
     fixed = bool(policy.generation and policy.generation.ignore_eos) or known.answer >= 0.98 * max_new
-    num_updates = 1
-    scorings = int(needs_reference(config))
-    if isinstance(config, GrpoRunConfig):
-        num_updates = config.grpo.num_samples_per_step // policy.train_global_batch_size
-        checks = config.grpo.seq_logprob_error_threshold is not None or config.loss_fn.use_kl_in_reward
-        scorings += int(num_updates > 1 or checks)
-    elif isinstance(config, DpoRunConfig) and not LOSSES[config.dpo.preference_loss].is_paired:
-        scorings += 2  # answers beside other prompts, under the reference and under the policy
+    per_unit = step.num_answers_per_unit
     return Workload(
-        kind=kind,
-        num_groups=groups / ranks,
-        group_size=size,
+        kind=config.kind,
+        num_groups=step.num_rows / ranks,
+        group_size=step.num_answers_per_row,
         lengths=known,
         max_total_tokens=policy.max_total_sequence_length,
         max_new_tokens=max_new,
         fixed_length=fixed,
-        num_updates=num_updates,
-        num_sampled=sampled,
-        num_scorings=scorings,
-        train=replace(_micro_batch(policy, "train", per_sample), keeps_groups_whole=per_sample == 2),
-        score=_micro_batch(policy, "logprob", per_sample),
+        num_updates=step.num_updates,
+        num_sampled=step.num_sampled_per_row,
+        num_scorings=step.num_scorings,
+        train=replace(_micro_batch(policy, "train", per_unit), keeps_groups_whole=per_unit == 2),
+        score=_micro_batch(policy, "logprob", per_unit),
         budget_section=f"policy.{'dynamic_batching' if policy.dynamic_batching.enabled else 'sequence_packing'}",
     )
 
 
-def _sizes(config: RunConfig) -> tuple[str, float, int, int]:
-    """Kind, groups of a step, answers of a group, and answers that count as one in batch sizes."""
-    size = config.policy.train_global_batch_size
-    if isinstance(config, GrpoRunConfig):
-        return "grpo", config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt, 1
-    if isinstance(config, RmRunConfig):
-        return "rm", size, 2, 2
-    if isinstance(config, DpoRunConfig):
-        paired = LOSSES[config.dpo.preference_loss].is_paired
-        return ("dpo", size, 2, 2) if paired else ("dpo", size, 1, 1)
-    return "sft", size, 1, 1
-
-
-def needs_reference(config: RunConfig) -> bool:
-    """As build/run.py decides it."""
-    if isinstance(config, DpoRunConfig):
-        return LOSSES[config.dpo.preference_loss].needs_reference
-    if isinstance(config, GrpoRunConfig):
-        recorded = any(entry.holds_recorded_groups for entry in config.data.train_sets())
-        return config.loss_fn.reference_policy_kl_penalty != 0 or recorded
-    return False
-
-
-def _num_sampled(config: RunConfig) -> int:
-    if not isinstance(config, GrpoRunConfig):
-        return 0
-    if any(entry.holds_recorded_groups for entry in config.data.train_sets()):
-        return config.grpo.num_fresh_per_prompt
-    return config.grpo.num_generations_per_prompt
-
-
 def _micro_batch(policy: PolicyConfig, which: str, per_sample: int) -> MicroBatch:
-    """As build/run.py decides it."""
+    """As build.py decides it."""
     size = policy.train_micro_batch_size if which == "train" else policy.logprob_batch_size
     budget = None
     for section in (policy.sequence_packing, policy.dynamic_batching):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posttrain.types import Completion, Group
 
 Style = Literal["header", "title", "plain", "muted", "good", "warning"]
-Algorithm = Literal["grpo", "dpo", "rm", "sft"]
+Algorithm = str  # the kind of run
 
 
 @dataclass(frozen=True)

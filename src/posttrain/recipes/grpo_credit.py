@@ -14,13 +14,12 @@ from posttrain.algorithms.advantages import (
     Whitening,
 )
 from posttrain.algorithms.credit import Credit, KlInReward
-from posttrain.algorithms.grpo import Grpo
 from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, RewardStep
-from posttrain.build.datasets import options
 from posttrain.config import AdvEstimatorConfig, GrpoRunConfig
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.roles import Algorithm, Stateful
-from posttrain.rollouts.selection import DynamicSampling, EveryGroup, GroupSelection, StreamAndSurplus
+from posttrain.recipes.recipe import options
+from posttrain.roles import RolloutSource, Stateful
+from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 
 # What a null in the config stands for, by estimator; every other one has the first.
 WHITENED_OVER = {"reinforce_plus_plus": "tokens", "gdpo": "rollouts"}
@@ -28,12 +27,19 @@ WHITENED_BY = {"reinforce_plus_plus": Spread(0, 1e-8, "variance_floor"), "gdpo":
 KL_CHARGED_TO = {"reinforce_plus_plus": "token", "gdpo": "token"}
 
 
-def build_selection(config: GrpoRunConfig) -> GroupSelection:
+def build_position(config: GrpoRunConfig, stream: Stateful) -> Stateful:
+    """What a checkpoint holds of the data: the position in the stream and, with dynamic sampling, unused groups."""
+    return StreamAndSurplus(stream) if config.grpo.use_dynamic_sampling else stream
+
+
+def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position: Stateful) -> RolloutSource:
+    """The source itself where every group is trained on."""
     grpo = config.grpo
-    if not grpo.use_dynamic_sampling:
-        return EveryGroup(grpo.num_prompts_per_step)
+    if not isinstance(position, StreamAndSurplus):
+        return source
     return DynamicSampling(
-        grpo.num_prompts_per_step,
+        source,
+        position,
         num_per_batch=int(grpo.num_prompts_per_step * grpo.batch_multiplier),
         max_batches=grpo.dynamic_sampling_max_gen_batches,
         keeps_surplus=grpo.dynamic_sampling_surplus == "keep",
@@ -61,13 +67,6 @@ def build_objective(config: GrpoRunConfig) -> ClippedPolicyGradient:
     if config.grpo.adv_estimator.name == "dr_grpo" and config.loss_fn.loss_normalizer is None:
         objective = replace(objective, loss_normalizer="max_tokens")
     return objective
-
-
-def with_surplus(stream: Stateful, algorithm: Algorithm) -> Stateful:
-    """What a checkpoint must remember beside the weights: the position in the data, and groups kept for the next step."""
-    if isinstance(algorithm, Grpo) and isinstance(algorithm.selection, DynamicSampling):
-        return StreamAndSurplus(stream, algorithm.selection)
-    return stream
 
 
 def _estimator(config: AdvEstimatorConfig) -> Estimator:

@@ -6,45 +6,51 @@ model's folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal
 
-from posttrain.algorithms.sft import Sft
-from posttrain.build.credit import with_surplus
-from posttrain.build.datasets import RunConfig, first_rows, load_datasets, samples_per_step
-from posttrain.build.grpo import build_grpo, environments_in_use, uses_record
-from posttrain.build.preference import build_preference, is_paired, needs_reference
-from posttrain.build.rm import build_rm
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
-from posttrain.config import DpoRunConfig, GrpoRunConfig, LoadedConfig, PolicyConfig, RmRunConfig
+from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
+from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
-from posttrain.data.packing import MicroBatching, PackingAlgorithm
-from posttrain.data.sampler import Stream
-from posttrain.data.whole_chat import WholeChatFormat
-from posttrain.environments import check_environments
+from posttrain.data.packing import MicroBatching
 from posttrain.errors import InputError
-from posttrain.export.periodic import PeriodicExport
 from posttrain.hardware import peak_flops
-from posttrain.loop import LoopSettings, TrainingLoop, run_folder
+from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.local import LocalWorker, WorkerGroup
 from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
 from posttrain.policy.worker import PolicyWorker, WorkerSetup
+from posttrain.recipes import recipe_for
+from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
-from posttrain.roles import Algorithm
+from posttrain.run_folder import run_folder
+
+Export = Callable[[Path], None]  # adds a copy of the model for use to the folder of a checkpoint
+# Makes an export from a function that takes warnings, and whether adapters are merged into the model.
+ExportMaker = Callable[[Callable[[str], None], bool], Export]
 
 
 class Run:
     """A training run, ready to go. Close it to end worker processes."""
 
-    def __init__(self, loaded: LoadedConfig, *, quiet: bool = False, title: str = "") -> None:
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        *,
+        quiet: bool = False,
+        title: str = "",
+        make_export: ExportMaker | None = None,
+    ) -> None:
         self.loaded = loaded
         self.config: RunConfig = loaded.config
         self.quiet = quiet
         self.title = title
+        self._make_export = make_export
         self._cleanup = ExitStack()
         try:
             self.loop = self._build()
@@ -58,51 +64,53 @@ class Run:
         finally:
             self._cleanup.close()
 
-    # -- what every algorithm needs --------------------------------------------------------------------------------------
-
     def _build(self) -> TrainingLoop:
-        config = self.config
-        if isinstance(config, GrpoRunConfig):
-            check_environments(environments_in_use(config), Path.cwd())
+        config, schedule = self.config, self.config.schedule
+        if config.checkpointing.save_consolidated and self._make_export is None:
+            raise InputError(
+                "checkpointing.save_consolidated = true: this program cannot export models; set it to false"
+            )
+        recipe = recipe_for(self.config.kind, config)
+        recipe.check()
         check_model_exists(config.policy.model_name)
         tokenizer = load_tokenizer(config.policy.tokenizer.name)
-        form = WholeChatFormat if isinstance(config, RmRunConfig) else ChatFormat
-        self.chat: ChatFormat = form(
+        chat = recipe.chat_form(
             tokenizer, config.policy.tokenizer.chat_template, config.policy.tokenizer.chat_template_kwargs or {}
         )
-        section = self._section()
-        train, validation = load_datasets(config, self.chat, section.seed)
-        per_step = samples_per_step(config)
-        max_steps = min(section.max_num_steps, section.max_num_epochs * len(train) // per_step)
+        prepared = recipe.prepare(chat)
+        train = prepared.train
+        per_step = config.step_sizes().num_rows
+        max_steps = min(schedule.max_num_steps, schedule.max_num_epochs * len(train) // per_step)
         if max_steps < 1:
             left_out = "".join(f"; {count} left out: {reason}" for reason, count in train.dropped.items())
             raise DataError(
                 f"data.train has {len(train)} usable rows, fewer than the {per_step} of one step{left_out}; "
                 "give more data, a smaller step, or more epochs (max_num_epochs)"
             )
-        stream = Stream(train, section.seed, config.data.shuffle)
-        workers = self._workers(section.seed)
+        workers = self._workers(chat)
         self._cleanup.callback(workers.close)
         facts = workers.call("facts", [()] * workers.size)[0]
         recorder = self._recorder(workers, facts, max_steps)
-        for name, dataset in (("data.train", train), ("data.validation", validation)):
-            for reason, count in (dataset.dropped if dataset is not None else {}).items():
+        for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
+            for reason, count in (rows.dropped if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
-            for reason, count in (dataset.noted if dataset is not None else {}).items():
+            for reason, count in (rows.noted if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows: {reason}")
         policy = ShardedPolicy(
             workers,
-            train=self._micro_batching("train", getattr(train, "pack_size", 0)),
-            score=self._micro_batching("logprob", getattr(train, "pack_size", 0)),
-            seed=section.seed,
+            train=self._micro_batching("train", train.pack_size),
+            score=self._micro_batching("logprob", train.pack_size),
+            seed=schedule.seed,
             show_progress=recorder.progress,
         )
-        algorithm = self._algorithm(stream, validation, workers, policy, recorder)
+        algorithm = prepared.algorithm(
+            RunParts(policy, ShardedGenerator(workers), recorder.progress, recorder.warn, self._cleanup)
+        )
         return TrainingLoop(
             settings=self._loop_settings(max_steps, per_step, len(train) / per_step, on_gpu=facts["device"] == "cuda"),
             algorithm=algorithm,
             policy=policy,
-            stream=with_surplus(stream, algorithm),
+            stream=prepared.position,
             recorder=recorder,
             store=self._store(recorder),
             deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
@@ -110,22 +118,15 @@ class Run:
             export=self._export(recorder),
         )
 
-    def _section(self) -> Any:
-        return getattr(self.config, self.loaded.kind)
-
-    def _workers(self, seed: int) -> WorkerGroup:
+    def _workers(self, chat: ChatFormat) -> WorkerGroup:
         config = self.config
-        has_reference = (isinstance(config, DpoRunConfig) and needs_reference(config)) or (
-            isinstance(config, GrpoRunConfig)
-            and (config.loss_fn.reference_policy_kl_penalty != 0 or uses_record(config))
-        )
         setup = WorkerSetup(
             _with_absolute_folders(config.policy),
-            seed,
-            has_reference,
-            self.chat.recorded_template,
-            reward_model=isinstance(config, RmRunConfig),
-            answer_ends=self.chat.last_token_ids if isinstance(self.chat, WholeChatFormat) else (),
+            config.schedule.seed,
+            config.needs_reference,
+            chat.recorded_template,
+            reward_model=config.scores_answers,
+            answer_ends=chat.last_token_ids,
         )
         cluster = config.cluster
         size = cluster.num_nodes * cluster.gpus_per_node
@@ -144,12 +145,9 @@ class Run:
             ) from error
         return RayWorkers(setup, cluster.num_nodes, cluster.gpus_per_node)
 
-    def _micro_batching(self, which: str, pack_size: int) -> MicroBatching:
+    def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
         """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
         policy = self.config.policy
-        config = self.config
-        counts_pairs = isinstance(config, RmRunConfig) or (isinstance(config, DpoRunConfig) and is_paired(config))
-        per_sample = 2 if counts_pairs else 1
         size = policy.train_micro_batch_size if which == "train" else policy.logprob_batch_size
         budget = None
         for section in (policy.sequence_packing, policy.dynamic_batching):
@@ -159,14 +157,13 @@ class Run:
             budget = max(budget or 0, pack_size)
         return MicroBatching(
             max_tokens=budget,
-            num_responses=size * per_sample,
-            algorithm=cast(PackingAlgorithm, policy.sequence_packing.algorithm),
-            seed=self._section().seed,
+            num_responses=size * self.config.step_sizes().num_answers_per_unit,
+            algorithm=policy.sequence_packing.algorithm,
+            seed=self.config.schedule.seed,
         )
 
     def _recorder(self, workers: WorkerGroup, facts: Mapping[str, Any], max_steps: int) -> RunRecorder:
-        config, kind = self.config, self.loaded.kind
-        assert kind != "eval", "an evaluation does not train"
+        config, kind = self.config, self.config.kind
         on_gpu = facts["device"] == "cuda"
         return RunRecorder(
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
@@ -176,8 +173,9 @@ class Run:
             peak_flops_per_device=peak_flops(facts["device_name"]) if on_gpu else None,
             flops_per_token=flops_per_token(facts["model_config"], facts["num_parameters"]),
             config_yaml=self.loaded.to_yaml(),
+            changes_since=partial(changes_since, loaded=self.loaded),
             quiet=self.quiet,
-            title=self.title or f"{self.loaded.kind.upper()} of {config.policy.model_name}",
+            title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
         )
@@ -193,13 +191,14 @@ class Run:
             say=recorder.say,
         )
 
-    def _export(self, recorder: RunRecorder) -> PeriodicExport | None:
-        if not self.config.checkpointing.save_consolidated:
+    def _export(self, recorder: RunRecorder) -> Export | None:
+        if self._make_export is None or not self.config.checkpointing.save_consolidated:
             return None
-        return PeriodicExport(recorder.warn, merge_lora=not isinstance(self.config, RmRunConfig))
+        # The scoring layer of a reward model is trained beside its adapters, so the copy keeps both as they are.
+        return self._make_export(recorder.warn, not self.config.scores_answers)
 
     def _loop_settings(self, max_steps: int, per_step: int, steps_per_epoch: float, *, on_gpu: bool) -> LoopSettings:
-        section, checkpointing = self._section(), self.config.checkpointing
+        section, checkpointing = self.config.schedule, self.config.checkpointing
         return LoopSettings(
             max_steps=max_steps,
             samples_per_step=per_step,
@@ -216,31 +215,6 @@ class Run:
             stop_metric=getattr(section, "stop_at_validation_metric", None),
             stop_threshold=getattr(section, "stop_at_validation_threshold", None),
         )
-
-    # -- the algorithms ------------------------------------------------------------------------------------------------
-
-    def _algorithm(
-        self, stream: Stream, validation: Any, workers: WorkerGroup, policy: ShardedPolicy, recorder: RunRecorder
-    ) -> Algorithm:
-        config = self.config
-        if isinstance(config, GrpoRunConfig):
-            return build_grpo(
-                config,
-                stream,
-                validation,
-                policy,
-                ShardedGenerator(workers),
-                self.chat,
-                recorder.progress,
-                self._cleanup,
-                recorder.warn,
-            )
-        if isinstance(config, RmRunConfig):
-            return build_rm(config, stream, validation, policy)
-        if isinstance(config, DpoRunConfig):
-            return build_preference(config, stream, validation, policy, recorder.warn)
-        held_out = first_rows(validation, config.sft.val_batches * config.sft.val_global_batch_size)
-        return Sft(config.policy.train_global_batch_size, policy, stream, held_out)
 
 
 def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:

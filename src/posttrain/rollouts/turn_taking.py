@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from posttrain.config import GrpoRunConfig
+from posttrain.config import EnvironmentConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.environments.settings import read_settings
 from posttrain.environments.turns.pool import TurnRouter
 from posttrain.environments.turns.settings import read_turns
 from posttrain.rollouts.fresh import FreshRollouts
-from posttrain.rollouts.multi_turn import ConversationScores, MultiTurnRollouts
+from posttrain.rollouts.multi_turn import MultiTurnRollouts
 from posttrain.rollouts.next_turn import NextTurn
 from posttrain.rollouts.tool_prompts import ToolPrompts
 
@@ -34,23 +33,27 @@ class TurnTaking:
         return MultiTurnRollouts(
             ToolPrompts(fresh.stream, self.chat, self.router.names, self.router.tools),
             fresh.generator,
-            ConversationScores(fresh.environment, self.judged),
+            fresh.environment,
             fresh.num_samples,
             fresh.sampling,
             fresh.seed,
             fresh.show_progress,
             fresh.label,
+            fresh.after_step,
             turns=self.router,
             renderer=self.renderer,
             max_turns=self.max_turns,
             max_total_tokens=self.max_total_tokens,
+            judged=self.judged,
         )
 
 
 def build_turns(
-    config: GrpoRunConfig,
-    environments: Mapping[str, Any],
+    environments: Mapping[str, EnvironmentConfig],
     chat: ChatFormat,
+    *,
+    max_turns: int,
+    max_total_tokens: int,
     warn: Callable[[str], None],
     cleanup: ExitStack,
 ) -> TurnTaking | None:
@@ -68,6 +71,6 @@ def build_turns(
         renderer,
         chat,
         judged=frozenset(read_settings(environments, Path.cwd())),
-        max_turns=config.grpo.max_rollout_turns,
-        max_total_tokens=config.policy.max_total_sequence_length,
+        max_turns=max_turns,
+        max_total_tokens=max_total_tokens,
     )
