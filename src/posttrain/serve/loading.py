@@ -14,15 +14,14 @@ from posttrain.data.chat import ChatFormat
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.kv_cache import GIB
 from posttrain.engines.native.session import GenerationSession
+from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
 from posttrain.serve.adapter_tokenizers import load_adapter_tokenizer
 from posttrain.serve.adapters import AdapterSwitch
 from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
 from posttrain.serve.models import (
-    Adapter,
-    Found,
+    ServedAdapter,
     ServeError,
     find_adapter,
-    find_model,
     load_engine,
     name_of,
 )
@@ -51,13 +50,15 @@ class ServeOptions:
 
 
 def build_service(options: ServeOptions, say: Say = log.info) -> Service:
-    main = find_model(options.model, options.registry)
+    main = resolve_registered_model(options.model, registry=options.registry)
     main_name = options.served_name or name_of(main)
     if main_name in options.adapters:
         raise ServeError(f"an adapter and the main model are both called {main_name!r}; see --served-model-name")
     adapters = {name: _adapter(name, text, main, say, options.registry) for name, text in options.adapters.items()}
     canary_is_adapter = options.canary in adapters
-    other = find_model(options.canary, options.registry) if options.canary and not canary_is_adapter else None
+    other = None
+    if options.canary and not canary_is_adapter:
+        other = resolve_registered_model(options.canary, registry=options.registry)
     # Before any weights: what does not fit together is said in seconds, not after minutes of loading.
     tokenizers = {name: load_adapter_tokenizer(name, adapter, main, say) for name, adapter in adapters.items()}
 
@@ -86,13 +87,13 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
             if canary_is_adapter
             else version(CANARY, other.text if other else "", sessions[1])
         )
-        found = adapters[options.canary].found if canary_is_adapter else other
+        found = adapters[options.canary].model if canary_is_adapter else other
         canary = Canary(options.canary_rules or CanaryRules(), _on_rollback(found, options.registry, say))
     limits = replace(options.limits, max_samples=min(options.limits.max_samples, options.engine.max_batch_size))
     return Service(models, limits, canary=canary, canary_version=canary_version, api_keys=options.api_keys)
 
 
-def _adapter(name: str, text: str, main: Found, say: Say, registry: str | None) -> Adapter:
+def _adapter(name: str, text: str, main: ResolvedModel, say: Say, registry: str | None) -> ServedAdapter:
     if name in (PRODUCTION, CANARY):
         raise ServeError(
             f"--adapter {name}: {PRODUCTION} and {CANARY} name versions of the main model; take another name"
@@ -100,7 +101,7 @@ def _adapter(name: str, text: str, main: Found, say: Say, registry: str | None) 
     return find_adapter(name, text, main, say, registry)
 
 
-def _adapted(base: Version, name: str, adapter: Adapter, tokenizer: Any | None) -> Version:
+def _adapted(base: Version, name: str, adapter: ServedAdapter, tokenizer: Any | None) -> Version:
     """With the chat template that the adapter was trained with, where it brought one."""
     version = replace(base, name=name, source=adapter.source, adapter=name)
     return version if tokenizer is None else replace(version, tokenizer=tokenizer, chat=ChatFormat(tokenizer))
@@ -134,7 +135,7 @@ def _memory_share(engines: Sequence[NativeEngine], options: EngineOptions) -> di
     return {"kv_cache_gib": usable / len(engines)}
 
 
-def _on_rollback(canary: Found | None, registry: str | None, say: Say) -> Callable[[str], None]:
+def _on_rollback(canary: ResolvedModel | None, registry: str | None, say: Say) -> Callable[[str], None]:
     """Say it; and if the canary came from the registry, take it out of the stage there. Nobody waits for the registry."""
 
     def write(name: str, number: int, reason: str) -> None:

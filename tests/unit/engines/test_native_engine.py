@@ -18,7 +18,8 @@ from posttrain.engines.native.attention import PagedDecode
 from posttrain.engines.native.forward import packed_rows
 from posttrain.engines.native.kv_cache import GIB, KvCacheTooSmallError, PagedKvCache
 from posttrain.engines.native.scheduler import Prefill
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 TOKENIZER = byte_tokenizer()

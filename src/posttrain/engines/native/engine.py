@@ -47,6 +47,10 @@ class NativeSettings(NativeConfig):
     deterministic: bool = False
 
 
+def native_settings(native: NativeConfig, max_total_tokens: int, deterministic: bool = False) -> NativeSettings:
+    return NativeSettings(**native.model_dump(), max_total_tokens=max_total_tokens, deterministic=deterministic)
+
+
 @dataclass
 class Workspace:
     """The memory that calls work in."""

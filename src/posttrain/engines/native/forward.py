@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from posttrain.engines.native.attention import DenseDecode, PagedDecode, PrefillAttention, PrefillPiece
 from posttrain.engines.native.kv_cache import LayerShape, PagedKvCache
 from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample
-from posttrain.policy.attention import ATTENTION, AttentionContext, attention_context
+from posttrain.models.attention_interface import ATTENTION, AttentionContext, attention_context
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
 
 # Rotary embeddings whose angles depend on the longest sequence of the batch.
