@@ -31,8 +31,7 @@ from tables import table, write_json
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
-from posttrain.engines.native.pages import pages_for
-from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler
+from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
 from posttrain.errors import InputError
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedTrainer, SharedWeights
@@ -150,7 +149,8 @@ def scheduling_s(args: argparse.Namespace, num_samples: int) -> float:
     lengths = {id(sample): rng.randint(args.new_tokens // 2, args.new_tokens) for sample in samples}
     pages = _BATCH * (pages_for(args.prompt_tokens + args.new_tokens, _PAGE_SIZE) + 2)
     start = time.perf_counter()
-    scheduler = Scheduler(samples, pages, _PAGE_SIZE, _BATCH)
+    scheduler = Scheduler(pages, _PAGE_SIZE, _BATCH)
+    scheduler.add(samples)
     while scheduler.unfinished:
         admitted = scheduler.admit()
         for sample in admitted.samples:

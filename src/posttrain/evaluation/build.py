@@ -253,7 +253,7 @@ class EvaluationBuild:
             precision=native_precision(generation),
             device=generation.device,
             max_total_tokens=generation.vllm_cfg.max_model_len,
-            native_settings=generation.native_cfg.model_dump(),
+            native=generation.native_cfg,
         )
         return engine, self._own_tokenizer() or tokenizer
 

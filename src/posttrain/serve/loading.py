@@ -68,8 +68,11 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
     if other is not None:
         say(f"loading {other.text} as canary")
         engines.append(load_engine(other, options.engine))
-    engines = _share_memory(_of_one_length(engines, say), options.engine)
-    sessions = [GenerationSession(engines[0], switch.activate), *(GenerationSession(engine) for engine in engines[1:])]
+    changes = {"max_total_tokens": _common_length(engines, say), **_memory_share(engines, options.engine)}
+    sessions = [
+        GenerationSession(engine, activate, engine.settings.model_copy(update=changes))
+        for engine, activate in zip(engines, (switch.activate, None), strict=False)
+    ]
 
     def version(name: str, source: str, session: GenerationSession) -> Version:
         return Version(name, source, session, session.tokenizer, ChatFormat(session.tokenizer))
@@ -104,21 +107,19 @@ def _adapted(base: Version, name: str, adapter: ServedAdapter, tokenizer: Any | 
     return version if tokenizer is None else replace(version, tokenizer=tokenizer, chat=ChatFormat(tokenizer))
 
 
-def _of_one_length(engines: list[NativeEngine], say: Say) -> list[NativeEngine]:
-    """A user must not be refused because chance chose the version with the shorter context."""
+def _common_length(engines: Sequence[NativeEngine], say: Say) -> int:
+    """The shortest context: whether a request fits must not depend on the version that it is routed to."""
     lengths = [engine.settings.max_total_tokens for engine in engines]
     if len(set(lengths)) > 1:
         say(f"production takes {lengths[0]} tokens and the canary {lengths[1]}: both get {min(lengths)}")
-    for engine in engines:
-        engine.settings = replace(engine.settings, max_total_tokens=min(lengths))
-    return engines
+    return min(lengths)
 
 
-def _share_memory(engines: list[NativeEngine], options: EngineOptions) -> list[NativeEngine]:
-    """On a GPU, with every model loaded: what may be used is shared evenly among the KV caches."""
+def _memory_share(engines: Sequence[NativeEngine], options: EngineOptions) -> dict[str, float]:
+    """On a GPU, with every model loaded: the usable memory is shared evenly among the KV caches."""
     device = engines[0].forward.device
     if device.type != "cuda" or options.kv_cache_gib is not None:
-        return engines
+        return {}
     if not 0 < options.gpu_memory_utilization <= 1:
         raise ServeError(
             f"--gpu-memory-utilization is {options.gpu_memory_utilization}: above 0 and at most 1 is accepted"
@@ -131,9 +132,7 @@ def _share_memory(engines: list[NativeEngine], options: EngineOptions) -> list[N
             f"the models leave {free / GIB:.1f} of {total / GIB:.1f} GiB, and --gpu-memory-utilization "
             f"{options.gpu_memory_utilization} allows nothing of it for the KV cache"
         )
-    for engine in engines:
-        engine.settings = replace(engine.settings, kv_cache_gib=usable / len(engines))
-    return engines
+    return {"kv_cache_gib": usable / len(engines)}
 
 
 def _on_rollback(canary: ResolvedModel | None, registry: str | None, say: Say) -> Callable[[str], None]:
