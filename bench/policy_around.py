@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
-from posttrain.models.loading import add_lora
+from posttrain.models.lora import add_lora
 from posttrain.orchestration.local import LocalWorker
 from posttrain.orchestration.sharded import ShardedPolicy
 from posttrain.policy.worker import PolicyWorker, WorkerSetup

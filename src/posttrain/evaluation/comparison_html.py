@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.evaluation.comparison import Comparison, ProblemPair
-from posttrain.evaluation.results import Evaluation, Problem
+from posttrain.evaluation.results import Evaluation, ProblemResult
 from posttrain.reporting.pages import (
     Html,
     bullets,
@@ -107,7 +107,7 @@ def _problem(pair: ProblemPair) -> Html:
     )
 
 
-def _answers(problem: Problem) -> Html:
+def _answers(problem: ProblemResult) -> Html:
     shown: list[Html] = []
     for number, sample in enumerate(problem.samples[:4], start=1):
         reward = "unscored" if sample.reward is None else f"reward {sample.reward:g}"

@@ -22,25 +22,17 @@ from torch import Tensor, nn
 from posttrain.config import PolicyConfig
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.forward import check_length, observe_layers
-from posttrain.models.loading import (
-    DTYPES,
-    add_lora,
-    is_adapted,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    without_adapters,
-)
-from posttrain.planning.checkpointing_choice import should_checkpoint
-from posttrain.planning.memory import KEPT_CACHE_SHARE
+from posttrain.models.attention_interface import attention_context, refuse_dropout
+from posttrain.models.loading import DTYPES, load_model, load_tokenizer, resolve_device
+from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.policy import storage
-from posttrain.policy.attention import attention_context, refuse_dropout
 from posttrain.policy.compact import make_optimizer
 from posttrain.policy.determinism import deterministic_algorithms, prepare_determinism
 from posttrain.policy.fingerprint import model_fingerprint
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.memory.rank import KEPT_CACHE_SHARE, should_checkpoint
 from posttrain.policy.modes import evaluation_mode
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import MixedPrecisionOptimizer, trainable
