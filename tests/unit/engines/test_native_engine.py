@@ -1,4 +1,4 @@
-"""What the engine promises beyond the Generator contract: its settings change nothing, and the model is left as it was."""
+"""What the engine promises beyond the engine contract: its settings change nothing, and the model is left as it was."""
 
 from __future__ import annotations
 
