@@ -13,10 +13,10 @@ from posttrain.cli.overrides_parser import Subparsers
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
 from posttrain.serve.canary import CanaryRules
-from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, Limits
+from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits
 
 if TYPE_CHECKING:
-    from posttrain.serve.loading import ServeOptions
+    from posttrain.serve.options import ServeOptions
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _DRAIN_TIMEOUT_S = 120.0
@@ -113,7 +113,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group, usual = parser.add_argument_group("limits"), Limits()
+    group, usual = parser.add_argument_group("limits"), ServerLimits()
     group.add_argument(
         "--max-queue", type=int, metavar="N", help=f"samples that may wait; then 429 ({usual.max_queue})"
     )
@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> ServeOptions:
-    from posttrain.serve.loading import ServeOptions
+    from posttrain.serve.options import ServeOptions
 
     return ServeOptions(
         model=args.model,
@@ -197,7 +197,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         canary=args.canary,
         canary_rules=CanaryRules(**_canary_options(args)) if args.canary else None,
         engine=EngineOptions(**_given(args, [field.name for field in fields(EngineOptions)])),
-        limits=Limits(**_given(args, [field.name for field in fields(Limits)])),
+        limits=ServerLimits(**_given(args, [field.name for field in fields(ServerLimits)])),
         api_keys=_keys(args.api_key, args.api_key_file),
         registry=args.registry,
     )

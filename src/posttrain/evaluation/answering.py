@@ -18,7 +18,7 @@ from posttrain.config.evaluation import OpenAiConfig
 from posttrain.engines.native.noise import sequence_key
 from posttrain.errors import InputError
 from posttrain.evaluation.problems import EvalProblem
-from posttrain.roles import Generator, Progress
+from posttrain.roles import Engine, Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
@@ -53,9 +53,9 @@ class AnswerSource(Protocol):
 
 @dataclass(frozen=True)
 class EngineAnswers:
-    """Any `roles.Generator`; `tasks` are the problems in tokens, by index."""
+    """Any `roles.Engine`; `tasks` are the problems in tokens, by index."""
 
-    generator: Generator
+    generator: Engine
     tasks: Sequence[Task]
     sampling: Sampling
     seed: int

@@ -36,7 +36,7 @@ from posttrain.models.accepted_names import (
 )
 from posttrain.models.fingerprint import model_fingerprint
 from posttrain.models.hub import why_unavailable
-from posttrain.roles import Generator, ShowProgress
+from posttrain.roles import Engine, ShowProgress
 from posttrain.types import Sampling, Task
 
 DEFAULT_FOLDER = Path("results/eval")
@@ -240,7 +240,7 @@ class EvaluationBuild:
         chat = ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
         return EngineAnswers(generator, self._tasks(chat), self._sampling(chat.stop_token_ids), config.eval.seed)
 
-    def _native(self, reference: ResolvedModel) -> tuple[Generator, Any]:
+    def _native(self, reference: ResolvedModel) -> tuple[Engine, Any]:
         generation = self.config.generation
         if generation.num_threads is not None:
             import torch
@@ -253,11 +253,11 @@ class EvaluationBuild:
             precision=native_precision(generation),
             device=generation.device,
             max_total_tokens=generation.vllm_cfg.max_model_len,
-            native_settings=generation.native_cfg.model_dump(),
+            native=generation.native_cfg,
         )
         return engine, self._own_tokenizer() or tokenizer
 
-    def _vllm(self, reference: ResolvedModel) -> tuple[Generator, Any]:
+    def _vllm(self, reference: ResolvedModel) -> tuple[Engine, Any]:
         from posttrain.engines.vllm import VllmEngine, vllm_options
         from posttrain.models.loading import load_tokenizer
 

@@ -16,7 +16,7 @@ from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
 from posttrain.policy.memory.rank import RankMemory
 from posttrain.policy.memory.settings import OptimizerSettings
 
-_NUM_RUNS_PER_CAPTURE = 2  # CUDA graphs: one to warm up, one to capture
+_NUM_RUNS_PER_CAPTURE = 2  # engines/native/cuda_graph_cache.py: one to warm up, one to capture
 
 
 @dataclass(frozen=True)

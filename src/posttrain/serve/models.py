@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
+from posttrain.config.generation import NativeConfig
 from posttrain.engines.loading import load_for_sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import InputError
@@ -61,22 +62,21 @@ def load_engine(
     model: ResolvedModel, options: EngineOptions, adapt: Callable[[nn.Module], nn.Module] | None = None
 ) -> NativeEngine:
     """`adapt` puts adapters on the model before the engine sees it."""
-    native = {
-        "max_batch_size": options.max_batch_size,
-        "max_prefill_tokens": options.max_prefill_tokens,
-        "kv_cache_gib": options.kv_cache_gib,
-    }
+    native = NativeConfig(
+        max_batch_size=options.max_batch_size,
+        max_prefill_tokens=options.max_prefill_tokens,
+        kv_cache_gib=options.kv_cache_gib,
+    )
     engine, _ = load_for_sampling(
         model,
         precision=options.precision,
         device=options.device,
         max_total_tokens=options.max_model_len,
-        native_settings=native,
+        longest_default=LONGEST_UNASKED_TOKENS,
+        native=native,
         adapt=adapt,
     )
     own = int(getattr(engine.forward.config, "max_position_embeddings", 0) or LONGEST_UNASKED_TOKENS)
-    wanted = options.max_model_len or min(own, LONGEST_UNASKED_TOKENS)
-    if wanted > own:
-        raise InputError(f"--max-model-len is {wanted}, and {model.text} was made for {own} tokens at most")
-    engine.settings = replace(engine.settings, max_total_tokens=wanted)
+    if (length := engine.settings.max_total_tokens) > own:
+        raise InputError(f"--max-model-len is {length}, and {model.text} was made for {own} tokens at most")
     return engine

@@ -15,9 +15,10 @@ from pathlib import Path
 from posttrain.errors import InputError
 from posttrain.json_files import read_json
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
-from posttrain.serve.adapter_tokenizers import load_adapter_tokenizer, warn_of_unused_template
-from posttrain.serve.loading import Say, ServeOptions
+from posttrain.serve.adapters import load_adapter_tokenizer, warn_of_unused_template
+from posttrain.serve.loading import Say
 from posttrain.serve.models import find_adapter, name_of
+from posttrain.serve.options import ServeOptions
 
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 

@@ -267,7 +267,7 @@ def test_references_resolve_to_a_version(registry: Registry, make_model: Make, p
         ("@1", "expected registry:NAME@production"),
         ("registry:", "expected registry:NAME@production"),
         ("registry:m@", "expected registry:NAME@production"),
-        ("registry:m@7", "m@7: no such version; versions are 1, or say production or canary"),
+        ("registry:m@7", "m@7: no such version; versions are 1, or use production or canary"),
         ("registry:m@production", "m has no production version .*no version is in a stage"),
         ("registry:n", "no model 'n'.*there are m"),
         ("registry:a b", "'a b' cannot be the name of a model"),
