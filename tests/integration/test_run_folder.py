@@ -222,7 +222,7 @@ def test_finished_run_keeps_the_config_that_it_was_trained_with(
     changes = json.loads((folder / "run.json").read_text())["config_changes"]
     assert {"from_step": 3, "key": key, "old": "0.01", "new": "0.001"} in changes
     page = (folder / "report.html").read_text()
-    assert f"<td class='n'>3</td><td>{key}</td><td>0.01</td><td>0.001</td>" in page
+    assert f'<td class="n">3</td><td>{key}</td><td>0.01</td><td>0.001</td>' in page
     assert "config_from_step_3.yaml" in page
 
 

@@ -23,21 +23,21 @@ from posttrain.environments import build_environments, check_environments
 from posttrain.errors import InputError
 from posttrain.evaluation.answers import AnswerReader, answer_reader
 from posttrain.evaluation.folder import EvaluationFolder
-from posttrain.evaluation.identity import digest, files_digest, model_fingerprint, prompts_hash
+from posttrain.evaluation.identity import digest, files_digest, prompts_hash
 from posttrain.evaluation.judges import judge_of
 from posttrain.evaluation.problems import ProblemSet, load_problems
 from posttrain.evaluation.results import ProblemResult, Summary, hash_of_tasks
 from posttrain.evaluation.runner import EvaluationRunner, TaskQueue, unfinished_batches
 from posttrain.evaluation.server import OpenAiServer
 from posttrain.evaluation.summary import Facts, summarise
-from posttrain.models.hub import why_unavailable
-from posttrain.models.reference import (
-    ModelReference,
+from posttrain.models.accepted_names import (
     ModelReferenceError,
-    load_for_sampling,
+    ResolvedModel,
     resolve_registered_model,
 )
-from posttrain.roles import Generator, Progress, ShowProgress
+from posttrain.models.fingerprint import model_fingerprint
+from posttrain.models.hub import why_unavailable
+from posttrain.roles import Engine, Progress, ShowProgress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.turn_taking import build_turns
 from posttrain.types import Sampling, Task
@@ -62,7 +62,7 @@ class EvaluationBuild:
         return load_problems(self.config.data, seed=self.config.eval.seed, limit=self.config.eval.max_problems)
 
     @cached_property
-    def reference(self) -> ModelReference | None:
+    def reference(self) -> ResolvedModel | None:
         """The model, unless a server has it."""
         return (
             None if self.config.server_url is not None else resolve_registered_model(self.config.generation.model_name)
@@ -221,12 +221,12 @@ class EvaluationBuild:
         self, folder: EvaluationFolder, show_progress: ShowProgress, num_answers: int, cleanup: ExitStack
     ) -> None:
         """Sample, score and save the problems that are not finished."""
-        generator, chat = self._generator()
+        engine, chat = self._engine_and_chat()
         batches = unfinished_batches(self._tasks(chat), self.problems_per_step, folder.finished)
         environments = {self.config.judge: self.environment_config}
         source = FreshRollouts(
             TaskQueue(batches),
-            generator,
+            engine,
             cleanup.enter_context(build_environments(environments, base_folder=Path.cwd())),
             num_samples=self.config.eval.num_tests_per_prompt,
             sampling=self._sampling(chat.stop_token_ids if chat is not None else ()),
@@ -252,34 +252,36 @@ class EvaluationBuild:
         except FloatingPointError as error:  # a model whose logits are NaN is bad input here, not a crash
             raise InputError(f"generation.model_name: the model cannot be evaluated: {error}") from error
 
-    def _generator(self) -> tuple[Generator, ChatFormat | None]:
+    def _engine_and_chat(self) -> tuple[Engine, ChatFormat | None]:
         """The engine and how prompts are written for it; a server writes them itself."""
         config = self.config
         if self.server is not None:
             return self.server, None
         assert self.reference is not None
         if config.generation.backend == "vllm":
-            generator, tokenizer = self._vllm(self.reference)
+            engine, tokenizer = self._vllm(self.reference)
         else:
-            generator, tokenizer = self._native(self.reference)
-        return generator, ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
+            engine, tokenizer = self._native(self.reference)
+        return engine, ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
 
-    def _native(self, reference: ModelReference) -> tuple[Generator, Any]:
+    def _native(self, reference: ResolvedModel) -> tuple[Engine, Any]:
         generation = self.config.generation
         if generation.num_threads is not None:
             import torch
 
             torch.set_num_threads(generation.num_threads)
+        from posttrain.engines.loading import load_for_sampling
+
         engine, tokenizer = load_for_sampling(
             reference,
             precision=native_precision(generation),
             device=generation.device,
             max_total_tokens=generation.vllm_cfg.max_model_len,
-            native_settings=generation.native_cfg.model_dump(),
+            native=generation.native_cfg,
         )
         return engine, self._own_tokenizer() or tokenizer
 
-    def _vllm(self, reference: ModelReference) -> tuple[Generator, Any]:
+    def _vllm(self, reference: ResolvedModel) -> tuple[Engine, Any]:
         from posttrain.engines.vllm import VllmEngine, vllm_options
         from posttrain.models.loading import load_tokenizer
 
@@ -359,7 +361,7 @@ def native_precision(generation: EvalGenerationConfig) -> str:
     return generation.precision
 
 
-def _adapter_rank(reference: ModelReference) -> int:
-    from posttrain.models.reference import read_json
+def _adapter_rank(reference: ResolvedModel) -> int:
+    from posttrain.models.accepted_names import read_json
 
     return int(read_json(reference.adapter / "adapter_config.json").get("r", 16)) if reference.adapter else 16

@@ -36,7 +36,7 @@ class ServedCompletion(Completion):
 
 @dataclass
 class OpenAiServer:
-    """A `roles.Generator`: OpenAI's chat or text completions, through a bounded number of connections.
+    """A `roles.Engine`: OpenAI's chat or text completions, through a bounded number of connections.
 
     A request that failed after all attempts is a completion with `error`: it stays unscored and is never a wrong answer.
     """
@@ -118,6 +118,9 @@ class OpenAiServer:
                 "is saved, and the same command goes on with the rest"
             )
         return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
+
+    def release(self) -> None:
+        """The memory is the server's own."""
 
     def close(self) -> None:
         self._client.close()

@@ -68,6 +68,7 @@ class GrpoRecipe(Recipe):
                 build_credit(config),
                 parts.policy,
                 with_dynamic_sampling(config, source, position),
+                parts.weights,
                 validation_source if held_out else None,
             )
 
@@ -91,7 +92,7 @@ class GrpoRecipe(Recipe):
         )
         rollouts = FreshRollouts(
             stream,
-            parts.generator,
+            parts.engine,
             environment,
             num_samples=config.step_sizes().num_sampled_per_row,
             sampling=_sampling(config.policy, chat.stop_token_ids),
@@ -100,7 +101,7 @@ class GrpoRecipe(Recipe):
         )
         validation_rollouts = FreshRollouts(
             FixedTasks(held_out),
-            parts.generator,
+            parts.engine,
             environment,
             num_samples=grpo.val_num_generations_per_prompt,
             sampling=_sampling(config.policy, chat.stop_token_ids, validation=True),

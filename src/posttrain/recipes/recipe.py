@@ -13,8 +13,7 @@ from posttrain.config.data import DatasetConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.readers import Item
 from posttrain.data.row_dataset import RowDataset
-from posttrain.orchestration.sharded import ShardedPolicy
-from posttrain.roles import Algorithm, Generator, ShowProgress, Stateful
+from posttrain.roles import Algorithm, Engine, ShowProgress, Stateful, Trainer, WeightSync
 
 Entries = DatasetConfig | list[DatasetConfig]
 
@@ -41,8 +40,9 @@ class Rows(Protocol):
 class RunParts:
     """What an algorithm is built from, once the model is loaded."""
 
-    policy: ShardedPolicy
-    generator: Generator
+    policy: Trainer
+    engine: Engine
+    weights: WeightSync
     show_progress: ShowProgress
     warn: Callable[[str], None]
     cleanup: ExitStack  # closed when the run ends

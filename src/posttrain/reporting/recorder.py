@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from posttrain.reporting import wording
 from posttrain.reporting.console import Console
-from posttrain.reporting.html import write_report
 from posttrain.reporting.metric_rows import TOTAL_STEP, Hardware, training_row, validation_row, without_non_finite
+from posttrain.reporting.report import write_report
 from posttrain.reporting.rollout_rows import write_rollouts
 from posttrain.reporting.run_data import load_run
 from posttrain.reporting.run_files import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.reporting.html import CHARTS, HEADLINE_CHARTS
 from posttrain.reporting.metric_rows import Hardware, performance
+from posttrain.reporting.report import CHARTS, HEADLINE_CHARTS
 from posttrain.reporting.wording import RESULTS
 from posttrain.types import StepReport
 

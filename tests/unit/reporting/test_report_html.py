@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.reporting.html import write_report
+from posttrain.reporting.report import write_report
 from posttrain.types import Score, StepReport
 
 VOID_TAGS = {"meta", "input", "line", "path", "circle", "rect", "br"}
@@ -221,5 +221,5 @@ def test_every_other_metric_has_a_chart(tmp_path: Path) -> None:
 
 
 def test_the_report_renders_without_torch() -> None:
-    code = "import sys, posttrain.reporting.html, posttrain.reporting.plot; sys.exit('torch' in sys.modules)"
+    code = "import sys, posttrain.reporting.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
