@@ -15,7 +15,7 @@ from posttrain.data.chat import ChatFormat
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.environments.turns.messages import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome
-from posttrain.reporting.rollout_rows import group_row
+from posttrain.reporting.rows import group_row
 from posttrain.rollouts.multi_turn import MultiTurnRollouts
 from posttrain.rollouts.next_turn import NextTurn
 from posttrain.types import Completion, Group, Message, NoiseKey, Sampling, Score, Task
