@@ -123,7 +123,7 @@ def test_ctrl_c_before_there_is_anything_to_save_is_130(outcome: Any, capsys: py
     [
         (serve_command, "posttrain: stopped\n"),
         (chat_command, "posttrain: stopped\n"),
-        (eval_command, "posttrain: stopped; finished problems are saved, and the same command goes on\n"),
+        (eval_command, "posttrain: stopped; finished problems are saved, and the same command resumes\n"),
     ],
 )
 def test_after_ctrl_c_a_command_speaks_of_what_it_has(

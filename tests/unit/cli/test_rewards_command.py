@@ -176,8 +176,8 @@ def test_rollouts_and_traces_are_understood(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["samples.jsonl"], "say what scores"),
-        (["--type", "exact", "--config", "x.yaml", "samples.jsonl"], "say what scores"),
+        (["samples.jsonl"], "give what scores"),
+        (["--type", "exact", "--config", "x.yaml", "samples.jsonl"], "give what scores"),
         (["--type", "exact"], "name the file with the samples"),
         (["--type", "exakt", "samples.jsonl"], "unknown type of reward 'exakt' (did you mean 'exact'?)"),
         (["--type", "exact", "absent.jsonl"], "not found: absent.jsonl"),

@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_64_and_says_what_would(capsys: pytest.CaptureFixtu
     ("words", "message"),
     [
         (["--gpu", "z80", "grpo"], "--gpu z80: not in the planner's table; accepted: h200, h100"),
-        ([], "say which kind of run is meant"),
+        ([], "give the kind of run"),
         (["--config", str(REPOSITORY / "configs/eval.yaml")], "is the config of an evaluation"),
         (
             ["grpo", "policy.model_name=llama-8b", "--prompt-tokens", "600"],
