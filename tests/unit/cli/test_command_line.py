@@ -1,4 +1,4 @@
-"""The command line: words in any order, help worth reading, exit codes that mean what the help says."""
+"""The command line: arguments in any order, help, and exit codes as documented."""
 
 from __future__ import annotations
 

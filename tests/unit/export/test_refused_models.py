@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Runs convert, which has to fail as bad input; the one line that it says."""
+    """Runs convert, which has to fail as bad input, and returns its one-line message."""
 
     def run(source: Path, *options: str, to: tuple[str, ...] | None = None) -> str:
         before = sorted(path.name for path in tmp_path.iterdir())
@@ -282,7 +282,7 @@ def adapter(model: Path, tmp_path: Path) -> Path:
 def test_the_config_of_another_adapter_is_refused(
     adapter: Path, refused: Refused, changes: dict[str, Any], words: str
 ) -> None:
-    """The rank decides how much an adapter counts: merged by another one, the model would be wrong and nobody would know."""
+    """The scale depends on the rank: merging with another one would give a wrong model silently."""
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     assert words in refused(adapter, "--merge-lora")

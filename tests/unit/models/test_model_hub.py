@@ -1,4 +1,4 @@
-"""What is said of a model's name that is no folder, and that the hub's client is not left to find it out by trying again."""
+"""Errors for model names that are no folder, without the retries of the hub's client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Hub:
-    """A hub on this machine that knows no model, and counts how often it is asked."""
+    """A local hub without models that counts requests."""
 
     def __init__(self, status: int, error_code: str, may_answer: Event) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""Which iteration a run works on, what it reuses, and what it says of that. Only stages without a model run here."""
+"""Which iteration a run works on, what it reuses, and what it prints. Only stages without a model run here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pipeline.yaml: what is wrong with it is said with the field, and nothing runs."""
+"""pipeline.yaml: errors name the field, and nothing runs."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_locked_database_is_reported_as_busy_in_one_line(
 ) -> None:
     """Such as a backup, or MLflow's own pages: they know nothing of our lock."""
     registry.add("m", make_model("a"), passed)
-    copied = shutil.copytree(registry_folder, tmp_path / kind)  # nobody has a connection to this one yet
+    copied = shutil.copytree(registry_folder, tmp_path / kind)  # no process has a connection to this one yet
     other = sqlite3.connect(copied / DATABASE, isolation_level=None)
     other.execute(f"BEGIN {kind}")
     capfd.readouterr()

@@ -62,7 +62,7 @@ def add(registry: Registry, folder: Path, *words: str) -> int:
 
 
 def refused(registry: Registry, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said of a folder that is refused. Nothing must have been written."""
+    """The message for a folder that is refused. Nothing must have been written."""
     assert registry.location.folder is not None
     before = sorted(registry.location.folder.rglob("*"))
     for words in ((), ("--in-place",)):

@@ -1,4 +1,4 @@
-"""Models that somebody made in MLflow by other means, under a name that is then used here."""
+"""Models that were created in MLflow by other means, under a name that is then used here."""
 
 from __future__ import annotations
 

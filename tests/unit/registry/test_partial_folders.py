@@ -1,4 +1,4 @@
-"""What is half-written is seen by nobody, cleared away after a kill, and never in the way of another writer."""
+"""Incomplete folders are invisible, removed after a kill, and never block another writer."""
 
 from __future__ import annotations
 

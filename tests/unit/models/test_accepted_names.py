@@ -159,12 +159,12 @@ def test_the_engine_samples_from_the_model_and_from_its_adapter(model: Path, ada
     assert greedy(str(adapter), "3 + 4 = ?", 8) == expected_adapted
 
 
-def test_no_adapters_and_no_gradients_remain(model: Path) -> None:
+def test_sampling_model_needs_no_gradients_and_has_the_requested_precision(model: Path) -> None:
     engine, _ = load_for_sampling(str(model), device="cpu", precision="bfloat16")
     parameters = list(engine.model.parameters())
     assert not any(p.requires_grad for p in parameters)
     assert {p.dtype for p in parameters} == {torch.bfloat16}
-    assert engine.settings.max_total_tokens == 128  # what the model was made for
+    assert engine.settings.max_total_tokens == 128  # the maximum of the model
 
 
 def test_an_adapter_on_the_wrong_base_is_refused(adapter: Path, tmp_path: Path) -> None:
