@@ -94,9 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_standalone(GateConfig, args.config, args.words)
 
-    from posttrain.cli.gate_views import show_result
     from posttrain.gate import judge
-    from posttrain.gate.report import as_html, as_json
+    from posttrain.gate.report import as_html, as_json, show_result
 
     candidate = _evaluations("--candidate", args.candidate)
     production = None if args.no_production else _evaluations("--production", args.production)

@@ -1,8 +1,9 @@
-"""A verdict as JSON, and as one HTML page that needs nothing but itself."""
+"""A verdict as JSON, as one self-contained HTML page, and in a terminal."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -11,14 +12,16 @@ from typing import Any
 from posttrain import __version__
 from posttrain.config.gate import GateConfig
 from posttrain.evaluation.results import Evaluation
-from posttrain.gate.verdict import Evaluations, GateResult, Rule
+from posttrain.gate.verdict import BoundResult, Evaluations, GateResult
 from posttrain.reporting.charts import interval_mark
 from posttrain.reporting.pages import Html, bullets, header, join, note, page, section, table, tag, when
 from posttrain.reporting.scales import label
 
 FORMAT_VERSION = 1
 WORDS = {"promote": "promote", "reject": "reject", "needs_more_samples": "needs more samples"}
-OUTCOMES = {"pass": "holds", "fail": "does not hold", "undecided": "cannot be told", "skipped": "skipped"}
+OUTCOMES = {"pass": "holds", "fail": "does not hold", "undecided": "undecided", "skipped": "skipped"}
+STYLES = {"pass": "green", "fail": "red", "undecided": "yellow", "skipped": "bright_black"}
+VERDICT_STYLES = {"promote": "bold green", "reject": "bold red", "needs_more_samples": "bold yellow"}
 _STYLE = """
 .verdict-promote { background: var(--good-wash); } .verdict-promote b { color: var(--good); }
 .verdict-reject { background: var(--bad-wash); } .verdict-reject b { color: var(--bad); }
@@ -49,14 +52,14 @@ def as_json(
     }
 
 
-def _finite(value: Any) -> Any:
-    """null for a bound that is infinite (of a single problem): JSON has no word for it."""
+def _finite(value: object) -> object:
+    """null for the infinite bounds of a single problem: JSON has no infinity."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _identity(evaluation: Evaluation) -> dict[str, Any]:
+def _identity(evaluation: Evaluation) -> dict[str, object]:
     summary = evaluation.summary
     return {
         "folder": str(evaluation.folder),
@@ -98,10 +101,10 @@ def _rules(result: GateResult) -> Html:
         "Of a comparison the estimate is the difference to production."
     )
     headings = ("check", "demand", "outcome", "candidate", "production", "problems", "estimate and threshold")
-    return section("Checks", note(explanation), table(headings, map(_rule_row, result.rules), numbers=(3, 4, 5)))
+    return section("Checks", note(explanation), table(headings, map(_result_row, result.rules), numbers=(3, 4, 5)))
 
 
-def _rule_row(rule: Rule) -> tuple[object, ...]:
+def _result_row(rule: BoundResult) -> tuple[object, ...]:
     return (
         join((tag("b", rule.check), Html("<br>"), f"{rule.metric} of {rule.evaluation}")),
         rule.demand,
@@ -113,7 +116,7 @@ def _rule_row(rule: Rule) -> tuple[object, ...]:
     )
 
 
-def _mark(rule: Rule) -> Html:
+def _mark(rule: BoundResult) -> Html:
     estimate, threshold = rule.estimate, rule.threshold
     if estimate is None or threshold is None or not math.isfinite(estimate.high - estimate.low):
         return Html()
@@ -140,3 +143,49 @@ def _evaluations(report: Mapping[str, Any]) -> Html:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else label(value)
+
+
+# ------------------------------------------------------------------------------------------- terminal
+
+
+def show_result(result: GateResult) -> None:
+    """Print a verdict as a table and its reasons."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(
+        markup=False, emoji=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
+    )
+    terminal_table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
+    for column in ("check", "metric", "demand", "candidate", "production", "estimate", "problems", "outcome"):
+        numbers = column in ("candidate", "production", "estimate", "problems")
+        terminal_table.add_column(column, justify="right" if numbers else "left")
+    for rule in result.rules:
+        terminal_table.add_row(*_cells(rule), Text(OUTCOMES[rule.outcome], style=STYLES[rule.outcome]))
+    console.print(terminal_table)
+    console.print()
+    console.print(WORDS[result.verdict], style=VERDICT_STYLES[result.verdict])
+    for reason in result.reasons:
+        console.print(f"  {reason}")
+    for name, count in result.needed_problems.items():
+        console.print(f"  to decide: about {count:,} problems in {name}")
+    for line in result.notes:
+        console.print(f"  note: {line}", style="bright_black")
+
+
+def _cells(rule: BoundResult) -> list[str]:
+    estimate = rule.estimate
+    return [
+        rule.check,
+        f"{rule.metric} ({rule.evaluation})",
+        rule.demand,
+        _short(rule.candidate),
+        _short(rule.production),
+        "–" if estimate is None else f"{estimate.mean:.4g} [{estimate.low:.4g}, {estimate.high:.4g}]",
+        "–" if estimate is None else f"{estimate.num_problems:,}",
+    ]
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
