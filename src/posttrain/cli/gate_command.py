@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from posttrain.evaluation.results import Evaluation
-    from posttrain.gate import GateResult, Rule
+    from posttrain.gate import BoundResult, GateResult
 
 STYLES = {"pass": "green", "fail": "red", "undecided": "yellow", "skipped": "bright_black"}
 VERDICT_STYLES = {"promote": "bold green", "reject": "bold red", "needs_more_samples": "bold yellow"}
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_standalone(GateConfig, args.config, args.words)
 
     from posttrain.gate import judge
-    from posttrain.gate.report import as_html, as_json, show_result
+    from posttrain.gate.report import as_html, as_json
 
     candidate = _evaluations("--candidate", args.candidate)
     production = None if args.no_production else _evaluations("--production", args.production)
@@ -144,7 +144,7 @@ def _show_result(result: GateResult) -> None:
         console.print(f"  note: {note}", style="bright_black")
 
 
-def _cells(rule: Rule) -> list[str | Text]:
+def _cells(rule: BoundResult) -> list[str | Text]:
     from rich.text import Text
 
     from posttrain.gate.report import OUTCOMES

@@ -1,9 +1,8 @@
-"""A verdict as JSON, as one self-contained HTML page, and in a terminal."""
+"""A verdict as JSON, and as one self-contained HTML page."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -20,8 +19,6 @@ from posttrain.reporting.scales import label
 FORMAT_VERSION = 1
 WORDS = {"promote": "promote", "reject": "reject", "needs_more_samples": "needs more samples"}
 OUTCOMES = {"pass": "holds", "fail": "does not hold", "undecided": "undecided", "skipped": "skipped"}
-STYLES = {"pass": "green", "fail": "red", "undecided": "yellow", "skipped": "bright_black"}
-VERDICT_STYLES = {"promote": "bold green", "reject": "bold red", "needs_more_samples": "bold yellow"}
 _STYLE = """
 .verdict-promote { background: var(--good-wash); } .verdict-promote b { color: var(--good); }
 .verdict-reject { background: var(--bad-wash); } .verdict-reject b { color: var(--bad); }
@@ -143,49 +140,3 @@ def _evaluations(report: Mapping[str, Any]) -> Html:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else label(value)
-
-
-# ------------------------------------------------------------------------------------------- terminal
-
-
-def show_result(result: GateResult) -> None:
-    """Print a verdict as a table and its reasons."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(
-        markup=False, emoji=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
-    )
-    terminal_table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    for column in ("check", "metric", "demand", "candidate", "production", "estimate", "problems", "outcome"):
-        numbers = column in ("candidate", "production", "estimate", "problems")
-        terminal_table.add_column(column, justify="right" if numbers else "left")
-    for rule in result.rules:
-        terminal_table.add_row(*_cells(rule), Text(OUTCOMES[rule.outcome], style=STYLES[rule.outcome]))
-    console.print(terminal_table)
-    console.print()
-    console.print(WORDS[result.verdict], style=VERDICT_STYLES[result.verdict])
-    for reason in result.reasons:
-        console.print(f"  {reason}")
-    for name, count in result.needed_problems.items():
-        console.print(f"  to decide: about {count:,} problems in {name}")
-    for line in result.notes:
-        console.print(f"  note: {line}", style="bright_black")
-
-
-def _cells(rule: BoundResult) -> list[str]:
-    estimate = rule.estimate
-    return [
-        rule.check,
-        f"{rule.metric} ({rule.evaluation})",
-        rule.demand,
-        _short(rule.candidate),
-        _short(rule.production),
-        "–" if estimate is None else f"{estimate.mean:.4g} [{estimate.low:.4g}, {estimate.high:.4g}]",
-        "–" if estimate is None else f"{estimate.num_problems:,}",
-    ]
-
-
-def _short(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
