@@ -1,4 +1,4 @@
-"""Models by whatever name a user gives them, loaded for answering. Shared by the server and the chat in the terminal."""
+"""Models and adapters by name, loaded for serving. Shared by the server and the chat in the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
 
 
 class ServeError(InputError):
-    """Settings of the server that do not fit together."""
+    """Options of the server that do not fit together."""
 
 
 @dataclass(frozen=True)
