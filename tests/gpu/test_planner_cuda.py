@@ -13,9 +13,9 @@ from posttrain.planning.settings import OptimizerSettings, RunSettings
 from posttrain.planning.shape import shape_of_config
 from posttrain.planning.workload import Bundle, Pass
 from posttrain.policy.attention import attention_context
-from posttrain.policy.compact import make_optimizer
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.optimizer import make_optimizer
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
 

@@ -19,7 +19,7 @@ from posttrain.planning.workload import Pass, Workload
 SAMPLING, SCORING, TRAINING, OPTIMIZER = "sampling", "logprobs", "training", "optimizer"
 PHASES = (SAMPLING, SCORING, TRAINING, OPTIMIZER)
 KEPT_CACHE_SHARE = 0.1  # of a GPU's memory: a KV cache up to this size stays while training, a larger one is given up
-_SLICE = 2**23  # policy/adam.py: numbers that the compact optimizer works on at a time
+_SLICE = 2**23  # policy/optimizer/compact_adam.py: numbers that the compact optimizer works on at a time
 _STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
 
 
@@ -229,7 +229,7 @@ class MemoryModel:
 
 
 def state_bytes(kind: TensorKind, optimizer: OptimizerSettings, element: int) -> float:
-    """Masters and moments of some weights (policy/adam.py: new_state; policy/optimizer.py)."""
+    """Masters and moments of some weights (policy/optimizer/compact_adam.py: new_state; mixed_precision.py)."""
     masters = FP32 if optimizer.has_masters and element != FP32 else 0
     block = block_size(kind.columns) if optimizer.state_dtype == "int8" and kind.columns is not None else None
     if block is not None:
@@ -240,7 +240,7 @@ def state_bytes(kind: TensorKind, optimizer: OptimizerSettings, element: int) ->
 
 
 def block_size(columns: int) -> int | None:
-    """Numbers that share a scale, as policy/low_precision.py chooses it."""
+    """Numbers that share a scale, as policy/optimizer/low_precision.py chooses it."""
     if columns < 16:
         return columns
     return next((size for size in range(min(columns, 256), 15, -1) if columns % size == 0), None)

@@ -54,6 +54,10 @@ class Mesh:
         return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))["dp"]
 
 
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def shard(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh | None) -> None:
     """Shard each layer on its own, so that only one is whole at a time, and the rest with the root."""
     if mesh is None:

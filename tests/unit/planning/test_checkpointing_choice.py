@@ -11,7 +11,7 @@ from posttrain.config import PolicyConfig, load_config
 from posttrain.planning.calibration import GIB
 from posttrain.planning.checkpointing_choice import should_checkpoint
 from posttrain.policy.parallel import Mesh
-from posttrain.policy.peak_memory import PeakMemory
+from posttrain.policy.runtime import PeakMemory
 from posttrain.reporting.metric_rows import Hardware, training_row
 from posttrain.types import StepReport
 
@@ -139,7 +139,7 @@ def test_a_worker_asks_the_planner_on_a_gpu(
             return LLAMA_8B
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(trainer.storage, "base_config", lambda model: Config())
+    monkeypatch.setattr(trainer, "base_config", lambda model: Config())
     rank = trainer.PolicyTrainer.__new__(trainer.PolicyTrainer)
     rank.device, rank.mesh, rank.model = torch.device(device), Mesh(), torch.nn.Module()
     setup = trainer.RankSetup(policy(), seed=0, needs_reference=False)

@@ -19,8 +19,7 @@ from posttrain.planning.memory import OPTIMIZER, SCORING, TRAINING, MemoryModel,
 from posttrain.planning.settings import EngineSettings, OptimizerSettings, RunSettings
 from posttrain.planning.shape import NAMED_SHAPES, shape_of_config
 from posttrain.planning.workload import Bundle, Lengths, MicroBatch, Pass, Workload
-from posttrain.policy import low_precision
-from posttrain.policy.compact import make_optimizer
+from posttrain.policy.optimizer import low_precision, make_optimizer
 from posttrain.types import Task, TokenBatch
 
 LLAMA = NAMED_SHAPES["llama-8b"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.policy.attention import PackedAttention, Segment, attention_context
-from posttrain.policy.modes import evaluation_mode
+from posttrain.policy.runtime import evaluation_mode
 
 _TRIAL_TOKENS = 8
 
