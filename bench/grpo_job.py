@@ -24,11 +24,10 @@ from train_job import flops_of
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.hardware import peak_flops
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
-from posttrain.recipes.grpo_credit import build_credit, build_objective, build_selection
+from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.reporting.metric_rows import Hardware, performance
 from posttrain.roles import Engine, Objective, Progress, Trainer
 from posttrain.rollouts.fresh import FreshRollouts
-from posttrain.rollouts.selection import EveryGroup
 from posttrain.types import Completion, NoiseKey, Sampling, Score, StepReport, Task, TokenBatch, UpdateReport
 
 
@@ -183,15 +182,8 @@ def build_step(job: GrpoJob, config: Any, policy: ShardedTrainer, worker: Watche
         sampling=Sampling(generation.max_new_tokens, generation.temperature, ignore_eos=True),
         seed=SEED,
     )
-    return Grpo(
-        GrpoSettings(),
-        build_objective(config),
-        build_credit(config),
-        build_selection(config),
-        step_policy,
-        rollouts,
-        SharedWeights(),
-    )
+    settings = GrpoSettings(config.grpo.num_prompts_per_step)
+    return Grpo(settings, build_objective(config), build_credit(config), step_policy, rollouts, SharedWeights())
 
 
 def measure(job: GrpoJob) -> dict[str, Any]:
@@ -203,7 +195,7 @@ def measure(job: GrpoJob) -> dict[str, Any]:
     del model
     grpo = build_step(job, config, policy, worker, len(tokenizer))
     if job.warm_up_prompts:
-        replace(grpo, selection=EveryGroup(job.warm_up_prompts)).step(0)
+        replace(grpo, settings=GrpoSettings(job.warm_up_prompts)).step(0)
     worker.clear()
     reports = [grpo.step(step) for step in range(1, job.steps + 1)]
     best = min(reports, key=lambda report: report.timings_s["total_step_time"])

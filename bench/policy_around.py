@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
-from posttrain.models.loading import add_lora
+from posttrain.models.lora import add_lora
 from posttrain.orchestration.rank import Rank, build_engine
 from posttrain.orchestration.sharded import ShardedTrainer
 from posttrain.orchestration.workers import LocalWorker, P, T

@@ -13,8 +13,8 @@ from posttrain.evaluation.results import (
     SUMMARY_FILE,
     Counts,
     Evaluation,
-    Problem,
-    Sample,
+    ProblemResult,
+    SampleResult,
     Summary,
     hash_of,
     problem_row,
@@ -41,14 +41,14 @@ def write_evaluation(
     identity: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     problems = [
-        Problem(
+        ProblemResult(
             id=f"set:{first_id + index}",
             index=index,
             dataset="set",
             prompt=f"question {first_id + index}",
             expected="42",
             samples=tuple(
-                Sample(
+                SampleResult(
                     text=text(index, reward),
                     num_tokens=num_tokens(index),
                     finish_reason="stop",

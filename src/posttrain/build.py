@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
 from posttrain.checkpointing.saver import CheckpointSaver, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
+from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
 from posttrain.errors import InputError
 from posttrain.hardware import peak_flops
-from posttrain.loop import LoopSettings, TrainingLoop, run_folder
+from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
@@ -28,6 +30,7 @@ from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
+from posttrain.run_folder import run_folder
 
 Export = Callable[[Path], None]  # adds a copy of the model for use to the folder of a checkpoint
 # Makes an export from a function that takes warnings, and whether adapters are merged into the model.
@@ -176,6 +179,7 @@ class Run:
             peak_flops_per_device=peak_flops(facts.device_name) if on_gpu else None,
             flops_per_token=flops_per_token(facts.config, facts.num_parameters),
             config_yaml=self.loaded.to_yaml(),
+            changes_since=partial(changes_since, loaded=self.loaded),
             quiet=self.quiet,
             title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,

@@ -7,7 +7,6 @@ of a kill, the rows that a checkpoint needs exist, and rows beyond it are cut wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from posttrain.checkpointing import Interruption, SaveDeadline
 from posttrain.checkpointing.saver import named_metric
@@ -111,8 +110,3 @@ class TrainingLoop:
         if validation is not None:
             self.saver.note_validation()
         return validation
-
-
-def run_folder(log_dir: str | None, checkpoint_dir: str) -> Path:
-    """Where a run writes its metrics: its own folder, by default beside its checkpoints."""
-    return Path(log_dir or checkpoint_dir)

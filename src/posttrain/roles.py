@@ -14,7 +14,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from posttrain.types import Completion, Group, NoiseKey, Sampling, Score, StepReport, Task, TokenBatch, UpdateReport
+from posttrain.types import (
+    Completion,
+    NoiseKey,
+    Sampling,
+    Score,
+    StepReport,
+    TakenGroups,
+    Task,
+    TokenBatch,
+    UpdateReport,
+)
 
 Progress = Callable[[int], None]  # called with the number of units that have just been finished
 ShowProgress = Callable[
@@ -121,11 +131,10 @@ class Environment(Protocol):
 
 
 class RolloutSource(Protocol):
-    """Hands out completions and has them scored; two calls, so that an algorithm can tell their times apart."""
+    """Hands out scored groups. Fresh, recorded, in several turns, filtered: that is the source's own affair."""
 
-    def sample(self, num_groups: int, step: int) -> tuple[list[Task], list[list[Completion]]]: ...
-
-    def score(self, tasks: Sequence[Task], completions: Sequence[Sequence[Completion]]) -> list[Group]: ...
+    def take(self, num_groups: int, step: int) -> TakenGroups:
+        """`num_groups` groups for training step `step`, counted from 1; validation and evaluation give the last one."""
 
 
 class Stateful(Protocol):

@@ -85,6 +85,10 @@ class Completion:
     finish_reason: FinishReason
     mask: tuple[bool, ...] = ()  # True: the model's own token, to be trained; empty: all of them are
     conversation: Conversation | None = None  # set when the environment took turns with the model
+    # Which weights sampled which tokens: (index of the first token, version), each up to the next pair. Version v is the
+    # weights after v training steps of the run, -1 an unknown earlier one; empty: unknown, taken as the current weights.
+    versions: tuple[tuple[int, int], ...] = ()
+    error: str | None = None  # why no answer came (a request to a server failed); such a completion stays unscored
 
     @property
     def trained(self) -> tuple[bool, ...]:
@@ -107,12 +111,10 @@ class Utterance:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of a completion, and what the environment made of them on the way."""
+    """The turns of a completion, and what the environment counted in them."""
 
     utterances: tuple[Utterance, ...]
-    score: Score  # of the turns; where `to_judge` is set, the judge's verdict is added to it
     counts: Mapping[str, float] = field(default_factory=dict)  # e.g. tool_calls, malformed_tool_calls
-    to_judge: str | None = None  # the final answer, if a judge has yet to see it
 
     @property
     def num_turns(self) -> int:
@@ -156,9 +158,15 @@ class Group:
     def rewards(self) -> list[float | None]:
         return [rollout.score.reward for rollout in self.rollouts]
 
-    def with_advantages(self, advantages: Sequence[float]) -> Group:
-        pairs = zip(self.rollouts, advantages, strict=True)
-        return replace(self, rollouts=tuple(replace(rollout, advantage=float(a)) for rollout, a in pairs))
+
+@dataclass(frozen=True)
+class TakenGroups:
+    """What a rollout source hands out in one call: scored groups, and how it came to them."""
+
+    groups: tuple[Group, ...]  # to train on
+    sampled: tuple[Group, ...]  # all that were sampled for this call; dynamic sampling keeps only some of them
+    timings_s: Mapping[str, float]  # stage -> seconds: generation, reward_calculation
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the source itself
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import command, dpo, grpo, questions, results_of, rows_of, run, save_data, save_model, sft, write_rows
 
+from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.reporting.rollout_rows import read_rollouts
 
@@ -178,3 +179,63 @@ def test_a_folder_of_an_earlier_run_without_checkpoints_is_put_aside(model: Path
     assert (tmp_path / "run" / "earlier_001" / "metrics.jsonl").read_bytes() == before
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def learning_rate(config: Path) -> float:
+    return float(load_config("sft", config).config.policy.optimizer.kwargs["lr"])
+
+
+def test_finished_run_keeps_the_config_that_it_was_trained_with(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Started again with another learning rate, again with the same, and at last continued with another."""
+    folder, key = tmp_path / "run", "policy.optimizer.kwargs.lr"
+    arguments = [*sft(model, data, folder, steps=2), "policy.scheduler=null"]
+    assert run([*arguments, f"{key}=1e-2"]) == 0
+    before = files_of(folder)
+    capsys.readouterr()
+    for _ in range(2):
+        assert run([*arguments, f"{key}=1e-3"]) == 64
+        message = capsys.readouterr().err
+        assert f"{key}: 0.01 -> 0.001" in message
+        assert "--resume-with-changes" in message
+        assert files_of(folder) == before
+    assert run([*arguments, f"{key}=1e-2"]) == 0
+    assert "nothing to do: the checkpoint is at step 2 of 2" in capsys.readouterr().out
+    assert files_of(folder) == before
+    assert run([*arguments, f"{key}=1e-3", "--resume-with-changes"]) == 0
+    assert files_of(folder) == before, "no step is trained with it"
+
+    longer = [*sft(model, data, folder, steps=4), "policy.scheduler=null", f"{key}=1e-3"]
+    assert run(longer) == 64
+    assert main([*longer, "--resume-with-changes"]) == 0
+    assert f"settings that differ from step 3 on:\n  sft.max_num_steps: 2 -> 4\n  {key}: 0.01 -> 0.001\n" in (
+        capsys.readouterr().out
+    )
+    assert [row["train/lr"] for row in rows_of(folder) if "train/lr" in row] == [1e-2, 1e-2, 1e-3, 1e-3]
+    assert (folder / "config.yaml").read_bytes() == before["config.yaml"]
+    assert learning_rate(folder / "config_from_step_3.yaml") == learning_rate(folder / "step_4/config.yaml") == 1e-3
+    changes = json.loads((folder / "run.json").read_text())["config_changes"]
+    assert {"from_step": 3, "key": key, "old": "0.01", "new": "0.001"} in changes
+    page = (folder / "report.html").read_text()
+    assert f"<td class='n'>3</td><td>{key}</td><td>0.01</td><td>0.001</td>" in page
+    assert "config_from_step_3.yaml" in page
+
+
+def test_default_folders_of_runs_do_not_collide(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = sft(model, data, tmp_path, steps=1)
+    arguments = [word for word in given if not word.startswith("checkpointing.checkpoint_dir=")]
+    for _ in range(2):
+        assert main(arguments) == 0
+    assert "a new run in results/sft-2: results/sft holds a finished run" in capsys.readouterr().out
+    for folder in ("results/sft", "results/sft-2"):
+        loaded = load_config("sft", tmp_path / folder / "config.yaml")
+        assert loaded.config.checkpointing.checkpoint_dir == folder
+        assert len(rows_of(tmp_path / folder)) == 2

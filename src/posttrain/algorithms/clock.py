@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -19,6 +19,11 @@ class StageClock:
             yield
         finally:
             self.spans[stage] = self.spans.get(stage, 0.0) + time.perf_counter() - start
+
+    def add(self, spans: Mapping[str, float]) -> None:
+        """Stages that were measured elsewhere."""
+        for stage, seconds in spans.items():
+            self.spans[stage] = self.spans.get(stage, 0.0) + seconds
 
     def finish(self, total: str = "total_step_time") -> dict[str, float]:
         """All stages, and the time since the clock was made."""

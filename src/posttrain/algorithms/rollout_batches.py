@@ -55,10 +55,11 @@ def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) 
 
 def of_tokens(rows: Sequence[bool], batch: TokenBatch) -> Tensor:
     """What holds for a row, for each of its tokens."""
-    return torch.tensor(rows, dtype=torch.bool).repeat_interleave(torch.tensor(batch.response_lengths))
+    lengths = torch.tensor(batch.response_lengths, dtype=torch.long)
+    return torch.tensor(rows, dtype=torch.bool).repeat_interleave(lengths)
 
 
-def with_sampler_of_records(batch: TokenBatch, is_recorded: Tensor) -> TokenBatch:
+def with_reference_as_behavior(batch: TokenBatch, is_recorded: Tensor) -> TokenBatch:
     """Nobody knows what sampled a recorded answer; the policy that training starts from takes its place."""
     columns = batch.columns
     sampler = torch.where(is_recorded, columns["reference_logprobs"], columns["generation_logprobs"])

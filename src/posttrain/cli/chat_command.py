@@ -60,11 +60,12 @@ def run(args: argparse.Namespace) -> int:
     quieten_libraries()
     from posttrain.data.chat import ChatFormat
     from posttrain.engines.native.session import GenerationSession
-    from posttrain.serve.models import find_model, load_engine
+    from posttrain.models.accepted_names import resolve_registered_model
+    from posttrain.serve.models import load_engine
     from posttrain.serve.terminal import Conversation, converse
     from posttrain.types import SMALLEST_TEMPERATURE, Sampling
 
-    found = find_model(args.model, args.registry)
+    found = resolve_registered_model(args.model, registry=args.registry)
     options = EngineOptions(args.precision, args.device, args.max_model_len, max_batch_size=1)
     session = GenerationSession(load_engine(found, options))
     temperature = args.temperature if args.temperature >= SMALLEST_TEMPERATURE else 0.0

@@ -85,9 +85,9 @@ def _config(args: argparse.Namespace) -> RunConfig:
     kind = words.pop(0) if words and words[0] in KINDS else None
     path = args.config
     if path is None and args.run_folder is not None:
-        from posttrain.reporting.run_files import CONFIG_FILE
+        from posttrain.reporting.run_files import CONFIG_FILE, newest_config
 
-        path = args.run_folder / CONFIG_FILE
+        path = newest_config(args.run_folder)
         if not args.run_folder.is_dir():
             raise InputError(f"--run {args.run_folder}: no such folder; expected the folder of a run")
         if not path.is_file():

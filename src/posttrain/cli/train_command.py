@@ -18,7 +18,8 @@ settings are given as key=value, with the names that NeMo RL uses:
 
 `posttrain config show {kind}` lists all of them. Without --config the built-in defaults apply. The run's folder
 (checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, with grpo, the samples of every step;
-the same command goes on from the newest checkpoint in it.
+the same command goes on from the newest checkpoint in it. The default folder is numbered: a command with other settings
+gets a new one. A run in a folder that is given goes on with other settings only with --resume-with-changes.
 """
 INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved last"
 
@@ -39,13 +40,25 @@ def add_parser(commands: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
     parser.add_argument("--quiet", action="store_true", help="print warnings, errors and the end result only")
+    parser.add_argument(
+        "--resume-with-changes",
+        action="store_true",
+        help="go on with the run in the folder although settings of its training differ; the change is recorded",
+    )
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override the file's")
 
 
 def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.config import load_config
+    from posttrain.run_folder import CHECKPOINT_DIR, check_run_folder, choose_checkpoint_dir
 
     loaded = load_config(kind, args.config, args.words)
+    folder, notes = choose_checkpoint_dir(loaded, accept_changes=args.resume_with_changes)
+    if folder != loaded.config.checkpointing.checkpoint_dir:
+        loaded = load_config(kind, args.config, [*args.words, f"{CHECKPOINT_DIR}={folder}"])
+    notes += check_run_folder(loaded, accept_changes=args.resume_with_changes)
+    for note in notes if not args.quiet else ():
+        print(note)
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 

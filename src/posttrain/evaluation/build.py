@@ -23,19 +23,19 @@ from posttrain.environments import build_environments, check_environments
 from posttrain.evaluation.answering import AnswerSource, EngineAnswers, ServerAnswers
 from posttrain.evaluation.answers import AnswerReader, answer_reader
 from posttrain.evaluation.folder import EvaluationFolder
-from posttrain.evaluation.identity import digest, files_digest, model_fingerprint, prompts_hash
+from posttrain.evaluation.identity import digest, files_digest, prompts_hash
 from posttrain.evaluation.judges import judge_of
 from posttrain.evaluation.problems import ProblemSet, load_problems
-from posttrain.evaluation.results import Problem, Summary, problem_set_hash
+from posttrain.evaluation.results import ProblemResult, Summary, problem_set_hash
 from posttrain.evaluation.runner import EvaluationRunner
 from posttrain.evaluation.summary import Facts, summarise
-from posttrain.models.hub import why_unavailable
-from posttrain.models.reference import (
-    ModelReference,
+from posttrain.models.accepted_names import (
     ModelReferenceError,
-    load_for_sampling,
+    ResolvedModel,
     resolve_registered_model,
 )
+from posttrain.models.fingerprint import model_fingerprint
+from posttrain.models.hub import why_unavailable
 from posttrain.roles import Engine, ShowProgress
 from posttrain.types import Sampling, Task
 
@@ -58,7 +58,7 @@ class EvaluationBuild:
         return load_problems(self.config.data, seed=self.config.eval.seed, limit=self.config.eval.max_problems)
 
     @cached_property
-    def reference(self) -> ModelReference | None:
+    def reference(self) -> ResolvedModel | None:
         """The model, unless a server has it."""
         return (
             None if self.config.server_url is not None else resolve_registered_model(self.config.generation.model_name)
@@ -173,7 +173,7 @@ class EvaluationBuild:
 
     def execute(
         self, show_progress: ShowProgress, *, retry_unscored: bool = False
-    ) -> tuple[Summary, list[Problem], Path]:
+    ) -> tuple[Summary, list[ProblemResult], Path]:
         """Answer what is not finished, and sum up."""
         self._check_model()  # before data is fetched
         self.check_problems_and_judge()
@@ -240,22 +240,24 @@ class EvaluationBuild:
         chat = ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
         return EngineAnswers(generator, self._tasks(chat), self._sampling(chat.stop_token_ids), config.eval.seed)
 
-    def _native(self, reference: ModelReference) -> tuple[Engine, Any]:
+    def _native(self, reference: ResolvedModel) -> tuple[Engine, Any]:
         generation = self.config.generation
         if generation.num_threads is not None:
             import torch
 
             torch.set_num_threads(generation.num_threads)
+        from posttrain.engines.loading import load_for_sampling
+
         engine, tokenizer = load_for_sampling(
             reference,
             precision=native_precision(generation),
             device=generation.device,
             max_total_tokens=generation.vllm_cfg.max_model_len,
-            native_settings=generation.native_cfg.model_dump(),
+            native=generation.native_cfg,
         )
         return engine, self._own_tokenizer() or tokenizer
 
-    def _vllm(self, reference: ModelReference) -> tuple[Engine, Any]:
+    def _vllm(self, reference: ResolvedModel) -> tuple[Engine, Any]:
         from posttrain.engines.vllm import VllmEngine, vllm_options
         from posttrain.models.loading import load_tokenizer
 
@@ -333,7 +335,7 @@ def native_precision(generation: EvalGenerationConfig) -> str:
     return generation.precision
 
 
-def _adapter_rank(reference: ModelReference) -> int:
-    from posttrain.models.reference import read_json
+def _adapter_rank(reference: ResolvedModel) -> int:
+    from posttrain.models.accepted_names import read_json
 
     return int(read_json(reference.adapter / "adapter_config.json").get("r", 16)) if reference.adapter else 16

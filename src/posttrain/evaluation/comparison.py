@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from posttrain.algorithms.pass_rates import Metric, parse_metric
 from posttrain.evaluation.comparability import different_settings, told, why_incomparable
-from posttrain.evaluation.results import Evaluation, EvaluationError, Interval, Problem
-from posttrain.rollouts.pass_rates import Metric, bootstrap_means, parse_metric, per_problem
+from posttrain.evaluation.metrics import bootstrap_means, per_problem
+from posttrain.evaluation.results import Evaluation, EvaluationError, Interval, ProblemResult
 
 RESAMPLES = 10_000
 _AT_ONCE = 1 << 22
@@ -26,8 +27,8 @@ _NAMES = ("A", "B")
 
 @dataclass(frozen=True)
 class ProblemPair:
-    first: Problem
-    second: Problem
+    first: ProblemResult
+    second: ProblemResult
     first_value: float | None
     second_value: float | None
 

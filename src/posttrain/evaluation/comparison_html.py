@@ -6,7 +6,7 @@ from html import escape
 from importlib.resources import files
 
 from posttrain.evaluation.comparison import Comparison, ProblemPair
-from posttrain.evaluation.results import Evaluation, Problem
+from posttrain.evaluation.results import Evaluation, ProblemResult
 
 MAX_SHOWN = 200  # changed problems with their answers
 _MAX_TEXT = 4000  # characters of one answer
@@ -115,7 +115,7 @@ def _problem(pair: ProblemPair) -> str:
     return f'<details class="problem">{summary}{prompt}{expected}<div class="pair">{sides}</div></details>'
 
 
-def _answers(problem: Problem) -> str:
+def _answers(problem: ProblemResult) -> str:
     shown = []
     for number, sample in enumerate(problem.samples[:4], start=1):
         reward = "unscored" if sample.reward is None else f"reward {sample.reward:g}"

@@ -21,7 +21,7 @@ from posttrain.evaluation.results import (
     PROBLEMS_FILE,
     SUMMARY_FILE,
     EvaluationError,
-    Problem,
+    ProblemResult,
     Summary,
     problem_row,
     read_problems,
@@ -38,7 +38,7 @@ class EvaluationFolder:
 
     path: Path
     identity: Mapping[str, Any]
-    finished: dict[str, Problem] = field(default_factory=dict)
+    finished: dict[str, ProblemResult] = field(default_factory=dict)
     _lock: IO[str] | None = None
 
     @classmethod
@@ -123,7 +123,7 @@ class EvaluationFolder:
             self.finished = {problem.id: problem for problem in kept}
         return dropped
 
-    def append(self, problems: Sequence[Problem], timing: Mapping[str, float]) -> None:
+    def append(self, problems: Sequence[ProblemResult], timing: Mapping[str, float]) -> None:
         """The problems are on the disk when this returns."""
         new = [problem for problem in problems if problem.id not in self.finished]
         _append(self.path / PROBLEMS_FILE, [problem_row(problem) for problem in new])

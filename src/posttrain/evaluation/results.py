@@ -33,7 +33,7 @@ class EvaluationError(InputError):
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleResult:
     """One answer. `reward` None means unscored, and `error` then says why; it is never counted as wrong."""
 
     text: str
@@ -50,7 +50,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ProblemResult:
     """One problem with its samples, in sample order."""
 
     id: str
@@ -58,7 +58,7 @@ class Problem:
     dataset: str
     prompt: str  # the problem as the dataset words it, before prompt file and chat template
     expected: Any  # the answer as the dataset gives it
-    samples: tuple[Sample, ...]
+    samples: tuple[SampleResult, ...]
 
     @property
     def rewards(self) -> list[float | None]:
@@ -117,7 +117,7 @@ class Evaluation:
 
     folder: Path
     summary: Summary
-    problems: tuple[Problem, ...]
+    problems: tuple[ProblemResult, ...]
 
 
 def problem_set_hash(problems: Iterable[tuple[str, str, Any]]) -> str:
@@ -126,7 +126,7 @@ def problem_set_hash(problems: Iterable[tuple[str, str, Any]]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def hash_of(problems: Sequence[Problem]) -> str:
+def hash_of(problems: Sequence[ProblemResult]) -> str:
     return problem_set_hash((problem.id, problem.prompt, problem.expected) for problem in problems)
 
 
@@ -137,7 +137,7 @@ def _digest(problem: tuple[str, str, Any]) -> str:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def problem_row(problem: Problem) -> dict[str, Any]:
+def problem_row(problem: ProblemResult) -> dict[str, Any]:
     return asdict(problem)
 
 
@@ -204,12 +204,12 @@ def read_summary(folder: str | Path) -> Summary:
     return summary
 
 
-def read_problems(folder: str | Path) -> list[Problem]:
+def read_problems(folder: str | Path) -> list[ProblemResult]:
     """The rows of `problems.jsonl`, in file order."""
     path = Path(folder) / PROBLEMS_FILE
     if not path.exists():
         raise EvaluationError(f"{folder}: no {PROBLEMS_FILE}; expected the save_path of a `posttrain eval`")
-    problems: list[Problem] = []
+    problems: list[ProblemResult] = []
     first_line: dict[str, int] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -224,7 +224,7 @@ def read_problems(folder: str | Path) -> list[Problem]:
     return problems
 
 
-def parse_problem(line: str | bytes, where: str) -> Problem:
+def parse_problem(line: str | bytes, where: str) -> ProblemResult:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -234,7 +234,7 @@ def parse_problem(line: str | bytes, where: str) -> Problem:
     if not isinstance(samples, list) or not samples:
         raise EvaluationError(f"{where}: samples is {samples!r}; expected a list with at least one sample")
     row["samples"] = tuple(_sample(sample, f"{where}: samples[{place}]") for place, sample in enumerate(samples))
-    problem = _build(Problem, row, where)
+    problem = _build(ProblemResult, row, where)
     if not isinstance(problem.id, str) or not isinstance(problem.index, int):
         raise EvaluationError(
             f"{where}: id {problem.id!r} and index {problem.index!r}; expected a string and an integer"
@@ -242,8 +242,8 @@ def parse_problem(line: str | bytes, where: str) -> Problem:
     return problem
 
 
-def _sample(value: Any, where: str) -> Sample:
-    sample = _build(Sample, value, where)
+def _sample(value: Any, where: str) -> SampleResult:
+    sample = _build(SampleResult, value, where)
     if sample.num_tokens is not None and not isinstance(sample.num_tokens, int):
         raise EvaluationError(f"{where}: num_tokens is {sample.num_tokens!r}; expected an integer, or null if unknown")
     if sample.reward is not None and not _is_finite(sample.reward):

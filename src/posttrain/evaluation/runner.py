@@ -15,7 +15,7 @@ from posttrain.evaluation.answering import Answer, AnswerSource
 from posttrain.evaluation.answers import AnswerReader
 from posttrain.evaluation.folder import EvaluationFolder
 from posttrain.evaluation.problems import EvalProblem, ProblemSet
-from posttrain.evaluation.results import Problem, Sample
+from posttrain.evaluation.results import ProblemResult, SampleResult
 from posttrain.roles import Environment, Progress
 from posttrain.types import Completion, Score, Task
 
@@ -50,7 +50,7 @@ class EvaluationRunner:
                 },
             )
 
-    def _scored(self, problems: Sequence[EvalProblem], answers: Sequence[Sequence[Answer]]) -> list[Problem]:
+    def _scored(self, problems: Sequence[EvalProblem], answers: Sequence[Sequence[Answer]]) -> list[ProblemResult]:
         judged: list[tuple[Task, Completion]] = [
             (self.source.task(problem), answer.completion)
             for problem, row in zip(problems, answers, strict=True)
@@ -60,7 +60,7 @@ class EvaluationRunner:
         tasks, completions = [task for task, _ in judged], [completion for _, completion in judged]
         scores = iter(self.environment.score(tasks, completions) if judged else [])
         return [
-            Problem(
+            ProblemResult(
                 id=problem.id,
                 index=problem.index,
                 dataset=self.problem_set.name,
@@ -71,11 +71,11 @@ class EvaluationRunner:
             for problem, row in zip(problems, answers, strict=True)
         ]
 
-    def _sample(self, answer: Answer, score: Score | None) -> Sample:
+    def _sample(self, answer: Answer, score: Score | None) -> SampleResult:
         if answer.completion is None or score is None:
-            return Sample("", 0, None, None, error=answer.error or "no answer came")
+            return SampleResult("", 0, None, None, error=answer.error or "no answer came")
         completion = answer.completion
-        return Sample(
+        return SampleResult(
             text=completion.text,
             num_tokens=answer.num_tokens,
             finish_reason=completion.finish_reason,

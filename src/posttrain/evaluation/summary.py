@@ -10,16 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.algorithms.pass_rates import measured_mean
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.evaluation.results import Counts, Problem, Summary, hash_of
-from posttrain.rollouts.pass_rates import (
-    LENGTH,
-    TRUNCATION,
-    UNSCORED,
-    bootstrap_interval,
-    measured_mean,
-    per_problem,
-)
+from posttrain.evaluation.metrics import LENGTH, TRUNCATION, UNSCORED, bootstrap_interval, per_problem
+from posttrain.evaluation.results import Counts, ProblemResult, Summary, hash_of
 
 RULE = "=" * 60
 
@@ -44,7 +38,7 @@ def metric_names(config: EvalRunConfig) -> list[str]:
     return list(dict.fromkeys([config.metric_name, *usual, LENGTH, TRUNCATION, UNSCORED]))
 
 
-def summarise(config: EvalRunConfig, problems: Sequence[Problem], facts: Facts) -> Summary:
+def summarise(config: EvalRunConfig, problems: Sequence[ProblemResult], facts: Facts) -> Summary:
     wanted = config.eval
     ordered = sorted(
         problems, key=lambda problem: problem.index
@@ -93,7 +87,7 @@ def summarise(config: EvalRunConfig, problems: Sequence[Problem], facts: Facts) 
     )
 
 
-def block(config: EvalRunConfig, summary: Summary, problems: Sequence[Problem]) -> list[str]:
+def block(config: EvalRunConfig, summary: Summary, problems: Sequence[ProblemResult]) -> list[str]:
     """The lines that NeMo RL prints, then ours."""
     generation = config.generation
     ordered = sorted(problems, key=lambda problem: problem.index)
@@ -114,7 +108,7 @@ def block(config: EvalRunConfig, summary: Summary, problems: Sequence[Problem]) 
     ]
 
 
-def _first_reason(problems: Sequence[Problem]) -> str | None:
+def _first_reason(problems: Sequence[ProblemResult]) -> str | None:
     """Why most of the unscored samples are unscored."""
     errors = Counter(s.error for problem in problems for s in problem.samples if s.reward is None and s.error)
     if not errors:

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 from posttrain.config.gate import COST, CheckConfig, Direction
 from posttrain.errors import InputError
-from posttrain.evaluation.results import Evaluation, Problem, Sample
+from posttrain.evaluation.metrics import LENGTH, TRUNCATION, UNSCORED, per_problem
+from posttrain.evaluation.results import Evaluation, ProblemResult, SampleResult
 from posttrain.gate.divergence import KL_FILE, read_divergence
 from posttrain.gate.statistics import RATE, Range
-from posttrain.rollouts.pass_rates import LENGTH, TRUNCATION, UNSCORED, per_problem
 
 REWARD, REFUSAL, FORMAT = "reward", "refusal_rate", "format_rate"
 KL, PART = "kl_from_base", "part:"
@@ -76,7 +76,7 @@ def measure(evaluation: Evaluation, check: CheckConfig, where: str) -> Measureme
     return Measurement(values, _range(check.metric, list(values.values())), len(keys) - len(values))
 
 
-def problem_key(problem: Problem) -> str:
+def problem_key(problem: ProblemResult) -> str:
     return json.dumps([problem.id, problem.prompt, problem.expected], sort_keys=True, default=str)
 
 
@@ -212,7 +212,7 @@ def _advice(metric: str) -> str:
     return ""
 
 
-def _shares(problems: Sequence[Problem], counts: Callable[[Sample], bool]) -> list[float | None]:
+def _shares(problems: Sequence[ProblemResult], counts: Callable[[SampleResult], bool]) -> list[float | None]:
     return [_mean([float(counts(s)) for s in p.samples if s.finish_reason is not None]) for p in problems]
 
 

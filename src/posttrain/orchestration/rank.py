@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.planning.memory import KEPT_CACHE_SHARE
+from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
 from posttrain.roles import Objective, Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy.head import UnsupportedModelError
 
 # Rotary embeddings whose angles depend on the longest sequence of the batch.

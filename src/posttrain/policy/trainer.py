@@ -19,23 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from posttrain.config import PolicyConfig
-from posttrain.models.loading import (
-    DTYPES,
-    add_lora,
-    is_adapted,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    without_adapters,
-)
-from posttrain.planning.checkpointing_choice import should_checkpoint
-from posttrain.policy.attention import attention_context, refuse_dropout
+from posttrain.models.attention_interface import attention_context, refuse_dropout
+from posttrain.models.loading import DTYPES, load_model, load_tokenizer, resolve_device
+from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.contents import base_config
 from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.memory.rank import should_checkpoint
 from posttrain.policy.model_support import check_length, observe_layers
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import make_optimizer

@@ -12,24 +12,13 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset, load_task_dataset
 from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments, check_environments
-from posttrain.recipes.grpo_credit import build_credit, build_objective, build_selection
+from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
 from posttrain.recipes.recipe import Entries, Prepared, Recipe, RunParts, first_rows, load_both
 from posttrain.roles import RolloutSource
-from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
-from posttrain.rollouts.selection import DynamicSampling, StreamAndSurplus
 from posttrain.rollouts.turn_taking import build_turns
 from posttrain.types import Sampling, Task
-
-
-@dataclass(frozen=True)
-class FixedTasks:
-    """The same tasks, from the first, every time: for validation."""
-
-    tasks: Sequence[Task]
-
-    def take(self, count: int) -> Sequence[Task]:
-        return self.tasks[:count]
 
 
 @dataclass(frozen=True)
@@ -63,12 +52,13 @@ class GrpoRecipe(Recipe):
         train, validation = load_both(config.data, load)
         held_out = first_rows(validation, grpo.max_val_samples if grpo.max_val_samples is not None else 0)
         stream = Stream(train, grpo.seed, config.data.shuffle)
-        selection = build_selection(config)
+        position = build_position(config, stream)
 
         def algorithm(parts: RunParts) -> Grpo:
             source, validation_source = self._rollouts(stream, held_out, chat, parts)
             return Grpo(
                 GrpoSettings(
+                    num_prompts_per_step=grpo.num_prompts_per_step,
                     num_updates_per_step=config.step_sizes().num_updates,
                     overlong_filtering=grpo.overlong_filtering,
                     seq_logprob_error_threshold=grpo.seq_logprob_error_threshold,
@@ -76,14 +66,12 @@ class GrpoRecipe(Recipe):
                 ),
                 build_objective(config),
                 build_credit(config),
-                selection,
                 parts.policy,
-                source,
+                with_dynamic_sampling(config, source, position),
                 parts.weights,
                 validation_source if held_out else None,
             )
 
-        position = StreamAndSurplus(stream, selection) if isinstance(selection, DynamicSampling) else stream
         return Prepared(train, validation, position, algorithm)
 
     def _rollouts(
@@ -120,6 +108,7 @@ class GrpoRecipe(Recipe):
             seed=grpo.seed + 1,  # other noise than training's
             show_progress=parts.show_progress,
             label="validation",
+            after_step=True,
         )
         if turns is not None:
             rollouts, validation_rollouts = turns.over(rollouts), turns.over(validation_rollouts)

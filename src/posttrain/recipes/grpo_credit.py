@@ -18,7 +18,8 @@ from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, 
 from posttrain.config import AdvEstimatorConfig, GrpoRunConfig
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.recipes.recipe import options
-from posttrain.rollouts.selection import DynamicSampling, EveryGroup
+from posttrain.roles import RolloutSource, Stateful
+from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
 
 # What a null in the config stands for, by estimator; every other one has the first.
 WHITENED_OVER = {"reinforce_plus_plus": "tokens", "gdpo": "rollouts"}
@@ -26,12 +27,19 @@ WHITENED_BY = {"reinforce_plus_plus": Spread(0, 1e-8, "variance_floor"), "gdpo":
 KL_CHARGED_TO = {"reinforce_plus_plus": "token", "gdpo": "token"}
 
 
-def build_selection(config: GrpoRunConfig) -> EveryGroup | DynamicSampling:
+def build_position(config: GrpoRunConfig, stream: Stateful) -> Stateful:
+    """What a checkpoint holds of the data: the position in the stream and, with dynamic sampling, unused groups."""
+    return StreamAndSurplus(stream) if config.grpo.use_dynamic_sampling else stream
+
+
+def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position: Stateful) -> RolloutSource:
+    """The source itself where every group is trained on."""
     grpo = config.grpo
-    if not grpo.use_dynamic_sampling:
-        return EveryGroup(grpo.num_prompts_per_step)
+    if not isinstance(position, StreamAndSurplus):
+        return source
     return DynamicSampling(
-        grpo.num_prompts_per_step,
+        source,
+        position,
         num_per_batch=int(grpo.num_prompts_per_step * grpo.batch_multiplier),
         max_batches=grpo.dynamic_sampling_max_gen_batches,
         keeps_surplus=grpo.dynamic_sampling_surplus == "keep",

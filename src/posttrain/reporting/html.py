@@ -13,7 +13,7 @@ from pathlib import Path
 from posttrain.reporting.charts import line_chart, stacked_bars
 from posttrain.reporting.metric_rows import TOTAL_STEP
 from posttrain.reporting.run_data import RunData, load_run
-from posttrain.reporting.run_files import REPORT_FILE, write_whole
+from posttrain.reporting.run_files import CONFIG_FILE, REPORT_FILE, write_whole
 from posttrain.reporting.samples_html import samples_section, unscored_section
 from posttrain.reporting.scales import label
 from posttrain.reporting.wording import duration, headline_metric, summarise, validation_metric
@@ -110,8 +110,9 @@ def render(run: RunData) -> str:
             unscored_section(run),
             samples_section(run),
             _other_metrics(run, shown),
+            _config_changes(run),
             _warnings(run),
-            _config(run),
+            _configs(run),
         )
     )
     assets = files("posttrain.reporting") / "assets"
@@ -291,9 +292,25 @@ def _warnings(run: RunData) -> str:
     return f"<section><h2>Warnings</h2>{table}</section>"
 
 
-def _config(run: RunData) -> str:
-    if not run.config:
+def _config_changes(run: RunData) -> str:
+    """The settings that were changed within the run, by the first step that was trained with them."""
+    changes = run.info.get("config_changes") or []
+    if not changes:
         return ""
-    return (
-        f"<section><details><summary>Config</summary><pre class='config'>{escape(run.config)}</pre></details></section>"
+    rows = "".join(
+        f"<tr><td class='n'>{escape(str(row.get('from_step', '')))}</td>"
+        + "".join(f"<td>{escape(str(row.get(name, '')))}</td>" for name in ("key", "old", "new"))
+        + "</tr>"
+        for row in changes
     )
+    head = "<tr><th class='n'>from step</th><th>setting</th><th>before</th><th>since</th></tr>"
+    return f"<section><h2>Settings changed within the run</h2><table>{head}{rows}</table></section>"
+
+
+def _configs(run: RunData) -> str:
+    names = {name: "Config" if name == CONFIG_FILE else name for name in run.configs}
+    details = "".join(
+        f"<details><summary>{escape(names[name])}</summary><pre class='config'>{escape(text)}</pre></details>"
+        for name, text in run.configs.items()
+    )
+    return f"<section>{details}</section>" if details else ""

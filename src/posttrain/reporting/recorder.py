@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ from posttrain.reporting.rollout_rows import write_rollouts
 from posttrain.reporting.run_data import load_run
 from posttrain.reporting.run_files import (
     CONFIG_FILE,
+    FINISHED,
     INFO_FILE,
     METRICS_FILE,
     REPORT_FILE,
@@ -34,6 +35,8 @@ from posttrain.reporting.run_files import (
     UNSCORED_FILE,
     Row,
     append_rows,
+    config_files,
+    config_from_step,
     open_run,
     read_info,
     write_whole,
@@ -41,6 +44,7 @@ from posttrain.reporting.run_files import (
 from posttrain.reporting.wording import Algorithm, Line
 
 if TYPE_CHECKING:
+    from posttrain.config.changes import ConfigChange
     from posttrain.types import Group, StepReport
 
 SHORT_STEP_S = 2.0  # steps under this get one line
@@ -62,6 +66,7 @@ class RunRecorder:
         peak_flops_per_device: float | None,
         flops_per_token: float | None,
         config_yaml: str,
+        changes_since: Callable[[str], Sequence[ConfigChange]] = lambda config_yaml: (),
         quiet: bool = False,
         title: str = "",
         num_val_samples_to_print: int = 0,
@@ -74,6 +79,7 @@ class RunRecorder:
         self._max_steps = max_steps
         self._hardware = Hardware(num_devices, peak_flops_per_device, flops_per_token)
         self._config_yaml = config_yaml
+        self._changes_since = changes_since  # the settings that differ from those of another config.yaml
         self._title = title
         self._num_val_samples_to_print = num_val_samples_to_print
         self._device_word = device_word
@@ -94,16 +100,22 @@ class RunRecorder:
         self._reasons_written: set[str] = set()
         self._unscored_shown = False
         self._traceback_shown = False
+        self._is_complete = False  # the run in the folder needs no more steps: nothing there is changed
 
     # ------------------------------------------------------------------ the life of a run
 
     def start(self, resumed_step: int) -> None:
         """Makes the folder ready for step `resumed_step` + 1; 0 is a fresh run."""
-        notes = open_run(self.folder, resumed_step)
         self._started = self._clock()
         self._step = resumed_step
+        is_finished = read_info(self.folder).get("status") == FINISHED
+        if resumed_step > self._max_steps or (resumed_step == self._max_steps and is_finished):
+            self._is_complete = True
+            return
+        notes = open_run(self.folder, resumed_step)
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
-        self._write_config(resumed_step)
+        changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
+        changes += self._write_config(resumed_step)
         self._earlier_wall_s = float(before.get("wall_s", 0.0))
         for row in before.get("warnings", []):
             if row["step"] <= resumed_step:
@@ -118,6 +130,7 @@ class RunRecorder:
             **asdict(self._hardware),
             "started_at": before.get("started_at", _now()),
             "resumed_at_steps": resumed_at,
+            "config_changes": changes,
         }
         self._write_info("running")
         for note in notes:
@@ -151,8 +164,9 @@ class RunRecorder:
 
     def finish(self, reason: str) -> None:
         """Says how the run ended and writes the report for good."""
-        self._write_info("finished" if self._step >= self._max_steps else "ended early", reason)
-        self._refresh_report(now=True)
+        if not self._is_complete:
+            self._write_info(FINISHED if self._step >= self._max_steps else "ended early", reason)
+            self._refresh_report(now=True)
         rows = load_run(self.folder).rows
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
@@ -231,13 +245,24 @@ class RunRecorder:
         if rows:
             append_rows(self.folder / UNSCORED_FILE, rows)
 
-    def _write_config(self, resumed_step: int) -> None:
+    def _write_config(self, resumed_step: int) -> list[Row]:
+        """Writes the config unless an equal one holds already; one that steps were trained with is never replaced.
+
+        Returns the settings that differ from those of the step before.
+        """
         path, content = self.folder / CONFIG_FILE, self._config_yaml.encode("utf-8", "backslashreplace")
-        if resumed_step and path.exists() and path.read_bytes() != content:
-            # The steps so far were made with another config; whoever reads their curves needs to see it.
-            path.rename(path.with_name(f"config_until_step_{resumed_step}.yaml"))
-            self.say(f"the config differs from that of the steps so far, kept as config_until_step_{resumed_step}.yaml")
-        write_whole(path, content)
+        files = config_files(self.folder) if resumed_step else {}
+        for from_step in [step for step in files if step > resumed_step]:
+            files.pop(from_step).unlink()  # no step that is kept was trained with it
+        if not files:
+            write_whole(path, content)
+            return []
+        changes = self._changes_since(next(reversed(files.values())).read_text("utf-8", "replace"))
+        from_step = resumed_step + 1
+        if changes:
+            write_whole(self.folder / config_from_step(from_step), content)
+            self.say(f"the config differs from that of the steps so far: see {config_from_step(from_step)}")
+        return [{"from_step": from_step, "key": row.key, "old": row.old, "new": row.new} for row in changes]
 
     def _write_info(self, status: str, reason: str = "") -> None:
         self._info |= {

@@ -15,11 +15,11 @@ from typing import Any
 from posttrain.reporting.metric_rows import TOTAL_STEP, TOTAL_VALIDATION, top_level_stages
 from posttrain.reporting.rollout_rows import read_rollouts
 from posttrain.reporting.run_files import (
-    CONFIG_FILE,
     METRICS_FILE,
     ROLLOUTS_FOLDER,
     UNSCORED_FILE,
     Row,
+    config_files,
     read_info,
     read_rows,
     rollout_step,
@@ -49,7 +49,7 @@ class RunData:
     folder: Path
     rows: Sequence[Row]  # one per step, in order; every value is a number or None
     info: Mapping[str, Any]  # run.json
-    config: str
+    configs: Mapping[str, str]  # the text of every config file of the run, by its name, the first one first
     unscored: Sequence[Row]
 
     @cached_property
@@ -107,12 +107,11 @@ class RunData:
 
 
 def load_run(folder: Path) -> RunData:
-    config_file = folder / CONFIG_FILE
     return RunData(
         folder=folder,
         rows=_merged_by_step(read_rows(folder / METRICS_FILE)),
         info=read_info(folder),
-        config=config_file.read_text("utf-8", "replace") if config_file.exists() else "",
+        configs={path.name: path.read_text("utf-8", "replace") for path in config_files(folder).values()},
         unscored=read_rows(folder / UNSCORED_FILE),
     )
 

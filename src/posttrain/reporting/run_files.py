@@ -4,7 +4,9 @@
     unscored.jsonl                        one JSON object per step and reason for which rollouts could not be scored
     rollouts/step_N.jsonl.gz              the groups of training step N, one per line
     rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
-    config.yaml, run.json, report.html    written to a temporary name and renamed
+    config.yaml                           the config that the run began with
+    config_from_step_N.yaml               the config that holds from step N on, where it differs from the one before
+    run.json, report.html                 like the configs, written to a temporary name and renamed
     earlier_NNN/                          the same files of a run that used this folder before
 
 Two kinds of writing are used: appending lines, of which a kill can leave at most a torn last line, and writing a whole
@@ -27,6 +29,7 @@ ROLLOUTS_FOLDER = "rollouts"
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "run.json"
 REPORT_FILE = "report.html"
+FINISHED = "finished"  # the status in run.json of a run that took all its steps
 
 # Moved aside in this order. metrics.jsonl goes last: as long as it is here, the move is not finished.
 FILES_OF_A_RUN = (REPORT_FILE, INFO_FILE, CONFIG_FILE, ROLLOUTS_FOLDER, UNSCORED_FILE, METRICS_FILE)
@@ -84,6 +87,25 @@ def read_info(folder: Path) -> Row:
     return info if isinstance(info, dict) else {}
 
 
+def config_from_step(step: int) -> str:
+    """The name of the config that holds from `step` on."""
+    return f"config_from_step_{step}.yaml"
+
+
+def config_files(folder: Path) -> dict[int, Path]:
+    """Every config of the run by the first step that was trained with it, in order."""
+    found = {1: folder / CONFIG_FILE} if (folder / CONFIG_FILE).exists() else {}
+    for path in folder.glob("config_from_step_*.yaml"):
+        if match := re.fullmatch(r"config_from_step_(\d+)\.yaml", path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def newest_config(folder: Path) -> Path:
+    """The config that the newest steps were trained with."""
+    return next(reversed(config_files(folder).values()), folder / CONFIG_FILE)
+
+
 def open_run(folder: Path, resumed_step: int) -> list[str]:
     """Makes the folder ready for steps after `resumed_step` and returns, in words, what had to be done.
 
@@ -110,7 +132,7 @@ def _put_aside(folder: Path) -> Path:
     interrupted = newest > 0 and not (folder / f"earlier_{newest:03d}" / METRICS_FILE).exists()
     target = folder / f"earlier_{newest if interrupted else newest + 1:03d}"
     target.mkdir(exist_ok=True)
-    names = [path.name for path in folder.glob("config_until_step_*.yaml")]
+    names = [path.name for which in ("until", "from") for path in folder.glob(f"config_{which}_step_*.yaml")]
     for name in [*names, *FILES_OF_A_RUN]:
         if (folder / name).exists():
             os.replace(folder / name, target / name)

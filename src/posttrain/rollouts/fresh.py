@@ -1,17 +1,55 @@
-"""Where groups come from: prompts from the data stream, completions from a generator, scores from an environment."""
+"""Groups sampled when they are asked for: prompts from the data stream, completions from a generator, scores from an
+environment. A request that failed, and a completion that could not be scored, is an unscored rollout with the reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from posttrain.algorithms.clock import StageClock
 from posttrain.roles import Engine, Environment, ShowProgress, no_progress
-from posttrain.types import Completion, Group, NoiseKey, Rollout, Sampling, Task
+from posttrain.types import Completion, Group, NoiseKey, Rollout, Sampling, Score, TakenGroups, Task
 
 
 class TaskStream(Protocol):
     def take(self, count: int) -> Sequence[Task]: ...
+
+
+@dataclass(frozen=True)
+class FixedTasks:
+    """The same tasks, from the first, every time: for validation."""
+
+    tasks: Sequence[Task]
+
+    def take(self, count: int) -> Sequence[Task]:
+        return self.tasks[:count]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A completion on its way to a score."""
+
+    completion: Completion
+    to_judge: Completion | None  # what the environment judges; None: `score` is final
+    score: Score | None = None  # what the turns of a conversation were worth; the verdict is added to it
+
+    @classmethod
+    def of(cls, completion: Completion) -> Draft:
+        """A single turn."""
+        if completion.error is not None:
+            return cls(completion, None, Score(None, error=completion.error))
+        return cls(completion, completion)
+
+    def with_verdict(self, verdict: Score) -> Score:
+        turns = self.score
+        if turns is None or turns.reward is None or verdict.reward is None:
+            return verdict
+        parts = {**turns.parts, **verdict.parts}
+        if turns.reward:
+            parts |= {"turns": turns.reward, "answer": verdict.reward}
+        return replace(verdict, reward=turns.reward + verdict.reward, parts=parts)
 
 
 @dataclass
@@ -26,21 +64,52 @@ class FreshRollouts:
     seed: int
     show_progress: ShowProgress = no_progress
     label: str = "generation"
+    after_step: bool = False  # samples with the weights that step `step` has left, not with those it starts from
 
-    def sample(self, num_groups: int, step: int) -> tuple[list[Task], list[list[Completion]]]:
-        tasks = list(self.stream.take(num_groups))
-        return tasks, self.complete(tasks, step)
+    def take(self, num_groups: int, step: int) -> TakenGroups:
+        clock = StageClock()
+        with clock("generation"):
+            tasks = list(self.stream.take(num_groups))
+        groups = tuple(self.roll_out(tasks, step, clock))
+        return TakenGroups(groups, groups, clock.spans)
 
-    def complete(self, tasks: Sequence[Task], step: int) -> list[list[Completion]]:
-        with self.show_progress(self.label, len(tasks) * self.num_samples) as progress:
-            return self.generator.generate(tasks, self.num_samples, self.sampling, NoiseKey(self.seed, step), progress)
+    def roll_out(self, tasks: Sequence[Task], step: int, clock: StageClock) -> list[Group]:
+        """A scored group for each of these tasks."""
+        with clock("generation"):
+            drafts = self.sample(tasks, step)
+        with clock("reward_calculation"):
+            return self._score(tasks, drafts)
 
-    def score(self, tasks: Sequence[Task], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        flat_tasks = [task for task, samples in zip(tasks, completions, strict=True) for _ in samples]
-        flat = [completion for samples in completions for completion in samples]
+    def sample(self, tasks: Sequence[Task], step: int) -> list[list[Draft]]:
+        sampled = self._generate(self.label, tasks, self.num_samples, NoiseKey(self.seed, step))
+        return [[Draft.of(completion) for completion in completions] for completions in sampled]
+
+    def _generate(self, label: str, tasks: Sequence[Task], num_samples: int, key: NoiseKey) -> list[list[Completion]]:
+        versions = self.versions(key.step)
+        with self.show_progress(label, len(tasks) * num_samples) as progress:
+            sampled = self.generator.generate(tasks, num_samples, self.sampling, key, progress)
+        return [[replace(completion, versions=versions) for completion in samples] for samples in sampled]
+
+    def versions(self, step: int) -> tuple[tuple[int, int], ...]:
+        """Of what is sampled in one call: the weights do not change in it."""
+        return ((0, step if self.after_step else step - 1),)
+
+    def _score(self, tasks: Sequence[Task], drafts: Sequence[Sequence[Draft]]) -> list[Group]:
+        flat = [(task, draft) for task, samples in zip(tasks, drafts, strict=True) for draft in samples]
+        to_judge = [(task, draft.to_judge) for task, draft in flat if draft.to_judge is not None]
         with self.show_progress("scoring", len(flat)) as progress:
-            scores = iter(self.environment.score(flat_tasks, flat, progress))
+            if len(to_judge) < len(flat):
+                progress(len(flat) - len(to_judge))
+            judged = self.environment.score([task for task, _ in to_judge], [c for _, c in to_judge], progress)
+        verdicts = iter(judged)
         return [
-            Group(task, tuple(Rollout(completion, next(scores)) for completion in samples))
-            for task, samples in zip(tasks, completions, strict=True)
+            Group(task, tuple(_rollout(draft, verdicts) for draft in samples))
+            for task, samples in zip(tasks, drafts, strict=True)
         ]
+
+
+def _rollout(draft: Draft, verdicts: Iterator[Score]) -> Rollout:
+    if draft.to_judge is not None:
+        return Rollout(draft.completion, draft.with_verdict(next(verdicts)))
+    assert draft.score is not None, "a draft that is not judged has its score"
+    return Rollout(draft.completion, draft.score)

@@ -16,6 +16,8 @@ from posttrain.types import Completion, Conversation, Group, Rollout, Score, Tas
 CLASSES = {cls.__name__: cls for cls in (Group, Task, Rollout, Completion, Score, Conversation, Utterance)}
 CLASS = "class"  # the key that says which of them a map stands for
 LEFT_OUT = ("recorded",)
+# Fields that older checkpoints hold. The score of a conversation's turns is in the rollout's score as well.
+DROPPED = {"Conversation": {"score", "to_judge"}}
 
 
 def to_plain(value: Any) -> Any:
@@ -44,9 +46,10 @@ def from_plain(value: Any) -> Any:
         return {from_plain(key): from_plain(item) for key, item in value["map"]}
     cls = CLASSES[value[CLASS]]
     known = {f.name for f in fields(cls)}
-    strange = sorted(set(value) - known - {CLASS})
+    given = {name: item for name, item in value.items() if name not in (CLASS, *DROPPED.get(value[CLASS], ()))}
+    strange = sorted(set(given) - known)
     if strange:
         raise InputError(
             f"the checkpoint's groups were saved by another version of posttrain: {value[CLASS]} has no {', '.join(strange)}"
         )
-    return cls(**{name: from_plain(item) for name, item in value.items() if name != CLASS})
+    return cls(**{name: from_plain(item) for name, item in given.items()})

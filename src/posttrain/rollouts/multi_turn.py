@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from posttrain.environments.turns.interface import EndReason, TurnTask
 from posttrain.environments.turns.messages import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
-from posttrain.roles import Environment, Progress
-from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.fresh import Draft, FreshRollouts
 from posttrain.rollouts.next_turn import Exchange, NextTurn
 from posttrain.types import Completion, Conversation, FinishReason, NoiseKey, Score, Task, Utterance
 
@@ -82,18 +81,24 @@ class Dialogue:
             return Score(None, error=f"the rewards of the turns add up to {total}: a finite number is needed")
         return Score(total, parts=dict(self.parts))
 
-    def completion(self, renderer: NextTurn) -> Completion:
-        score = self.score()
-        return Completion(
+    def draft(self, renderer: NextTurn, versions: tuple[tuple[int, int], ...], *, has_judge: bool) -> Draft:
+        completion = Completion(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             text=renderer.decode(self.token_ids),
             finish_reason=self.finish_reason,
             mask=() if all(self.mask) else tuple(self.mask),
-            conversation=Conversation(
-                tuple(self.utterances), score, dict(self.counts), self.answer if score.scored else None
-            ),
+            conversation=Conversation(tuple(self.utterances), dict(self.counts)),
+            versions=versions,
         )
+        score = self.score()
+        if self.answer is None or not score.scored:
+            return Draft(completion, None, score)
+        if not has_judge:
+            name = self.task.environment
+            problem = f"env.{name} has no judge for the final answer: set its `type` or `function`"
+            return Draft(completion, None, Score(None, error=problem))
+        return Draft(completion, replace(completion, text=self.answer), score)
 
 
 @dataclass
@@ -104,8 +109,9 @@ class MultiTurnRollouts(FreshRollouts):
     renderer: NextTurn = field(kw_only=True)
     max_turns: int = field(kw_only=True)  # of the model, in one conversation
     max_total_tokens: int = field(kw_only=True)  # of first prompt and conversation
+    judged: frozenset[str] = field(kw_only=True)  # environments with a judge for the final answer
 
-    def complete(self, tasks: Sequence[Task], step: int) -> list[list[Completion]]:
+    def sample(self, tasks: Sequence[Task], step: int) -> list[list[Draft]]:
         key = NoiseKey(self.seed, step)
         dialogues = [
             [Dialogue(task, sample) for sample in range(self.num_samples)]
@@ -115,20 +121,21 @@ class MultiTurnRollouts(FreshRollouts):
         ]
         self._reset([group for group in dialogues if group], key)
         sampled = [place for place, group in enumerate(dialogues) if not group or group[0].failure is None]
-        completions: list[list[Completion]] = [[] for _ in tasks]
-        with self.show_progress(self.label, len(sampled) * self.num_samples) as progress:
-            first = self.generator.generate(
-                [tasks[place] for place in sampled], self.num_samples, self.sampling, key, progress
-            )
+        single: dict[int, list[Completion]] = {}
+        first = self._generate(self.label, [tasks[place] for place in sampled], self.num_samples, key)
         for place, group in zip(sampled, first, strict=True):
-            completions[place] = group
+            single[place] = group
             for dialogue, turn in zip(dialogues[place], group, strict=False):
                 dialogue.add_turn(turn)
         self._converse([d for group in dialogues for d in group if d.failure is None], key)
         return [
-            [dialogue.completion(self.renderer) for dialogue in group] if group else completions[place]
+            [self._draft(dialogue, step) for dialogue in group] if group else [Draft.of(c) for c in single[place]]
             for place, group in enumerate(dialogues)
         ]
+
+    def _draft(self, dialogue: Dialogue, step: int) -> Draft:
+        has_judge = dialogue.task.environment in self.judged
+        return dialogue.draft(self.renderer, self.versions(step), has_judge=has_judge)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -159,8 +166,7 @@ class MultiTurnRollouts(FreshRollouts):
             self._end([(dialogue, reason) for dialogue, reason in limits if reason is not None], key)
             if not active:
                 return
-            with self.show_progress(f"{self.label}, turn {turn + 1}", len(active)) as progress:
-                turns = self.generator.generate([d.next_task() for d in active], 1, self.sampling, key, progress)
+            turns = self._generate(f"{self.label}, turn {turn + 1}", [d.next_task() for d in active], 1, key)
             for dialogue, (answer,) in zip(active, turns, strict=True):
                 dialogue.add_turn(answer)
 
@@ -209,50 +215,6 @@ class MultiTurnRollouts(FreshRollouts):
                 dialogue.credit(outcome)
             else:
                 dialogue.failure = outcome
-
-
-@dataclass(frozen=True)
-class ConversationScores:
-    """Implements `roles.Environment`: a conversation brings its score along, and a judge sees the answer it came to."""
-
-    judge: Environment
-    judged: frozenset[str]  # the environments that the judge knows
-
-    def score(
-        self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
-    ) -> list[Score]:
-        scores: dict[int, Score] = {}
-        to_judge: dict[int, Completion] = {}
-        for row, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
-            conversation = completion.conversation
-            if conversation is None:
-                to_judge[row] = completion
-            elif conversation.to_judge is None:
-                scores[row] = conversation.score
-            elif task.environment in self.judged:
-                to_judge[row] = replace(completion, text=conversation.to_judge)
-            else:
-                problem = f"env.{task.environment} has no judge for the final answer: set its `type` or `function`"
-                scores[row] = Score(None, error=problem)
-        if progress is not None and scores:
-            progress(len(scores))
-        verdicts = self.judge.score([tasks[row] for row in to_judge], list(to_judge.values()), progress)
-        for (row, completion), verdict in zip(to_judge.items(), verdicts, strict=True):
-            scores[row] = _added(completion.conversation, verdict)
-        return [scores[row] for row in range(len(completions))]
-
-    def close(self) -> None:
-        self.judge.close()
-
-
-def _added(conversation: Conversation | None, verdict: Score) -> Score:
-    """The judge's verdict with what the turns were worth already."""
-    if conversation is None or verdict.reward is None or conversation.score.reward is None:
-        return verdict
-    parts = {**conversation.score.parts, **verdict.parts}
-    if conversation.score.reward:
-        parts |= {"turns": conversation.score.reward, "answer": verdict.reward}
-    return replace(verdict, reward=conversation.score.reward + verdict.reward, parts=parts)
 
 
 def _reset_item(task: Task, key: NoiseKey) -> TurnItem:

@@ -6,12 +6,12 @@ place. With `fresh`, newly sampled answers join the recorded ones of their promp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from posttrain.algorithms.clock import StageClock
 from posttrain.data.shuffling import keyed_order
 from posttrain.rollouts.fresh import FreshRollouts, TaskStream
-from posttrain.types import Completion, Group, Rollout, Task
+from posttrain.types import Group, Rollout, TakenGroups, Task
 
 
 @dataclass
@@ -23,21 +23,19 @@ class RecordedRollouts:
     seed: int
     fresh: FreshRollouts | None = None
 
-    def sample(self, num_groups: int, step: int) -> tuple[list[Task], list[list[Completion]]]:
-        tasks = list(self.stream.take(num_groups))
-        recorded = [[rollout.completion for rollout in self.chosen(task)] for task in tasks]
-        if self.fresh is None:
-            return tasks, recorded
-        return tasks, [old + new for old, new in zip(recorded, self.fresh.complete(tasks, step), strict=True)]
-
-    def score(self, tasks: Sequence[Task], completions: Sequence[Sequence[Completion]]) -> list[Group]:
+    def take(self, num_groups: int, step: int) -> TakenGroups:
         """Recorded answers keep the reward that they came with; fresh ones are judged."""
-        recorded = [self.chosen(task) for task in tasks]
-        if self.fresh is None:
-            return [Group(task, rollouts) for task, rollouts in zip(tasks, recorded, strict=True)]
-        new = [samples[len(old) :] for old, samples in zip(recorded, completions, strict=True)]
-        judged = self.fresh.score(tasks, new)
-        return [Group(task, old + group.rollouts) for task, old, group in zip(tasks, recorded, judged, strict=True)]
+        clock = StageClock()
+        with clock("generation"):
+            tasks = list(self.stream.take(num_groups))
+            groups = [Group(task, self.chosen(task)) for task in tasks]
+        if self.fresh is not None:
+            fresh = self.fresh.roll_out(tasks, step, clock)
+            groups = [Group(old.task, old.rollouts + new.rollouts) for old, new in zip(groups, fresh, strict=True)]
+        else:
+            with clock("reward_calculation"):  # the stage is reported, though nothing is left to do in it
+                pass
+        return TakenGroups(tuple(groups), tuple(groups), clock.spans)
 
     def chosen(self, task: Task) -> tuple[Rollout, ...]:
         """The task's own record, or as many of it as are wanted: others at each visit, the same ones after a restart."""

@@ -13,7 +13,7 @@ from posttrain.environments.settings import read_settings
 from posttrain.environments.turns.pool import TurnRouter
 from posttrain.environments.turns.settings import read_turns
 from posttrain.rollouts.fresh import FreshRollouts
-from posttrain.rollouts.multi_turn import ConversationScores, MultiTurnRollouts
+from posttrain.rollouts.multi_turn import MultiTurnRollouts
 from posttrain.rollouts.next_turn import NextTurn
 from posttrain.rollouts.tool_prompts import ToolPrompts
 
@@ -33,16 +33,18 @@ class TurnTaking:
         return MultiTurnRollouts(
             ToolPrompts(fresh.stream, self.chat, self.router.names, self.router.tools),
             fresh.generator,
-            ConversationScores(fresh.environment, self.judged),
+            fresh.environment,
             fresh.num_samples,
             fresh.sampling,
             fresh.seed,
             fresh.show_progress,
             fresh.label,
+            fresh.after_step,
             turns=self.router,
             renderer=self.renderer,
             max_turns=self.max_turns,
             max_total_tokens=self.max_total_tokens,
+            judged=self.judged,
         )
 
 

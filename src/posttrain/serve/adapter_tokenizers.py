@@ -10,18 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.data.chat import ChatFormat
+from posttrain.models.accepted_names import ResolvedModel
 from posttrain.models.loading import load_tokenizer
-from posttrain.serve.models import Adapter, Found, ServeError
+from posttrain.serve.models import ServedAdapter, ServeError
 
 _MOST_NAMED = 5  # of the tokens that the base model does not have
 
 
-def load_adapter_tokenizer(name: str, adapter: Adapter, main: Found, say: Callable[[str], None]) -> Any | None:
+def load_adapter_tokenizer(
+    name: str, adapter: ServedAdapter, main: ResolvedModel, say: Callable[[str], None]
+) -> Any | None:
     """None: the adapter brought none. ServeError where its tokens are not those of the main model."""
     if adapter.tokenizer is None:
         return None
     own = load_tokenizer(adapter.tokenizer, f"adapter {name!r}")
-    base = load_tokenizer(main.reference.tokenizer, f"model {main.text!r}")
+    base = load_tokenizer(main.tokenizer, f"model {main.text!r}")
     own_ids, base_ids = own.get_vocab(), base.get_vocab()
     if own_ids == base_ids:
         return own
@@ -50,9 +53,9 @@ def load_adapter_tokenizer(name: str, adapter: Adapter, main: Found, say: Callab
     return base
 
 
-def warn_of_unused_template(name: str, tokenizer: Any, main: Found, say: Callable[[str], None]) -> None:
+def warn_of_unused_template(name: str, tokenizer: Any, main: ResolvedModel, say: Callable[[str], None]) -> None:
     """For a server that asks every adapter in the main model's way."""
-    base = load_tokenizer(main.reference.tokenizer, f"model {main.text!r}")
+    base = load_tokenizer(main.tokenizer, f"model {main.text!r}")
     if (tokenizer.chat_template, tokenizer.eos_token) != (base.chat_template, base.eos_token):
         say(
             f"warning: adapter {name} brought a chat template of its own, and vLLM asks every adapter in that of {main.text}: "

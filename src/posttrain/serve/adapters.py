@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from posttrain.errors import reason_of
-from posttrain.models.reference import ModelReferenceError, add_adapter, read_json
+from posttrain.models.accepted_names import ModelReferenceError, read_json
+from posttrain.models.lora import add_adapter
 
 _OWN = "default"  # peft's name of an adapter that belongs to the main model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.engines.native.session_values import ModelLogprobs, TokenEvent
+from posttrain.engines.native.session import ModelLogprobs, TokenEvent
 from posttrain.serve.text import IncrementalText, StopCut, token_bytes
 from posttrain.types import FinishReason
 

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from posttrain.data.errors import DataError
-from posttrain.engines.native.session_values import SessionRequest
+from posttrain.engines.native.session import SessionRequest
 from posttrain.errors import InputError
 from posttrain.serve.choices import Choice
 from posttrain.serve.errors import bad_request

@@ -16,8 +16,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from posttrain.data.chat import ChatFormat
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import Event, FailureEvent, SessionRequest, TokenEvent
+from posttrain.engines.native.session import Event, FailureEvent, GenerationSession, SessionRequest, TokenEvent
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, Scores
 from posttrain.serve.engine_thread import EngineThread
@@ -111,7 +110,7 @@ class Service:
             "waiting_samples": ("Samples that wait for a place or for memory.", lambda s: s.num_waiting),
             "kv_cache_pages": ("Pages of the KV cache.", lambda s: s.num_pages),
             "kv_cache_pages_in_use": ("Pages of the KV cache that are taken.", lambda s: s.pages_in_use),
-            "preemptions": ("Samples that had to make room and wait again.", lambda s: s.preemptions),
+            "preemptions": ("Samples that had to make room and wait again.", lambda s: s.num_preemptions),
         }
         of_session = {id(version.session): version for version in reversed(versions)}  # the first one names a session
         for name, (text, read) in gauges.items():

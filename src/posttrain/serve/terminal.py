@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.data.chat import ChatFormat
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import FailureEvent, SessionRequest
+from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.errors import InputError
 from posttrain.serve.choices import Choice

@@ -11,8 +11,8 @@ from posttrain.evaluation.results import (
     Counts,
     EvaluationError,
     Interval,
-    Problem,
-    Sample,
+    ProblemResult,
+    SampleResult,
     Summary,
     hash_of,
     problem_row,
@@ -21,12 +21,12 @@ from posttrain.evaluation.results import (
 )
 
 
-def problem(index: int, reward: float | None = 1.0) -> Problem:
-    sample = Sample("text", 3, "stop", reward, answer="4", error=None if reward is not None else "timeout")
-    return Problem(f"p{index}", index, "sums", "2 + 2?", "4", (sample,))
+def problem(index: int, reward: float | None = 1.0) -> ProblemResult:
+    sample = SampleResult("text", 3, "stop", reward, answer="4", error=None if reward is not None else "timeout")
+    return ProblemResult(f"p{index}", index, "sums", "2 + 2?", "4", (sample,))
 
 
-def write(folder: Path, problems: list[Problem], *, edit: dict[str, object] | None = None) -> Path:
+def write(folder: Path, problems: list[ProblemResult], *, edit: dict[str, object] | None = None) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "problems.jsonl").write_text("".join(json.dumps(problem_row(p)) + "\n" for p in problems))
     summary = Summary(

@@ -14,7 +14,7 @@ from posttrain.evaluation.answers import answer_reader
 from posttrain.evaluation.benchmarks import GENERIC
 from posttrain.evaluation.folder import EvaluationFolder
 from posttrain.evaluation.problems import EvalProblem, ProblemSet
-from posttrain.evaluation.results import EvaluationError, Problem
+from posttrain.evaluation.results import EvaluationError, ProblemResult
 from posttrain.evaluation.runner import EvaluationRunner
 from posttrain.roles import Progress
 from posttrain.types import Completion, Score, Task
@@ -73,7 +73,7 @@ class Judge:
         pass
 
 
-def run(path: Path, source: Source, num_samples: int = 2) -> list[Problem]:
+def run(path: Path, source: Source, num_samples: int = 2) -> list[ProblemResult]:
     folder = EvaluationFolder.open(path, IDENTITY, "")
     try:
         runner = EvaluationRunner(PROBLEMS, source, Judge(), answer_reader("math"), num_samples, 3, folder)

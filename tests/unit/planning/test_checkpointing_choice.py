@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from posttrain.config import PolicyConfig, load_config
-from posttrain.planning.calibration import GIB
-from posttrain.planning.checkpointing_choice import should_checkpoint
+from posttrain.policy.memory.rank import GIB, should_checkpoint
 from posttrain.policy.parallel import Mesh
 from posttrain.policy.runtime import PeakMemory
 from posttrain.reporting.metric_rows import Hardware, training_row

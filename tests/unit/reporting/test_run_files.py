@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.config.changes import ConfigChange
 from posttrain.reporting.run_files import append_rows, open_run, parse_lines, read_rows
 from posttrain.types import Score
 
@@ -92,13 +93,46 @@ def test_an_interrupted_move_is_finished_in_the_same_folder(bench: Any, report: 
     assert not (bench.folder / "earlier_002").exists()
 
 
-def test_resuming_with_another_config_keeps_the_old_one(bench: Any, report: Any) -> None:
+def changes_since(old: str) -> list[ConfigChange]:
+    return [] if old == "lr: 2\n" else [ConfigChange("lr", old[4:-1], "2", is_training=True)]
+
+
+def test_changed_config_is_written_beside_the_first_one_and_recorded(bench: Any, report: Any) -> None:
     bench.recorder(config_yaml="lr: 1\n").record_step(1, report(), None)
     bench.recorder(resumed_step=1, config_yaml="lr: 1\n")
-    assert not list(bench.folder.glob("config_until*"))
-    bench.recorder(resumed_step=1, config_yaml="lr: 2\n")
-    assert (bench.folder / "config.yaml").read_text() == "lr: 2\n"
-    assert (bench.folder / "config_until_step_1.yaml").read_text() == "lr: 1\n"
+    assert not list(bench.folder.glob("config_*"))
+    for _ in range(2):  # the second one is resumed before it has saved a checkpoint
+        bench.recorder(resumed_step=1, config_yaml="lr: 2\n", changes_since=changes_since)
+        assert (bench.folder / "config.yaml").read_text() == "lr: 1\n"
+        assert (bench.folder / "config_from_step_2.yaml").read_text() == "lr: 2\n"
+        info = json.loads((bench.folder / "run.json").read_text())
+        assert info["config_changes"] == [{"from_step": 2, "key": "lr", "old": "1", "new": "2"}]
+
+
+def test_changed_config_of_steps_that_are_cut_is_forgotten(bench: Any, report: Any) -> None:
+    bench.recorder(config_yaml="lr: 1\n").record_step(1, report(), None)
+    bench.recorder(resumed_step=1, config_yaml="lr: 2\n", changes_since=changes_since).record_step(2, report(), None)
+    bench.recorder(resumed_step=1, config_yaml="lr: 1\n")
+    assert not list(bench.folder.glob("config_from*"))
+    assert json.loads((bench.folder / "run.json").read_text())["config_changes"] == []
+
+
+def test_complete_run_is_not_written_to(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(max_steps=1)
+    recorder.record_step(1, report(), None)
+    recorder.finish("finished")
+    before = {path.name: path.read_bytes() for path in bench.folder.iterdir() if path.is_file()}
+    for max_steps in (1, 0):
+        again = bench.recorder(resumed_step=1, max_steps=max_steps, config_yaml="another: 1\n")
+        again.finish("nothing to do")
+        assert {path.name: path.read_bytes() for path in bench.folder.iterdir() if path.is_file()} == before
+    assert "nothing to do" in bench.output
+
+
+def test_run_killed_after_its_last_step_is_completed(bench: Any, report: Any) -> None:
+    bench.recorder(max_steps=1).record_step(1, report(), None)
+    bench.recorder(resumed_step=1, max_steps=1).finish("nothing to do")
+    assert json.loads((bench.folder / "run.json").read_text())["status"] == "finished"
 
 
 def test_equal_groups_give_equal_bytes(tmp_path: Any, bench: Any, group: Any, report: Any) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import byte_tokenizer
 from transformers import AutoTokenizer
 
-from posttrain.engines.native.session_values import ModelLogprobs, TokenEvent
+from posttrain.engines.native.session import ModelLogprobs, TokenEvent
 from posttrain.serve import choices
 from posttrain.serve.choices import Choice, TokenLogprobs, chat_logprobs, completion_logprobs
 from posttrain.serve.text import IncrementalText, StopCut, token_bytes

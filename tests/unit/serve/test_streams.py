@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.engines.native.session_values import SessionRequest, TokenEvent
+from posttrain.engines.native.session import SessionRequest, TokenEvent
 from posttrain.serve import app as app_module
 from posttrain.serve.errors import ApiError, unavailable
 from posttrain.serve.metrics import ServeMetrics

@@ -11,9 +11,10 @@ import torch
 from tiny_server import save_model
 
 from posttrain.cli.main import main
+from posttrain.config.generation import NativeConfig
 from posttrain.data.chat import ChatFormat
+from posttrain.engines.loading import load_for_sampling
 from posttrain.engines.native.session import GenerationSession
-from posttrain.models.reference import load_for_sampling
 from posttrain.serve.terminal import Conversation, DamagedModelError, converse
 from posttrain.types import NoiseKey, Sampling, Task
 
@@ -22,7 +23,7 @@ from posttrain.types import NoiseKey, Sampling, Task
 def session(tmp_path_factory: pytest.TempPathFactory) -> GenerationSession:
     folder = save_model(tmp_path_factory.mktemp("tiny"))
     engine, _ = load_for_sampling(
-        str(folder), device="cpu", max_total_tokens=200, native_settings={"max_batch_size": 1}
+        str(folder), device="cpu", max_total_tokens=200, native=NativeConfig(max_batch_size=1)
     )
     return GenerationSession(engine)
 

@@ -11,7 +11,7 @@ from posttrain.config import LoadedConfig, load_config
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.pipeline.models import trainable_folder
+from posttrain.pipeline.iteration_models import trainable_folder
 from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about
 from posttrain.pipeline.stage import StageContext, Stop, missing_path
 from posttrain.pipeline.training_process import run_training
@@ -165,8 +165,8 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
 
 
 def _weights_digest(checkpoint: Path) -> str:
-    from posttrain.evaluation.identity import folder_fingerprint
-    from posttrain.models.reference import TOKENIZER, WEIGHTS
+    from posttrain.models.accepted_names import TOKENIZER, WEIGHTS
+    from posttrain.models.fingerprint import folder_fingerprint
 
     return folder_fingerprint(*(path for path in (checkpoint / WEIGHTS, checkpoint / TOKENIZER) if path.is_dir()))
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.checkpointing import describe_model
-from posttrain.models.loading import is_adapted
+from posttrain.models.lora import is_adapted
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 WEIGHTS = Path("policy/weights/model")

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.checkpointing import CheckpointError, check_same_model
-from posttrain.models.loading import is_adapted
+from posttrain.models.lora import is_adapted
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 from posttrain.policy.checkpoint.contents import MODEL, OPTIMIZER, SCHEDULE, TOKENIZER, WEIGHTS, Contents, describe
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer

@@ -11,18 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.errors import InputError
-from posttrain.evaluation.results import Problem, Sample
-from posttrain.rollouts.pass_rates import (
+from posttrain.algorithms.pass_rates import (
     ANY_POSITIVE_REWARD,
-    bootstrap_interval,
     cons_at_k,
     parse_metric,
     pass_at_k,
-    per_problem,
     problem_value,
     reward_metrics,
 )
+from posttrain.errors import InputError
+from posttrain.evaluation.metrics import bootstrap_interval, per_problem
+from posttrain.evaluation.results import ProblemResult, SampleResult
 
 TABLES = st.lists(st.tuples(st.sampled_from([None, "a", "b", "c", "d"]), st.booleans()), min_size=1, max_size=8)
 
@@ -116,11 +115,11 @@ def test_the_interval_is_keyed_and_covers_what_plain_resampling_gives() -> None:
 
 def test_lengths_and_rates_are_metrics_too() -> None:
     samples = (
-        Sample("x", 10, "stop", 1.0),
-        Sample("y", 30, "length", None, error="timeout"),
-        Sample("", 0, None, None, error="request failed"),
+        SampleResult("x", 10, "stop", 1.0),
+        SampleResult("y", 30, "length", None, error="timeout"),
+        SampleResult("", 0, None, None, error="request failed"),
     )
-    problems = [Problem("p", 0, "d", "q", "a", samples)]
+    problems = [ProblemResult("p", 0, "d", "q", "a", samples)]
     assert per_problem(problems, "mean_length_tokens") == [20.0], "an answer that never came has no length"
     assert per_problem(problems, "truncation_rate") == [0.5], "nor was it cut off or not"
     assert per_problem(problems, "unscored_rate") == [pytest.approx(2 / 3)]

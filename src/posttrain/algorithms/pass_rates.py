@@ -1,4 +1,4 @@
-"""From rewards and answers to numbers: `pass@k`, `cons@k`, `avg@k`, and how sure we are of them.
+"""From rewards and answers to numbers: `pass@k`, `cons@k`, `avg@k`.
 
 pass@k (arXiv:2107.03374) is the chance that at least one of k samples passes, estimated without bias from n >= k samples.
 cons@k is the chance that the majority of k samples passes: equal answers vote together, a tie goes to the answer that came
@@ -7,7 +7,7 @@ reward. Each is a number per problem; a metric is their mean over the problems.
 
 Unscored samples do not count: they lower n. Where fewer than k samples are left, k becomes what is left, which can only
 lower pass@k; a problem with none left is not measured. Samples without any answer do not vote (NeMo RL lets them).
-Used by `posttrain eval`, by its comparison, by the gate and by validation during training. Knows no model and no file.
+Used by `posttrain eval`, by the gate and by validation during training.
 """
 
 from __future__ import annotations
@@ -17,18 +17,12 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Literal
 
 from posttrain.errors import InputError
-from posttrain.evaluation.results import Interval
 
 MetricKind = Literal["pass", "cons", "avg"]
 ANY_POSITIVE_REWARD = math.ulp(0.0)  # as a threshold: every reward above 0 passes
-LENGTH, TRUNCATION, UNSCORED = "mean_length_tokens", "truncation_rate", "unscored_rate"
-_RESAMPLES_AT_ONCE = 1 << 22  # indices drawn together
 
 
 @dataclass(frozen=True)
@@ -131,44 +125,6 @@ def problem_value(
 # -- many problems -----------------------------------------------------------------------------------------------------
 
 
-class Sampled(Protocol):
-    """What a metric needs of a sample: `results.Sample` has it."""
-
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def answer(self) -> str | None: ...
-    @property
-    def num_tokens(self) -> int | None: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-    @property
-    def truncated(self) -> bool: ...
-
-
-class Answered(Protocol):
-    """What a metric needs of a problem: `results.Problem` has it."""
-
-    @property
-    def samples(self) -> Sequence[Sampled]: ...
-
-
-def per_problem(problems: Sequence[Answered], metric: str, pass_threshold: float = 1.0) -> list[float | None]:
-    """The metric of each problem, in order. Also knows `mean_length_tokens`, `truncation_rate` and `unscored_rate`."""
-    if metric == LENGTH:
-        known = [[s.num_tokens for s in p.samples if s.finish_reason and s.num_tokens is not None] for p in problems]
-        return [_mean([float(length) for length in lengths]) for lengths in known]
-    if metric == TRUNCATION:
-        return [_mean([float(s.truncated) for s in p.samples if s.finish_reason]) for p in problems]
-    if metric == UNSCORED:
-        return [_mean([float(s.reward is None) for s in p.samples]) for p in problems]
-    parsed = parse_metric(metric)
-    return [
-        problem_value(parsed, [s.reward for s in p.samples], [s.answer for s in p.samples], pass_threshold)
-        for p in problems
-    ]
-
-
 def measured_mean(values: Sequence[float | None]) -> tuple[float, int] | None:
     """(sum, count) over the problems that were measured; None if there is none."""
     measured = [value for value in values if value is not None]
@@ -185,37 +141,3 @@ def reward_metrics(rewards: Sequence[Sequence[float | None]], pass_threshold: fl
         if total := measured_mean(values):
             found[str(metric)] = total[0] / total[1]
     return found
-
-
-def bootstrap_interval(
-    values: Sequence[float | None], *, seed: int, confidence: float = 0.95, resamples: int = 10_000
-) -> Interval | None:
-    """Percentile interval of the mean, problems drawn with replacement. None without a measured problem.
-
-    The same values, seed and sizes give the same interval anywhere: only numpy's raw Philox words are used.
-    """
-    means = bootstrap_means(values, seed=seed, resamples=resamples)
-    if means is None:
-        return None
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(low), float(high), confidence)
-
-
-def bootstrap_means(values: Sequence[float | None], *, seed: int, resamples: int) -> NDArray[np.float64] | None:
-    measured = np.array([value for value in values if value is not None], dtype=np.float64)
-    if not len(measured):
-        return None
-    words = np.random.Philox(key=np.array([seed % 2**64, 1], dtype=np.uint64))
-    at_once = max(1, _RESAMPLES_AT_ONCE // len(measured))
-    means = []
-    for start in range(0, resamples, at_once):
-        count = min(at_once, resamples - start)
-        drawn = words.random_raw(count * len(measured)).reshape(count, -1)
-        # 53 bits are a fair share of [0, 1): the bias of a modulus would be as small, but this cannot reach the end.
-        places = ((drawn >> np.uint64(11)) * (2.0**-53) * len(measured)).astype(np.int64)
-        means.append(measured[np.minimum(places, len(measured) - 1)].mean(axis=1))
-    return np.concatenate(means)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
