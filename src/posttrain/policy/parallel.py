@@ -85,6 +85,13 @@ def whole_parameters(root: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
+def reshard(root: nn.Module) -> None:
+    """Free the parameters that a forward pass has left whole: what is written into those is lost."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @torch.no_grad()
 def copy_into(parameter: Tensor, value: Tensor) -> None:
     """Write a whole tensor into a parameter that may be sharded."""

@@ -34,7 +34,7 @@ from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.optimizer import make_optimizer
 from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.packed import PackedRow
-from posttrain.policy.parallel import Mesh, shard, whole_parameters
+from posttrain.policy.parallel import Mesh, reshard, shard, whole_parameters
 from posttrain.policy.reference_cache import model_fingerprint
 from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
 from posttrain.policy.runtime import (
@@ -146,7 +146,7 @@ class PolicyTrainer:
             # FSDP wants the first forward pass to enter at the root; the engine enters at the decoder. The root's own
             # parameters stay whole after a pass, and the optimizer must not take hold of them as such.
             self._score(root, [None])
-            root.reshard()  # type: ignore[operator]
+            reshard(root)
         return root
 
     def _refuse_unsupported(self, setup: RankSetup) -> None:
@@ -283,6 +283,7 @@ class PolicyTrainer:
             yield
 
     def load(self, folder: Path) -> None:
+        reshard(self.forward)
         files.load(folder, self.model, self.tokenizer, self.optimizer)
 
 

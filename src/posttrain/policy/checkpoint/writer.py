@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.checkpointing.marks import leave_mark
+from posttrain.checkpointing.background import leave_mark
 from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.background_copy import HostCopy, StagingArea
 from posttrain.policy.checkpoint.contents import Contents, keep_generation_config, small_files, state_of
