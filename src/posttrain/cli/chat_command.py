@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.engines.native.session import GenerationSession
     from posttrain.models.accepted_names import resolve_registered_model
     from posttrain.serve.models import load_engine
-    from posttrain.serve.terminal import Conversation, converse
+    from posttrain.serve.terminal import TerminalChat, converse
     from posttrain.types import SMALLEST_TEMPERATURE, Sampling
 
     found = resolve_registered_model(args.model, registry=args.registry)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     session = GenerationSession(load_engine(found, options))
     temperature = args.temperature if args.temperature >= SMALLEST_TEMPERATURE else 0.0
     sampling = Sampling(args.max_tokens, temperature=temperature, top_p=args.top_p)
-    conversation = Conversation(session, ChatFormat(session.tokenizer), sampling, args.seed, args.system)
+    conversation = TerminalChat(session, ChatFormat(session.tokenizer), sampling, args.seed, args.system)
     interactive = sys.stdin.isatty()
     if interactive:
         _say(f"{found.text}. /help shows what there is.\n")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.kv_cache import GIB
 from posttrain.engines.native.session import GenerationSession
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
-from posttrain.serve.adapter_tokenizers import load_adapter_tokenizer
-from posttrain.serve.adapters import AdapterSwitch
+from posttrain.serve.adapters import AdapterSwitch, load_adapter_tokenizer
 from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
 from posttrain.serve.models import (
     ServedAdapter,
@@ -25,7 +24,7 @@ from posttrain.serve.models import (
     load_engine,
     name_of,
 )
-from posttrain.serve.options import EngineOptions, Limits
+from posttrain.serve.options import EngineOptions, ServeOptions
 from posttrain.serve.service import Service, Version
 
 log = logging.getLogger("posttrain.serve")
@@ -34,19 +33,6 @@ log = logging.getLogger("posttrain.serve")
 _CUDA_RESERVE_GIB = 2.0
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    model: str
-    served_name: str | None = None
-    adapters: Mapping[str, str] = field(default_factory=dict)  # name -> what the user wrote
-    canary: str | None = None  # a model, or the name of an adapter
-    canary_rules: CanaryRules | None = None
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    limits: Limits = field(default_factory=Limits)
-    api_keys: Sequence[str] = ()
-    registry: str | None = None
 
 
 def build_service(options: ServeOptions, say: Say = log.info) -> Service:
@@ -64,7 +50,7 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
 
     say(f"loading {main.text}")
     switch = AdapterSwitch({name: adapter.folder for name, adapter in adapters.items()})
-    engines = [load_engine(main, options.engine, switch.put_on)]
+    engines = [load_engine(main, options.engine, switch.add_to)]
     if other is not None:
         say(f"loading {other.text} as canary")
         engines.append(load_engine(other, options.engine))

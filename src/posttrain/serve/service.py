@@ -20,9 +20,9 @@ from posttrain.engines.native.session import Event, FailureEvent, GenerationSess
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, Scores
 from posttrain.serve.engine_thread import EngineThread
-from posttrain.serve.errors import ApiError, failed, overloaded, timed_out, unavailable
 from posttrain.serve.metrics import ServeMetrics
-from posttrain.serve.options import Limits
+from posttrain.serve.options import ServerLimits
+from posttrain.serve.protocol import ApiError, failed, overloaded, timed_out, unavailable
 from posttrain.types import Sampling
 
 log = logging.getLogger("posttrain.serve")
@@ -78,7 +78,7 @@ class Service:
     def __init__(
         self,
         models: Mapping[str, Version],
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         *,
         canary: Canary | None = None,
         canary_version: Version | None = None,
@@ -87,7 +87,7 @@ class Service:
         assert (canary is None) == (canary_version is None)
         self.models = dict(models)
         self.main_model = next(iter(models))
-        self.limits = limits or Limits()
+        self.limits = limits or ServerLimits()
         self.canary, self.canary_version = canary, canary_version
         self.api_keys = tuple(api_keys)
         self.answers = AnswerLog()

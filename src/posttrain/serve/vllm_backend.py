@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 
 from posttrain.models.accepted_names import ResolvedModel, read_json, resolve_registered_model
-from posttrain.serve.adapter_tokenizers import load_adapter_tokenizer, warn_of_unused_template
-from posttrain.serve.loading import Say, ServeOptions
+from posttrain.serve.adapters import load_adapter_tokenizer, warn_of_unused_template
+from posttrain.serve.loading import Say
 from posttrain.serve.models import ServeError, find_adapter, name_of
+from posttrain.serve.options import ServeOptions
 
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 

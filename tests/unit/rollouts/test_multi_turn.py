@@ -15,7 +15,7 @@ from posttrain.data.chat import ChatFormat
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.environments.turns.messages import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome
-from posttrain.reporting.rollout_rows import group_row
+from posttrain.reporting.rows import group_row
 from posttrain.rollouts.multi_turn import MultiTurnRollouts
 from posttrain.rollouts.next_turn import NextTurn
 from posttrain.types import Completion, Group, Message, NoiseKey, Sampling, Score, Task
@@ -336,7 +336,7 @@ def test_lengths_and_counts_are_the_models_and_the_environments_own() -> None:
 
 
 def test_the_report_shows_who_said_what_and_trusts_none_of_it() -> None:
-    from posttrain.reporting.samples_html import _completion
+    from posttrain.reporting.report_samples import _completion
 
     said = [{"role": "assistant", "text": "<b>x</b>"}, {"role": "tool", "text": "391"}]
     html = _completion({"reward": 1.0, "text": "the whole", "turns": said, "counts": {"tool_calls": 1}}, 0.0, 1.0)

@@ -177,9 +177,9 @@ def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_pa
               alien / "adapter_model.safetensors")  # fmt: skip
     bare = load_for_sampling(str(model), device="cpu")[0].model
     with pytest.raises(ModelReferenceError, match="cannot be switched off exactly"):
-        AdapterSwitch({"b": biased}).put_on(bare)
+        AdapterSwitch({"b": biased}).add_to(bare)
     with pytest.raises(ModelReferenceError, match="no partner"):
-        AdapterSwitch({"fine": adapter, "alien": alien}).put_on(bare)
+        AdapterSwitch({"fine": adapter, "alien": alien}).add_to(bare)
 
 
 def test_adapters_are_on_the_model_before_an_engine_looks_at_its_modules(
