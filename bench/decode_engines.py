@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ def _of_completions(completions: Sequence[Completion]) -> Sampled:
 
 def native_settings(job: DecodeJob) -> NativeSettings:
     """Room for the workload; what was said on the command line stands."""
-    known = {field.name: field for field in fields(NativeSettings)}
+    known = NativeSettings.model_fields
     if unknown := sorted(set(job.native) - set(known)):
         raise InputError(f"--native {', '.join(unknown)}: the native engine has {', '.join(known)}")
     room = {"max_batch_size": job.max_batch_size, "max_total_tokens": job.longest}

@@ -47,7 +47,7 @@ def _repeated(job: TrainJob, work: Any) -> list[float]:
 
 
 def posttrain_side(job: TrainJob) -> dict[str, Any]:
-    """`ShardedPolicy.update`, as every algorithm calls it: packing, micro-batches, backward, clipping, optimizer."""
+    """`ShardedTrainer.update`, as every algorithm calls it: packing, micro-batches, backward, clipping, optimizer."""
     from policy_around import common_settings, policy_around, run_config, tokenizer_folder
 
     from posttrain.algorithms.supervised_batches import example_batch

@@ -15,8 +15,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import byte_tokenizer, tiny_model
 
-from posttrain.serve.loading import ServeOptions, build_service
-from posttrain.serve.options import EngineOptions
+from posttrain.serve.loading import build_service
+from posttrain.serve.options import EngineOptions, ServeOptions
 from posttrain.serve.server import DrainingServer, listen
 from posttrain.serve.service import Service
 

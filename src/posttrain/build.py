@@ -6,13 +6,14 @@ model's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
+from posttrain.checkpointing.saver import CheckpointSaver, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
 from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
@@ -22,12 +23,14 @@ from posttrain.errors import InputError
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
-from posttrain.orchestration.local import LocalWorker, WorkerGroup
-from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
-from posttrain.policy.worker import PolicyWorker, WorkerSetup
+from posttrain.orchestration.rank import Rank, build_rank
+from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
+from posttrain.orchestration.workers import LocalWorker, WorkerGroup, call_all
+from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
+from posttrain.reporting.presentation import Presentation
 from posttrain.run_folder import run_folder
 
 Export = Callable[[Path], None]  # adds a copy of the model for use to the folder of a checkpoint
@@ -89,14 +92,14 @@ class Run:
             )
         workers = self._workers(chat)
         self._cleanup.callback(workers.close)
-        facts = workers.call("facts", [()] * workers.size)[0]
-        recorder = self._recorder(workers, facts, max_steps)
+        facts = call_all(workers, Rank.facts)[0]
+        recorder = self._recorder(recipe.presentation, workers, facts, max_steps)
         for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
             for reason, count in (rows.dropped if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
             for reason, count in (rows.noted if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows: {reason}")
-        policy = ShardedPolicy(
+        trainer = ShardedTrainer(
             workers,
             train=self._micro_batching("train", train.pack_size),
             score=self._micro_batching("logprob", train.pack_size),
@@ -104,23 +107,27 @@ class Run:
             show_progress=recorder.progress,
         )
         algorithm = prepared.algorithm(
-            RunParts(policy, ShardedGenerator(workers), recorder.progress, recorder.warn, self._cleanup)
+            RunParts(trainer, ShardedEngine(workers), SharedWeights(), recorder.progress, recorder.warn, self._cleanup)
         )
         return TrainingLoop(
-            settings=self._loop_settings(max_steps, per_step, len(train) / per_step, on_gpu=facts["device"] == "cuda"),
+            settings=self._loop_settings(max_steps),
             algorithm=algorithm,
-            policy=policy,
-            stream=prepared.position,
             recorder=recorder,
-            store=self._store(recorder),
+            saver=CheckpointSaver(
+                self._saver_settings(per_step, len(train) / per_step, on_gpu=facts.device == "cuda"),
+                trainer,
+                prepared.position,
+                recorder,
+                self._store(recorder),
+                self.loaded.to_yaml(),
+                self._export(recorder),
+            ),
             deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
-            config_yaml=self.loaded.to_yaml(),
-            export=self._export(recorder),
         )
 
     def _workers(self, chat: ChatFormat) -> WorkerGroup:
         config = self.config
-        setup = WorkerSetup(
+        setup = RankSetup(
             _with_absolute_folders(config.policy),
             config.schedule.seed,
             config.needs_reference,
@@ -135,7 +142,7 @@ class Run:
                 f"cluster.launcher: local is one process, but num_nodes x gpus_per_node is {size}; use ray or auto"
             )
         if size == 1 and cluster.launcher != "ray":
-            return LocalWorker(PolicyWorker(setup))
+            return LocalWorker(build_rank(setup))
         try:
             from posttrain.orchestration.ray_workers import RayWorkers
         except ImportError as error:
@@ -162,16 +169,18 @@ class Run:
             seed=self.config.schedule.seed,
         )
 
-    def _recorder(self, workers: WorkerGroup, facts: Mapping[str, Any], max_steps: int) -> RunRecorder:
-        config, kind = self.config, self.config.kind
-        on_gpu = facts["device"] == "cuda"
+    def _recorder(
+        self, presentation: Presentation, workers: WorkerGroup, facts: ModelFacts, max_steps: int
+    ) -> RunRecorder:
+        config = self.config
+        on_gpu = facts.device == "cuda"
         return RunRecorder(
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
-            algorithm=kind,
+            presentation=presentation,
             max_steps=max_steps,
-            num_devices=workers.size,
-            peak_flops_per_device=peak_flops(facts["device_name"]) if on_gpu else None,
-            flops_per_token=flops_per_token(facts["model_config"], facts["num_parameters"]),
+            num_devices=workers.mesh.size,
+            peak_flops_per_device=peak_flops(facts.device_name) if on_gpu else None,
+            flops_per_token=flops_per_token(facts.config, facts.num_parameters),
             config_yaml=self.loaded.to_yaml(),
             changes_since=partial(changes_since, loaded=self.loaded),
             quiet=self.quiet,
@@ -197,23 +206,28 @@ class Run:
         # The scoring layer of a reward model is trained beside its adapters, so the copy keeps both as they are.
         return self._make_export(recorder.warn, not self.config.scores_answers)
 
-    def _loop_settings(self, max_steps: int, per_step: int, steps_per_epoch: float, *, on_gpu: bool) -> LoopSettings:
-        section, checkpointing = self.config.schedule, self.config.checkpointing
+    def _loop_settings(self, max_steps: int) -> LoopSettings:
+        section = self.config.schedule
         return LoopSettings(
             max_steps=max_steps,
-            samples_per_step=per_step,
-            steps_per_epoch=steps_per_epoch,
             val_period=section.val_period,
             val_start_at=getattr(section, "val_start_at", -1),
             val_at_start=section.val_at_start,
             val_at_end=section.val_at_end,
-            save=checkpointing.enabled,
-            save_period=checkpointing.save_period,
-            save_optimizer=checkpointing.save_optimizer,
-            async_save=on_gpu if checkpointing.async_save == "auto" else checkpointing.async_save,
-            metric_name=checkpointing.metric_name,
             stop_metric=getattr(section, "stop_at_validation_metric", None),
             stop_threshold=getattr(section, "stop_at_validation_threshold", None),
+        )
+
+    def _saver_settings(self, per_step: int, steps_per_epoch: float, *, on_gpu: bool) -> SaverSettings:
+        checkpointing = self.config.checkpointing
+        return SaverSettings(
+            enabled=checkpointing.enabled,
+            period=checkpointing.save_period,
+            optimizer=checkpointing.save_optimizer,
+            samples_per_step=per_step,
+            steps_per_epoch=steps_per_epoch,
+            metric_name=checkpointing.metric_name,
+            in_background=on_gpu if checkpointing.async_save == "auto" else checkpointing.async_save,
         )
 
 

@@ -30,7 +30,8 @@ from fused_references import (
 from tiny_models import byte_tokenizer
 from torch import Tensor
 
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.fused.joining import joined
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Product

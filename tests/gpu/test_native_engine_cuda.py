@@ -12,7 +12,7 @@ from torch import nn
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.noise import sequence_key, token_keys, uniform
 from posttrain.engines.native.sampler import TokenSampler
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch

@@ -15,7 +15,7 @@ from posttrain.policy import host_memory, storage
 from posttrain.policy.adam import StateFormat, new_state, update_slice
 from posttrain.policy.compact import CompactOptimizer
 from posttrain.policy.optimizer import MixedPrecisionOptimizer
-from posttrain.policy.peak_memory import let_memory_change_hands
+from posttrain.policy.peak_memory import enable_expandable_segments
 from posttrain.policy.saving import CheckpointWriter
 
 pytestmark = [
@@ -60,7 +60,7 @@ def assert_nearly_all_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) 
 
 
 def test_memory_is_taken_in_segments_that_can_change_hands() -> None:
-    let_memory_change_hands()
+    enable_expandable_segments()
     torch.cuda.empty_cache()  # an ordinary block that is free would be taken again
     # More than tests before this one may have left between tensors of theirs that live on.
     held = torch.empty(8 * 2**30, dtype=torch.uint8, device=CUDA)

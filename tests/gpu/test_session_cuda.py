@@ -11,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import SessionRequest, TokenEvent
+from posttrain.engines.native.session import GenerationSession, SessionRequest, TokenEvent
 from posttrain.types import NoiseKey, Sampling, Task
 
 pytestmark = [

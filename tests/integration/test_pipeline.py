@@ -26,7 +26,7 @@ from posttrain.cli.serve_command import options_of
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.config.standalone import load_standalone
 from posttrain.pipeline import kpi
-from posttrain.pipeline.models import choose_models
+from posttrain.pipeline.iteration_models import choose_models
 from posttrain.pipeline.records import STAGES, Iteration, read_iterations
 from posttrain.pipeline.stages import ALL_STAGES
 from posttrain.registry import Registry, RegistryError

@@ -13,7 +13,7 @@ from tiny_runs import command, dpo, grpo, questions, results_of, rows_of, run, s
 
 from posttrain.cli.main import main
 from posttrain.config import load_config
-from posttrain.reporting.rollout_rows import read_rollouts
+from posttrain.reporting.rows import read_rollouts
 
 STEPS = 4
 
@@ -222,7 +222,7 @@ def test_finished_run_keeps_the_config_that_it_was_trained_with(
     changes = json.loads((folder / "run.json").read_text())["config_changes"]
     assert {"from_step": 3, "key": key, "old": "0.01", "new": "0.001"} in changes
     page = (folder / "report.html").read_text()
-    assert f"<td class='n'>3</td><td>{key}</td><td>0.01</td><td>0.001</td>" in page
+    assert f'<td class="n">3</td><td>{key}</td><td>0.01</td><td>0.001</td>' in page
     assert "config_from_step_3.yaml" in page
 
 

@@ -23,11 +23,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny_server import ENGINE, RunningServer, options_for, running, save_adapter, save_model
 
-from posttrain.models.reference import load_for_sampling
+from posttrain.engines.loading import load_for_sampling
 from posttrain.serve import server as serve_server
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.loading import build_service
-from posttrain.serve.options import Limits
+from posttrain.serve.options import ServerLimits
 from posttrain.serve.server import DrainingServer, listen
 from posttrain.types import NoiseKey, Sampling, Task
 
@@ -210,7 +210,7 @@ def test_under_load_nobody_gets_the_answer_of_another(server: RunningServer, mod
 
 def test_when_full_429_and_then_room_again(model: Path) -> None:
     engine = replace(ENGINE, max_batch_size=2)
-    with running(options_for(model, engine=engine, limits=Limits(max_queue=1))) as server:
+    with running(options_for(model, engine=engine, limits=ServerLimits(max_queue=1))) as server:
         server.slow_down(0.005)
         url = f"{server.url}/v1/chat/completions"
         with httpx.Client(timeout=30) as client:
@@ -259,7 +259,7 @@ def test_a_client_that_leaves_without_a_word_frees_its_place(slow_server: Runnin
 
 
 def test_a_request_that_takes_too_long_is_told_so(model: Path) -> None:
-    limits = Limits(request_timeout_s=0.15, body_timeout_s=1.0)
+    limits = ServerLimits(request_timeout_s=0.15, body_timeout_s=1.0)
     with running(options_for(model, limits=limits)) as server, httpx.Client(timeout=30) as client:
         server.slow_down(0.005)
         url = f"{server.url}/v1/chat/completions"
@@ -318,7 +318,7 @@ def test_a_key_is_needed_where_one_is_set(model: Path) -> None:
 
 
 def test_bodies_and_prompts_over_the_limits(model: Path) -> None:
-    limits = Limits(max_body_bytes=2000, max_completion_tokens=30)
+    limits = ServerLimits(max_body_bytes=2000, max_completion_tokens=30)
     with running(options_for(model, limits=limits)) as server, httpx.Client(base_url=server.url) as client:
         large = json.dumps({"model": "tiny", "prompt": "x" * 3000}).encode()
         for content in (large, iter([large[:1500], large[1500:]])):  # announced, and in chunks of unknown number
@@ -564,7 +564,7 @@ def test_the_server_hears_signals_when_it_says_that_it_is_ready(model: Path, mon
 
 
 def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: Path) -> None:
-    with running(options_for(model, limits=Limits(body_timeout_s=1.0))) as server:
+    with running(options_for(model, limits=ServerLimits(body_timeout_s=1.0))) as server:
         server.slow_down(0.05)
         address = httpx.URL(server.url)
         door = (address.host, address.port)

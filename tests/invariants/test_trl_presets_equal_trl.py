@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.rollout_batches import rollout_batch, scored_places
 from posttrain.config import load_config
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow
 from posttrain.recipes.grpo_credit import build_credit, build_objective

@@ -16,7 +16,7 @@ from posttrain.algorithms.clock import StageClock
 from posttrain.algorithms.preference_metrics import Reference, with_accuracy
 from posttrain.algorithms.supervised_batches import batch_report, pair_batch
 from posttrain.policy.objectives import PreferenceLoss
-from posttrain.roles import Policy
+from posttrain.roles import Trainer
 from posttrain.types import Pair, StepReport, TokenBatch
 
 
@@ -28,7 +28,7 @@ class PairStream(Protocol):
 class Dpo:
     num_pairs_per_step: int
     objective: PreferenceLoss
-    policy: Policy
+    policy: Trainer
     pairs: PairStream
     validation: Sequence[Pair] = ()
     reference: Reference | None = None  # None: the loss has none

@@ -30,7 +30,7 @@ from posttrain.algorithms.rollout_batches import (
 )
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.roles import Policy, RolloutSource
+from posttrain.roles import RolloutSource, Trainer, WeightSync
 from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
 
 
@@ -48,8 +48,9 @@ class Grpo:
     settings: GrpoSettings
     objective: ClippedPolicyGradient
     credit: Credit
-    policy: Policy
+    policy: Trainer
     rollouts: RolloutSource
+    weights: WeightSync
     validation: RolloutSource | None = None
 
     def step(self, step: int) -> StepReport:
@@ -74,6 +75,7 @@ class Grpo:
         with clock("policy_training"):
             updates = [self.policy.update(batch, self.objective) for batch in batches]
             self.policy.end_step()
+            self.weights.publish(step)
 
         metrics = {
             **_mean_over_updates(updates),

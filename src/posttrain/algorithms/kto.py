@@ -22,7 +22,7 @@ from posttrain.algorithms.clock import StageClock
 from posttrain.algorithms.preference_metrics import Reference, with_accuracy
 from posttrain.algorithms.supervised_batches import batch_report, judged_batch, mismatched_batch
 from posttrain.policy.objectives import KtoLoss
-from posttrain.roles import Policy
+from posttrain.roles import Trainer
 from posttrain.types import Judged, StepReport, TokenBatch
 
 
@@ -35,7 +35,7 @@ class Kto:
     num_answers_per_step: int
     max_total_tokens: int  # of a prompt with another prompt's answer
     objective: KtoLoss
-    policy: Policy
+    policy: Trainer
     answers: JudgedStream
     reference: Reference
     validation: Sequence[Judged] = ()

@@ -9,7 +9,7 @@ from typing import Protocol
 from posttrain.algorithms.clock import StageClock
 from posttrain.algorithms.supervised_batches import batch_report, example_batch
 from posttrain.policy.objectives import NegativeLogLikelihood
-from posttrain.roles import Policy
+from posttrain.roles import Trainer
 from posttrain.types import Example, StepReport
 
 
@@ -20,7 +20,7 @@ class ExampleStream(Protocol):
 @dataclass(frozen=True)
 class Sft:
     num_examples_per_step: int
-    policy: Policy
+    policy: Trainer
     examples: ExampleStream
     validation: Sequence[Example] = ()
     objective: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)

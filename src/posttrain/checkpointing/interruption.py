@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as requests: the loop looks at `requested` where the state is whole, saves, and leaves.
+"""SIGTERM and Ctrl-C as requests: the loop looks at `signal` where the state is whole, saves, and leaves.
 
 Knows nothing of checkpoints or loops.
 """
@@ -27,10 +27,6 @@ class Interruption:
         self._num_sigints = 0
         self._owner = 0
         self._previous: dict[signal.Signals, Any] = {}
-
-    @property
-    def requested(self) -> bool:
-        return self.signal is not None
 
     @property
     def exit_code(self) -> int:

@@ -60,16 +60,17 @@ def run(args: argparse.Namespace) -> int:
     quieten_libraries()
     from posttrain.data.chat import ChatFormat
     from posttrain.engines.native.session import GenerationSession
-    from posttrain.serve.models import find_model, load_engine
-    from posttrain.serve.terminal import Conversation, converse
+    from posttrain.models.accepted_names import resolve_registered_model
+    from posttrain.serve.models import load_engine
+    from posttrain.serve.terminal import TerminalChat, converse
     from posttrain.types import SMALLEST_TEMPERATURE, Sampling
 
-    found = find_model(args.model, args.registry)
+    found = resolve_registered_model(args.model, registry=args.registry)
     options = EngineOptions(args.precision, args.device, args.max_model_len, max_batch_size=1)
     session = GenerationSession(load_engine(found, options))
     temperature = args.temperature if args.temperature >= SMALLEST_TEMPERATURE else 0.0
     sampling = Sampling(args.max_tokens, temperature=temperature, top_p=args.top_p)
-    conversation = Conversation(session, ChatFormat(session.tokenizer), sampling, args.seed, args.system)
+    conversation = TerminalChat(session, ChatFormat(session.tokenizer), sampling, args.seed, args.system)
     interactive = sys.stdin.isatty()
     if interactive:
         _say(f"{found.text}. /help shows what there is.\n")

@@ -239,8 +239,7 @@ def _inspect(args: argparse.Namespace) -> int:
     """Broken files are named, and what can be read is shown: that is what one inspects for."""
     from rich.console import Console
 
-    from posttrain.cli.data_views import show_statistics
-    from posttrain.data.traces.picture import check_picture, write_picture
+    from posttrain.cli.data_views import check_picture, show_statistics, write_picture
 
     if args.picture:
         check_picture(args.picture)

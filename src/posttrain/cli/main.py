@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+import posttrain.registry  # noqa: F401 - registry:NAME@STAGE may be named as a model in every command
 from posttrain import __version__
 from posttrain.cli import (
     chat_command,

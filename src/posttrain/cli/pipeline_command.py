@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.pipeline.records import STAGES
 
 if TYPE_CHECKING:
     from posttrain.config.pipeline import PipelineConfig
 
-STAGES = ("traces", "dataset", "train", "convert", "evaluate", "gate", "registry", "canary")
 EXIT_TERMINATED = 85
 SUMMARY = "run traces → dataset → train → convert → evaluate → gate → registry → canary, again and again"
 EPILOG = """\
@@ -90,7 +90,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
 
     quieten_libraries()
     from posttrain.pipeline.page import write_views
-    from posttrain.pipeline.runner import PipelineRunner, Wish
+    from posttrain.pipeline.runner import PipelineRunner, RunRequest
     from posttrain.pipeline.stage import Stop
     from posttrain.reporting.console import Console
     from posttrain.reporting.wording import Line
@@ -101,16 +101,16 @@ def run_pipeline(args: argparse.Namespace) -> int:
         console.show([Line(text, "warning" if text.startswith("warning") else "plain")])
 
     runner = PipelineRunner(config, say, console.progress, quiet=args.quiet)
-    wish = Wish(args.until, args.redo_from, args.new_iteration)
+    request = RunRequest(args.until, args.redo_from, args.new_iteration)
     if args.dry_run:
-        return show_plan(runner, wish)
+        return show_plan(runner, request)
     if config.schedule is not None:
         say(
             f"schedule {config.schedule!r}: starting this command at that time is the cluster's business; it runs now, once"
         )
     try:
         with _sigterm_raises():
-            code = runner.run(wish, after_stage=lambda: write_views(config))
+            code = runner.run(request, after_stage=lambda: write_views(config))
     except Stop as stop:
         print(f"posttrain: {stop}", file=sys.stderr)
         return stop.code

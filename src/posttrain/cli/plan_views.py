@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.config import RunConfig
-from posttrain.planning.calibration import GIB
 from posttrain.planning.measured import Measured, compare
 from posttrain.planning.plan import Estimate, assumptions
 from posttrain.planning.proposal import Proposal
+from posttrain.policy.memory.rank import GIB
 
 GOAL = 0.15  # an error of the prediction that is still called good
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.overrides_parser import OverridesParser
 from posttrain.errors import InputError
+from posttrain.models.accepted_names import REGISTRY_PREFIX
 
 if TYPE_CHECKING:
     from posttrain.registry import Registry
@@ -76,11 +77,10 @@ def _run(run: Any, args: argparse.Namespace) -> int:
     if args.words:
         raise InputError(f"unexpected: {' '.join(args.words)}; see `posttrain registry --help`")
     from posttrain.registry import Registry
-    from posttrain.registry.resolve import PREFIX
 
     if getattr(args, "name", None):
         # As `serve` writes it; nobody should have to know where it is needed.
-        args.name = args.name.removeprefix(PREFIX)
+        args.name = args.name.removeprefix(REGISTRY_PREFIX)
     if not args.wait_s >= 0:
         raise InputError(f"--wait-s is {args.wait_s}: 0 or more seconds are accepted")
     return int(run(Registry(args.registry, wait_s=args.wait_s), args))

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import InputError
 from posttrain.serve.canary import CanaryRules
-from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, Limits
+from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits
 
 if TYPE_CHECKING:
-    from posttrain.serve.loading import ServeOptions
+    from posttrain.serve.options import ServeOptions
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _DRAIN_TIMEOUT_S = 120.0
@@ -111,7 +111,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group, usual = parser.add_argument_group("limits"), Limits()
+    group, usual = parser.add_argument_group("limits"), ServerLimits()
     group.add_argument(
         "--max-queue", type=int, metavar="N", help=f"samples that may wait; then 429 ({usual.max_queue})"
     )
@@ -186,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> ServeOptions:
-    from posttrain.serve.loading import ServeOptions
+    from posttrain.serve.options import ServeOptions
 
     return ServeOptions(
         model=args.model,
@@ -195,7 +195,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         canary=args.canary,
         canary_rules=CanaryRules(**_canary_options(args)) if args.canary else None,
         engine=EngineOptions(**_given(args, [field.name for field in fields(EngineOptions)])),
-        limits=Limits(**_given(args, [field.name for field in fields(Limits)])),
+        limits=ServerLimits(**_given(args, [field.name for field in fields(ServerLimits)])),
         api_keys=_keys(args.api_key, args.api_key_file),
         registry=args.registry,
     )

@@ -12,7 +12,7 @@ from posttrain.config.evaluation import EvalRunConfig, check_eval, eval_cautions
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.preference_losses import ambiguous_loss, check_preference_loss
 from posttrain.config.runs import DpoRunConfig, GrpoRunConfig, RmRunConfig, RunConfig
-from posttrain.config.turns import check_turns, unused_turns
+from posttrain.config.turns import check_turn_classes, check_turns, unused_turns
 from posttrain.config.variants import check_variants, compares_within_group, normalizer, unused_variants
 
 IsSetByUser = Callable[[str], bool]
@@ -21,7 +21,7 @@ IsSetByUser = Callable[[str], bool]
 def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[str]:
     """Everything in `config` that contradicts itself."""
     if isinstance(config, EvalRunConfig):
-        return list(check_eval(config))
+        return [*check_eval(config), *check_turn_classes(config.env)]
     found = [*_data(config), *_optimizer(config), *_scoring_layer(config)]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]

@@ -38,6 +38,9 @@ class EvalConfig(Section):
     bootstrap_resamples: PositiveInt = Field(
         default=10_000, description="How often the problems are drawn again for the intervals."
     )
+    max_rollout_turns: PositiveInt = Field(
+        default=1, description="Turns that the model has for one answer, where the environment has `turns`."
+    )
     max_problems: PositiveInt | None = Field(
         default=None, description="Only the first so many problems of the dataset; null is all of them."
     )
@@ -197,8 +200,16 @@ def check_eval(config: EvalRunConfig) -> Iterator[str]:
     if config.data.env_name is None and len(config.env) > 2:
         yield f"data.env_name is null and env has {', '.join(config.env)}: say which of them judges"
     turns = config.env[config.judge].turns if config.judge in config.env else None
-    if turns is not None:
-        yield f"env.{config.judge}.turns = {turns!r}: an evaluation has single turns; leave it out"
+    if turns is not None and config.server_url is not None:
+        yield (
+            f"env.{config.judge}.turns = {turns!r}: a conversation of several turns continues the model's own tokens, and a "
+            "server gives text alone; name the weights instead of a URL, with generation.backend native or vllm"
+        )
+    if turns is not None and wanted.max_rollout_turns < 2:
+        yield (
+            f"env.{config.judge}.turns takes turns with the model, but eval.max_rollout_turns = {wanted.max_rollout_turns} ends "
+            "a conversation before the model can read what the environment says: set it to 2 or more, or remove the turns"
+        )
 
 
 def eval_cautions(config: EvalRunConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""vLLM as a `roles.Generator`: token ids in, token ids and their log-probabilities out. The only file that imports vllm.
+"""vLLM as a `roles.Engine`: token ids in, token ids and their log-probabilities out. The only file that imports vllm.
 
 Every sample is a request of its own with a seed of its own, so that what is drawn depends on (seed, step, draw, sample) and
 not on what else is in the batch; vLLM's prefix cache computes the prompt of a group once all the same. The numbers are
@@ -76,6 +76,9 @@ class VllmEngine:
         if progress is not None:
             progress(len(completions))
         return [completions[start : start + num_samples] for start in range(0, len(completions), num_samples)]
+
+    def release(self) -> None:
+        """vLLM keeps its memory until the process ends: no trainer shares a GPU with it."""
 
     def _parameters(self, task: Task, sampling: Sampling, noise: int) -> Any:
         ends = list(dict.fromkeys([*sampling.stop_token_ids, *sampling.end_of_turn_ids]))

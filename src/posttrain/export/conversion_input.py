@@ -18,18 +18,18 @@ import yaml
 from posttrain.checkpointing import describe_model
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError, reason_of
-from posttrain.export.lora import Adapter, adapter_in, open_adapter
+from posttrain.export.merge_lora import Adapter, adapter_in, open_adapter
 from posttrain.export.weight_names import ModelShape, config_file_of, is_lora, match_names, plain_name, prefix_of
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
-from posttrain.models.config_errors import explain_config_error
-from posttrain.models.hub import looks_like_hub_name, why_unavailable
-from posttrain.models.reference import (
+from posttrain.models.accepted_names import (
     TOKENIZER,
     adapter_base,
     check_model_folder,
     find_checkpoint,
     read_json,
 )
+from posttrain.models.hub import looks_like_hub_name, why_unavailable
+from posttrain.models.loading import explain_config_error
 
 Say = Callable[[str], None]
 _FILES_OF_A_MODEL = ("*.safetensors", ".metadata", "config.json", "adapter_config.json")

@@ -19,14 +19,14 @@ from torch import Tensor
 from posttrain.checkpointing.integrity import seal
 from posttrain.errors import reason_of
 from posttrain.export.conversion_input import ConversionError, ConversionInput, Say, open_input
-from posttrain.export.lora import Adapter, MergedSource, open_adapter
+from posttrain.export.merge_lora import Adapter, MergedSource, open_adapter
 from posttrain.export.model_card import lineage, model_card
 from posttrain.export.new_folder import check_target, new_folder
 from posttrain.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
 from posttrain.export.weight_names import ModelShape
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
+from posttrain.models.accepted_names import read_json
 from posttrain.models.hub import why_unavailable
-from posttrain.models.reference import read_json
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -24,10 +24,10 @@ from posttrain.checkpointing import durable
 from posttrain.errors import InputError
 from posttrain.export.conversion_input import read_model_config
 from posttrain.export.convert import Advance
-from posttrain.export.gguf_import import require_gguf
 from posttrain.export.gguf_tokenizer import add_tokenizer
 from posttrain.export.weight_names import ModelShape, match_names
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
+from posttrain.models.gguf_import import require_gguf
 from posttrain.models.tensor_files import TensorFacts
 
 Say = Callable[[str], None]

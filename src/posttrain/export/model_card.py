@@ -17,8 +17,8 @@ import yaml
 from posttrain import __version__
 from posttrain.export.conversion_input import ConversionInput
 from posttrain.export.verification import Verification
+from posttrain.models.accepted_names import read_json
 from posttrain.models.hub import looks_like_hub_name
-from posttrain.models.reference import read_json
 from posttrain.reporting.run_files import METRICS_FILE, read_rows
 
 _METHODS = {

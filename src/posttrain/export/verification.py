@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import InputError, reason_of
-from posttrain.export.lora import Adapter
+from posttrain.export.merge_lora import Adapter
 from posttrain.export.weight_names import ModelShape, config_file_of, empty_model
 from posttrain.export.weight_sources import WeightSource
-from posttrain.models.config_errors import explain_config_error
+from posttrain.models.loading import explain_config_error
 
 _NUM_TOKENS = 24
 _ROOM = 1.3  # memory of a loaded model over that of its weights
@@ -151,7 +151,7 @@ def loaded_logits(folder: Path, shape: ModelShape, adapter_folder: Path | None =
             f"among them {sorted(wrong)[0]}"
         )
     if adapter_folder is not None:
-        from posttrain.models.reference import add_adapter
+        from posttrain.models.lora import add_adapter
 
         model = add_adapter(model, adapter_folder)
     return _logits(model.eval(), shape)

@@ -21,7 +21,7 @@ from torch import nn
 
 from posttrain.errors import InputError
 from posttrain.export.weight_sources import WeightSource
-from posttrain.models.config_errors import explain_config_error
+from posttrain.models.loading import explain_config_error
 
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
 _LORA = re.compile(r"\.lora_[AB]\b|\.lora_embedding_[AB]\b|\.lora_magnitude_vector\b")

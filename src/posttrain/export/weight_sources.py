@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from posttrain.models.reference import files_of_index
+from posttrain.models.accepted_names import files_of_index
 from posttrain.models.tensor_files import StoredPart, TensorFacts, WeightFileError, assemble, stored_parts, whole_facts
 
 _READ_TOGETHER_BYTES = 256 * 2**20  # a read of DCP looks through its whole index, so small tensors are read together

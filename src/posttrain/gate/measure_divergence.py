@@ -17,25 +17,24 @@ from torch import Tensor, nn
 from posttrain.config import load_config
 from posttrain.data.chat import ChatFormat
 from posttrain.errors import InputError
-from posttrain.evaluation.identity import model_fingerprint
 from posttrain.evaluation.problems import load_problems
 from posttrain.evaluation.results import (
     CONFIG_FILE,
     Evaluation,
     EvaluationError,
     ProblemResult,
-    problem_set_hash,
+    hash_of_tasks,
     read_evaluation,
 )
 from posttrain.gate.divergence import Divergence, answers_digest, write_divergence
-from posttrain.models.loading import load_tokenizer, resolve_device
-from posttrain.models.reference import (
-    ModelReference,
-    load_with_adapter,
+from posttrain.models.accepted_names import (
+    ResolvedModel,
     resolve_registered_model,
-    sampling_dtype,
 )
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.models.fingerprint import model_fingerprint
+from posttrain.models.loading import load_tokenizer, resolve_device, sampling_dtype
+from posttrain.models.lora import load_with_adapter
 from posttrain.policy.head import OutputHead
 from posttrain.policy.packed import PackedRow
 from posttrain.roles import ShowProgress
@@ -64,6 +63,11 @@ def measure_divergence(
         raise InputError(
             f"{evaluation.folder}: {named} holds other weights now than those that gave the answers; name theirs with --model"
         )
+    if any(sample.turns for problem in evaluation.problems for sample in problem.samples):
+        raise InputError(
+            f"{evaluation.folder}: its answers are conversations of several turns; the KL from a base model is measured on "
+            "single answers"
+        )
     messages = _messages(evaluation)
     where = resolve_device(device)
     chat = _chat(evaluation, ours)
@@ -86,7 +90,7 @@ def _messages(evaluation: Evaluation) -> dict[str, tuple[Message, ...]]:
     """What the model was asked, by problem: built again from the evaluation's config, and checked to be the same."""
     config = load_config("eval", evaluation.folder / CONFIG_FILE).config
     problems = load_problems(config.data, seed=config.eval.seed, limit=config.eval.max_problems).problems
-    if problem_set_hash((p.id, p.prompt, p.expected) for p in problems) != evaluation.summary.problem_set_hash:
+    if hash_of_tasks(problems) != evaluation.summary.problem_set_hash:
         raise EvaluationError(
             f"{evaluation.folder}: {config.data.data_path or config.data.dataset_name} no longer holds the problems of this "
             "evaluation, so its prompts cannot be built again"
@@ -94,7 +98,7 @@ def _messages(evaluation: Evaluation) -> dict[str, tuple[Message, ...]]:
     return {problem.id: problem.messages for problem in problems}
 
 
-def _chat(evaluation: Evaluation, reference: ModelReference) -> ChatFormat:
+def _chat(evaluation: Evaluation, reference: ResolvedModel) -> ChatFormat:
     config = load_config("eval", evaluation.folder / CONFIG_FILE).config
     own = config.tokenizer.name
     name = reference.tokenizer if own == config.generation.model_name else own
@@ -102,7 +106,7 @@ def _chat(evaluation: Evaluation, reference: ModelReference) -> ChatFormat:
     return ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
 
 
-def _head(reference: ModelReference, precision: str, device: torch.device) -> OutputHead:
+def _head(reference: ResolvedModel, precision: str, device: torch.device) -> OutputHead:
     model: nn.Module = load_with_adapter(reference, sampling_dtype(precision, device), device)
     return OutputHead(model)
 

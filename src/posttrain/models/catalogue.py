@@ -11,7 +11,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.export.gguf_import import (
+from posttrain.models.gguf_import import (
     ModelImportError,
     Say,
     convert_gguf,

@@ -1,7 +1,7 @@
-"""Loads the model and its tokenizer, and puts LoRA adapters on it.
+"""Loads models and their tokenizers with transformers.
 
-`SettingsError` is for what the user can mend: a missing folder, a name the hub does not know, LoRA targets that match
-nothing.
+Raises `SettingsError` for what the user can fix: a missing folder, a name that the hub does not have, a config with
+impossible values, weights that do not fit it.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import InputError, reason_of
-from posttrain.models.config_errors import CONFIG_ERRORS, explain_config_error
+from posttrain.models.accepted_names import ModelReferenceError
+from posttrain.models.attention_interface import ATTENTION
 from posttrain.models.hub import why_unavailable
-from posttrain.policy.attention import ATTENTION
 
+# Raised by transformers while it reads a config or builds the modules of a model from it. ValueError also covers an
+# unknown kind of model.
+CONFIG_ERRORS = (StrictDataclassError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -115,6 +117,14 @@ def load_model(
     return model.to(device)
 
 
+def sampling_dtype(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        return DTYPES["bfloat16" if device.type == "cuda" else "float32"]
+    if precision not in DTYPES:
+        raise ModelReferenceError(f"precision {precision!r} is not known; accepted: auto, {', '.join(DTYPES)}")
+    return DTYPES[precision]
+
+
 def _bad_config(name: str, field: str, error: Exception, overrides: Mapping[str, Any] | None = None) -> SettingsError:
     """The config was read, and no model can be built by it."""
     file = Path(name) / "config.json"
@@ -122,6 +132,21 @@ def _bad_config(name: str, field: str, error: Exception, overrides: Mapping[str,
     place = str(file) if file.is_file() else repr(name)
     changed = f" with policy.hf_config_overrides {dict(overrides)}" if overrides else ""
     return SettingsError(f"{field}: {place}{changed}: {explain_config_error(error, {**config, **(overrides or {})})}")
+
+
+def explain_config_error(error: Exception, config: Mapping[str, Any]) -> str:
+    """Why transformers cannot build a model from `config`, in one line."""
+    if isinstance(error, KeyError) and error.args:
+        # A look-up by a value of the config, such as the name of an activation. The error holds the value only.
+        keys = [key for key, value in config.items() if value == error.args[0]]
+        return f"{keys[0]} {error.args[0]!r} is not known to transformers" if keys else f"KeyError: {error}"
+    lines = str(error).split("\n")
+    if type(error).__name__.startswith("StrictDataclass"):
+        # The first line has the field, the second what is wrong with it.
+        return " ".join(line.strip() for line in lines)
+    first = next((line.strip() for line in lines if line.strip()), "")
+    plain = isinstance(error, (ValueError, OSError)) and first
+    return first if plain else f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
 def _damaged_file(folder: Path) -> Path | None:
@@ -133,50 +158,6 @@ def _damaged_file(folder: Path) -> Path | None:
         except SafetensorError:
             return file
     return None
-
-
-def add_lora(model: PreTrainedModel, lora: Any, seed: int, *, task_type: str = "CAUSAL_LM") -> nn.Module:
-    """Adapters through peft. `lora` has the keys of `policy.dtensor_cfg.lora_cfg`.
-
-    With the task "SEQ_CLS" the scoring layer of a reward model is trained whole, and saved beside the adapters.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    targets: str | list[str] = (
-        "all-linear" if lora.match_all_linear or not lora.target_modules else list(lora.target_modules)
-    )
-    config = LoraConfig(
-        task_type=task_type,
-        r=lora.dim,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        exclude_modules=list(lora.exclude_modules) or None,
-    )
-    torch.manual_seed(seed)  # the adapters' start must not depend on what ran before
-    try:
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise SettingsError(f"policy.dtensor_cfg.lora_cfg: {error}") from error
-    _initialise_adapters(adapted, lora.lora_A_init)
-    return adapted
-
-
-def _initialise_adapters(model: nn.Module, how: str) -> None:
-    """peft starts A with Kaiming noise; NeMo RL's default is Xavier. B starts at zero in both."""
-    if how == "xavier":
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                nn.init.xavier_normal_(parameter)
-
-
-def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
-    """The frozen base model inside an adapted one."""
-    return model.disable_adapter() if is_adapted(model) else nullcontext()  # type: ignore[operator]
-
-
-def is_adapted(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
 
 
 def flops_per_token(model_config: Mapping[str, Any], num_parameters: int) -> float:

@@ -28,8 +28,8 @@ def traces_content(path: str | Sequence[str], hashes: FileHashes) -> list[str]:
 
 def model_identity(reference: str) -> str:
     """Of a local model, its files; a name on the hub stands for itself."""
-    from posttrain.evaluation.identity import model_fingerprint
-    from posttrain.models.reference import resolve_model
+    from posttrain.models.accepted_names import resolve_model
+    from posttrain.models.fingerprint import model_fingerprint
 
     found = resolve_model(reference)
     return model_fingerprint(found) or found.model

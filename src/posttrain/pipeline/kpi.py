@@ -15,7 +15,7 @@ from typing import Any
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.pipeline.models import place_in_registry, versions_of
+from posttrain.pipeline.iteration_models import place_in_registry, versions_of
 from posttrain.pipeline.records import STAGES, Iteration, StageRecord, read_iterations
 
 KPI_FILE = "kpi.json"

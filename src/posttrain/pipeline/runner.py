@@ -21,9 +21,9 @@ from posttrain.errors import InputError
 from posttrain.hashing import FileHashes, digest
 from posttrain.pipeline.demo_names import check_names_in_the_demo, settings_naming
 from posttrain.pipeline.demo_world import make_world, unmade
+from posttrain.pipeline.iteration_models import choose_models
+from posttrain.pipeline.iteration_plan import Decision, decide, plan
 from posttrain.pipeline.lock import only_runner
-from posttrain.pipeline.models import choose_models
-from posttrain.pipeline.planning import Decision, decide, plan
 from posttrain.pipeline.records import (
     STAGES,
     Iteration,
@@ -49,7 +49,7 @@ _BEAT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class RunRequest:
     """What was asked for on the command line."""
 
     until: StageName = STAGES[-1]
@@ -58,7 +58,7 @@ class Wish:
 
 
 @dataclass
-class Chosen:
+class SelectedIteration:
     """An iteration with the contents of the traces that it is about."""
 
     iteration: Iteration
@@ -71,7 +71,7 @@ class DryRun:
     """The iteration that would be worked on, and what would be done with each stage. Neither can be told while the demo has
     something to make; then it is that, and the settings of which nobody knows yet whether what they name is any good."""
 
-    chosen: Chosen | None = None
+    selected: SelectedIteration | None = None
     decisions: tuple[Decision, ...] = ()
     unmade: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
@@ -98,37 +98,37 @@ class PipelineRunner:
 
     # -- the story -----------------------------------------------------------------------------------------------------
 
-    def run(self, wish: Wish, after_stage: Callable[[], object] = lambda: None) -> int:
+    def run(self, request: RunRequest, after_stage: Callable[[], object] = lambda: None) -> int:
         """The exit code. `after_stage` is called whenever there is something new to report."""
-        stages = _until(wish.until)
+        stages = _until(request.until)
         self.check(stages)
         with only_runner(self.home, self.say) as lock:
             if self.config.demo is not None:
                 make_world(self.config.demo, self.say, quiet=self._quiet, lock=lock)
             self._check_problems(stages)
-            chosen = self.choose(wish)
-            for note in chosen.notes:
+            selected = self.select(request)
+            for note in selected.notes:
                 self.say(note)
-            iteration = chosen.iteration
+            iteration = selected.iteration
             before: dict[str, StageRecord] = {}
             for stage in stages:
-                context = self._context(iteration, chosen.data, before, lock)
+                context = self._context(iteration, selected.data, before, lock)
                 decision = decide(stage, context)
                 iteration, record = self._perform(stage, decision, context)
                 if record is not None:
                     before[stage.name] = record
                 self.hashes.save()
                 after_stage()
-            if wish.until == STAGES[-1] and not iteration.finished:
+            if request.until == STAGES[-1] and not iteration.finished:
                 iteration = replace(iteration, running=None, finished=True)
                 iteration.write()
                 after_stage()
         gate = before.get("gate")
         return EXIT_CODES[gate.outcome.values["verdict"]] if gate is not None else 0
 
-    def dry_run(self, wish: Wish) -> DryRun:
+    def dry_run(self, request: RunRequest) -> DryRun:
         """Everything is checked that can be, and nothing is written."""
-        stages = _until(wish.until)
+        stages = _until(request.until)
         self.check(stages)
         if self.config.demo is not None and (names := unmade(self.config.demo)):
             waiting = settings_naming(names, self.config, [stage.name for stage in stages])
@@ -136,8 +136,8 @@ class PipelineRunner:
             self._check_problems(stages, waiting)
             return DryRun(unmade=names, unchecked=tuple(waiting))
         self._check_problems(stages)
-        chosen = self.choose(wish, write=False)
-        return DryRun(chosen, tuple(plan(stages, self._context(chosen.iteration, chosen.data, {}, None))))
+        selected = self.select(request, write=False)
+        return DryRun(selected, tuple(plan(stages, self._context(selected.iteration, selected.data, {}, None))))
 
     def check(self, stages: Sequence[Stage]) -> None:
         """Everything that can be wrong with the file and the files that it names, before anything runs."""
@@ -158,36 +158,36 @@ class PipelineRunner:
 
     # -- which iteration -----------------------------------------------------------------------------------------------
 
-    def choose(self, wish: Wish, *, write: bool = True) -> Chosen:
+    def select(self, request: RunRequest, *, write: bool = True) -> SelectedIteration:
         """An iteration is about one set of traces and the models that it began with. Once it is finished, other traces
         make a new one; until then it goes on with those that it has read."""
         data = current_content(self.config, self.hashes)
         earlier = read_iterations(self.home)
         last = earlier[-1] if earlier else None
-        if last is None or wish.new_iteration:
+        if last is None or request.new_iteration:
             why = "" if last is None else "asked for with --new-iteration"
-            chosen = self._begin(1 if last is None else last.number + 1, data, why)
+            selected = self._begin(1 if last is None else last.number + 1, data, why)
         elif last.data == digest(data):
-            chosen = Chosen(last, data)
+            selected = SelectedIteration(last, data)
         elif last.finished:
-            chosen = self._begin(last.number + 1, data, "the traces have changed")
+            selected = self._begin(last.number + 1, data, "the traces have changed")
         else:
-            chosen = self._go_on(last, data)
-        if wish.redo_from is not None:
-            chosen.iteration = self._with_redone(chosen, wish.redo_from)
+            selected = self._go_on(last, data)
+        if request.redo_from is not None:
+            selected.iteration = self._with_redone(selected, request.redo_from)
         if write:
-            chosen.iteration.write()
-        return chosen
+            selected.iteration.write()
+        return selected
 
-    def _begin(self, number: int, data: list[str], why: str) -> Chosen:
+    def _begin(self, number: int, data: list[str], why: str) -> SelectedIteration:
         start, start_why, incumbent = choose_models(self.config)
         folder = self.home / f"iteration_{number}"
         now = datetime.now(UTC).isoformat(timespec="seconds")
         iteration = Iteration(number, folder, now, digest(data), start, start_why, incumbent)
         note = f"iteration {number} begins{f': {why}' if why else ''}; it trains {start.text} ({start_why})"
-        return Chosen(iteration, data, [note])
+        return SelectedIteration(iteration, data, [note])
 
-    def _go_on(self, last: Iteration, data: list[str]) -> Chosen:
+    def _go_on(self, last: Iteration, data: list[str]) -> SelectedIteration:
         """The traces have changed before the iteration was finished: its dataset is a snapshot, if there is one already."""
         read = last.record("traces")
         if read is not None and last.record("dataset") is not None:
@@ -198,11 +198,11 @@ class PipelineRunner:
                     f"the traces have changed since iteration {last.number} read them; it is finished with what it has, and "
                     "the next one takes the new ones (--new-iteration begins that now)"
                 )
-                return Chosen(last, frozen, [note])
-        return Chosen(replace(last, data=digest(data)), data)
+                return SelectedIteration(last, frozen, [note])
+        return SelectedIteration(replace(last, data=digest(data)), data)
 
-    def _with_redone(self, chosen: Chosen, first: StageName) -> Iteration:
-        iteration = chosen.iteration
+    def _with_redone(self, selected: SelectedIteration, first: StageName) -> Iteration:
+        iteration = selected.iteration
         place = STAGES.index(first)
         for name in STAGES[:place]:
             if name not in iteration.stages or iteration.stages[name].outdated:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -56,9 +57,10 @@ def main(arguments: Sequence[str]) -> int:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):
         return 128 + signal.SIGTERM  # it died before the kernel was asked
-    from posttrain.cli.main import main as posttrain
-
-    return posttrain(rest)
+    # By name: the command line is built on this package.
+    sys.argv[1:] = rest
+    runpy.run_module("posttrain.cli.main", run_name="__main__")
+    return 0
 
 
 if __name__ == "__main__":

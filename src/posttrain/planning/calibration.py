@@ -20,7 +20,7 @@ Measured 2026-11-15 on NVIDIA H200 (torch 2.11, triton 3.6, bf16), on the one th
 | Llama 8B, log-probabilities, sequences of 900 | 40,363 tokens/s | (check) |
 | Llama 8B, forward and backward, 8,100 tokens at a time | 12,487 tokens/s, 58 GiB | (check) |
 | the same, 16,200 tokens at a time | 12,616 tokens/s, 87 GiB | (check) |
-| the same with plain modules, eager | 10,132 tokens/s, 88 GiB | `unfused_time`, `unfused_activations` |
+| the same with plain modules, eager | 10,132 tokens/s, 88 GiB | `unfused_time`, `UNFUSED_ACTIVATIONS` of policy/memory |
 
 "Check" rows were not used to choose a constant; a test holds the prediction against them. The other shares are estimates, which
 say so below.
@@ -30,7 +30,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GIB = 2**30
+from posttrain.policy.memory.rank import GIB
+
 TERA = 1e12
 MEASURED_ON = "H200, 2026-11-15, torch 2.11, bf16"
 
@@ -54,16 +55,13 @@ class Calibration:
     elementwise_share: float = 0.90  # of copy_bytes_per_s, fused kernels; estimate
     weight_read_share: float = 0.85  # of copy_bytes_per_s, products of few rows; estimate
     decode_attention_share: float = 1.1  # of copy_bytes_per_s, paged attention: reading alone is faster than copying
-    unfused_time: float = 1.23  # families whose layers are not fused (policy/fused): time of their passes …
-    unfused_activations: float = 2.1  # … and bytes that they keep for the backward pass
+    unfused_time: float = 1.23  # families whose layers are not fused (policy/fused): time of their passes
     forward_host_s: float = 0.35e-3  # per layer: launching a forward pass; small models wait for it; estimate
     backward_host_s: float = 0.55e-3  # per layer; estimate
     row_host_s: float = 0.5e-6  # per token: laying out a packed row; estimate
     decode_layer_s: float = 50e-6  # a layer of a recorded decode step: ten kernels that begin and end
     decode_row_s: float = 40e-9  # of that layer, for each row
     foreach_bytes: float = 84.0  # moved per weight by torch's foreach AdamW, counted from its operations
-    runtime_bytes: int = 1 * GIB  # CUDA context and libraries: outside of what torch counts; estimate
-    allocator_slack: float = 0.03  # of what is allocated, lost between blocks; estimate
 
 
 CALIBRATION = Calibration()

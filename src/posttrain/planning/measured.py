@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import InputError
-from posttrain.planning.calibration import GIB
-from posttrain.planning.memory import OPTIMIZER, SAMPLING, SCORING, TRAINING
 from posttrain.planning.plan import Estimate
 from posttrain.planning.workload import Lengths
+from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
 from posttrain.reporting.run_data import load_run
 from posttrain.reporting.run_files import METRICS_FILE, Row
 

@@ -8,12 +8,13 @@ from typing import Any
 from posttrain.config import RunConfig
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.errors import InputError
-from posttrain.planning.calibration import CALIBRATION, GIB, GPUS, MEASURED_ON, Calibration, Gpu
-from posttrain.planning.memory import SAMPLING, MemoryModel, MemoryPlan, Phase
-from posttrain.planning.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
-from posttrain.planning.shape import ModelShape, find_shape
+from posttrain.planning.calibration import GPUS, MEASURED_ON, Gpu
+from posttrain.planning.memory import MemoryPlan, plan_memory
 from posttrain.planning.timing import StepTime, TimeModel
 from posttrain.planning.workload import Lengths, Workload, workload_of
+from posttrain.policy.memory.model_shape import ModelShape, find_shape
+from posttrain.policy.memory.rank import GIB, SAMPLING, Phase, RankMemory
+from posttrain.policy.memory.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,16 @@ class Estimate:
     settings: RunSettings
     workload: Workload
     gpu: Gpu
-    calibration: Calibration
     memory: MemoryPlan
     time: StepTime
 
     @property
-    def model(self) -> MemoryModel:
-        return MemoryModel(self.shape, self.settings, self.gpu, self.calibration)
+    def rank(self) -> RankMemory:
+        return RankMemory(self.shape, self.settings)
 
     def needed_bytes(self, phase: Phase) -> float:
         """Of the GPU: tensors, gaps between them, and what lies beside."""
-        return self.model.needed_bytes(phase.peak_bytes)
+        return self.rank.needed_bytes(phase.peak_bytes)
 
     def fits(self, phase: Phase) -> bool:
         cache = self.memory.cache
@@ -52,13 +52,11 @@ class Estimate:
         return self.workload.num_tokens / self.time.total_s
 
 
-def estimate(
-    shape: ModelShape, settings: RunSettings, workload: Workload, gpu: Gpu, calibration: Calibration = CALIBRATION
-) -> Estimate:
-    model = MemoryModel(shape, settings, gpu, calibration)
-    memory = model.plan(workload)
-    time = TimeModel(model, gpu, calibration).step(workload, memory.cache)
-    return Estimate(shape, settings, workload, gpu, calibration, memory, time)
+def estimate(shape: ModelShape, settings: RunSettings, workload: Workload, gpu: Gpu) -> Estimate:
+    rank = RankMemory(shape, settings)
+    memory = plan_memory(rank, workload, gpu)
+    time = TimeModel(rank, gpu).step(workload, memory.cache)
+    return Estimate(shape, settings, workload, gpu, memory, time)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -150,7 +148,7 @@ def as_json(found: Estimate, config: RunConfig) -> dict[str, Any]:
     return {
         "model": found.shape.name,
         "num_weights": found.shape.num_weights,
-        "num_trained": found.model.num_trained,
+        "num_trained": found.rank.num_trained,
         "gpu": found.gpu.name,
         "gpu_is_measured": found.gpu.is_measured,
         "gpu_memory_gib": found.gpu.memory_bytes / GIB,

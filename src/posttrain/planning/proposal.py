@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from posttrain.planning.calibration import GIB
-from posttrain.planning.memory import OPTIMIZER, SAMPLING, SCORING, TRAINING
 from posttrain.planning.plan import Estimate, estimate
-from posttrain.planning.settings import OptimizerSettings, RunSettings
 from posttrain.planning.workload import MicroBatch, Workload
+from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
+from posttrain.policy.memory.settings import OptimizerSettings, RunSettings
 
 _HEADROOM = 0.05  # of the GPU's memory, which a proposal leaves free
 _AS_GOOD = 0.015  # a smaller setting is preferred to one that saves less time than this share
@@ -41,7 +40,7 @@ class Remedy:
 
 
 def with_settings(found: Estimate, settings: RunSettings | None = None, workload: Workload | None = None) -> Estimate:
-    return estimate(found.shape, settings or found.settings, workload or found.workload, found.gpu, found.calibration)
+    return estimate(found.shape, settings or found.settings, workload or found.workload, found.gpu)
 
 
 def _has_room(found: Estimate, *phases: str) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from posttrain.config import PolicyConfig, RunConfig
 from posttrain.errors import InputError
+from posttrain.policy.memory.layer_bytes import Pass
 
 _ASSUMED_PROMPT_SHARE = 0.25  # of the longest sequence, where a config leaves prompts no room of their own
 
@@ -62,23 +63,10 @@ class Bundle:
         seen = p * (p + 1) / 2 + self.size * (a * p + a * (a + 1) / 2)
         return seen if window is None else min(seen, self.fed * window)
 
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass over a packed row."""
-
-    tokens: float
-    responses: float  # response tokens, whose logits are computed
-    gathered: float
-    pairs: float
-
-    @classmethod
-    def of(cls, bundle: Bundle, count: float, window: int | None) -> Pass:
-        return cls(
-            count * bundle.fed,
-            count * bundle.size * bundle.answer,
-            count * bundle.gathered,
-            count * bundle.pairs(window),
+    def in_one_pass(self, count: float, window: int | None) -> Pass:
+        """`count` of these bundles in one packed row."""
+        return Pass(
+            count * self.fed, count * self.size * self.answer, count * self.gathered, count * self.pairs(window)
         )
 
 
@@ -129,13 +117,13 @@ class Workload:
         else:
             count = math.ceil(bundles / self._bundles_per_bin(bundle, micro.max_tokens))
         count = max(count, self.num_updates, 1)
-        return Pass.of(bundle, bundles / count, window), count
+        return bundle.in_one_pass(bundles / count, window), count
 
     def largest_pass(self, micro: MicroBatch, window: int | None) -> Pass:
         """The one that decides memory. Answers differ in length, so a budget of tokens is filled to the last."""
         if micro.max_tokens is None:
             bundle = self.bundle(micro, longest=True)
-            return Pass.of(bundle, max(1, micro.num_responses // bundle.size), window)
+            return bundle.in_one_pass(max(1, micro.num_responses // bundle.size), window)
         bundle = self.bundle(micro)
         together = self.group_size if micro.keeps_groups_whole else 1  # answers that no budget parts
         longest = self.lengths.prompt + together * (self.max_total_tokens - self.lengths.prompt)
@@ -143,7 +131,7 @@ class Workload:
         if self.fixed_length:
             whole = max(self._bundles_per_bin(bundle, micro.max_tokens), 1) * bundle.cost
         whole = min(whole, self.num_groups / self.num_updates * self.group_size / bundle.size * bundle.cost)
-        return Pass.of(bundle, max(whole / bundle.cost, 1 / bundle.size), window)
+        return bundle.in_one_pass(max(whole / bundle.cost, 1 / bundle.size), window)
 
     def _bundles_per_bin(self, bundle: Bundle, max_tokens: int) -> float:
         """Whole bundles where all are alike, as fractions where lengths differ and small ones fill the gaps."""

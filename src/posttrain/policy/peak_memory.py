@@ -15,7 +15,7 @@ import torch
 _GIB = 2**30
 
 
-def let_memory_change_hands() -> None:
+def enable_expandable_segments() -> None:
     """Before training, in a process with a GPU: what one phase gives back must be of use to the next, whatever the sizes.
 
     Otherwise torch keeps blocks of the sizes that it was asked for. One small tensor that stays, such as an optimizer's, keeps

@@ -22,13 +22,13 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from posttrain.roles import ReferencePolicy
 from posttrain.types import TokenBatch
 
 FILE_NAME = "reference_logprobs.bin"
@@ -38,12 +38,6 @@ _KEY_BYTES = 16
 _OVERHEAD_BYTES = 200  # of an entry in memory, beside its numbers
 
 Logprobs = NDArray[np.float32]
-
-
-class ReferencePolicy(Protocol):
-    def reference_logprobs(self, batch: TokenBatch) -> Tensor: ...
-
-    def reference_fingerprint(self) -> str: ...
 
 
 class CachedReference:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.checkpointing import CheckpointError, check_same_model, describe_model
-from posttrain.models.loading import is_adapted
+from posttrain.models.lora import is_adapted
 from posttrain.policy.optimizer import MixedPrecisionOptimizer
 from posttrain.policy.parallel import copy_into
 from posttrain.policy.weight_files import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.config import EnvironmentConfig, GrpoRunConfig, PolicyConfig
@@ -14,6 +15,7 @@ from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments, check_environments
 from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
 from posttrain.recipes.recipe import Entries, Prepared, Recipe, RunParts, first_rows, load_both
+from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import RolloutSource
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
@@ -24,6 +26,30 @@ from posttrain.types import Sampling, Task
 @dataclass(frozen=True)
 class GrpoRecipe(Recipe):
     config: GrpoRunConfig
+    presentation: ClassVar[Presentation] = Presentation(
+        "grpo",
+        Headline(
+            "train/reward",
+            "Reward",
+            lower_is_better=False,
+            chart=ChartSpec(
+                "Reward",
+                (("train/reward", "training reward"), ("validation/accuracy", "validation accuracy")),
+                "Mean reward of the rollouts of each step, and of greedy or sampled answers to held-out prompts.",
+            ),
+        ),
+        (
+            ShownMetric("loss", "Loss", "loss"),
+            ShownMetric("reward", "Avg Reward", "reward"),
+            ShownMetric("filtered_reward", "Avg Reward of Kept Groups", "kept"),
+            ShownMetric("dynamic_sampling_num_gen_batches", "Generation Batches"),
+            ShownMetric("mean_generation_length", "Mean Generation Length", "length"),
+            ShownMetric("kl_penalty", "KL", "kl"),
+            ShownMetric("gen_kl_error", "Generation KL Error"),
+            ShownMetric("grad_norm", "Grad Norm", "grad"),
+            ShownMetric("lr", "Learning Rate"),
+        ),
+    )
 
     def check(self) -> None:
         check_environments(self._environments(), Path.cwd())
@@ -68,6 +94,7 @@ class GrpoRecipe(Recipe):
                 build_credit(config),
                 parts.policy,
                 with_dynamic_sampling(config, source, position),
+                parts.weights,
                 validation_source if held_out else None,
             )
 
@@ -91,7 +118,7 @@ class GrpoRecipe(Recipe):
         )
         rollouts = FreshRollouts(
             stream,
-            parts.generator,
+            parts.engine,
             environment,
             num_samples=config.step_sizes().num_sampled_per_row,
             sampling=_sampling(config.policy, chat.stop_token_ids),
@@ -100,7 +127,7 @@ class GrpoRecipe(Recipe):
         )
         validation_rollouts = FreshRollouts(
             FixedTasks(held_out),
-            parts.generator,
+            parts.engine,
             environment,
             num_samples=grpo.val_num_generations_per_prompt,
             sampling=_sampling(config.policy, chat.stop_token_ids, validation=True),

@@ -13,8 +13,8 @@ from posttrain.config.data import DatasetConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.readers import Item
 from posttrain.data.row_dataset import RowDataset
-from posttrain.orchestration.sharded import ShardedPolicy
-from posttrain.roles import Algorithm, Generator, ShowProgress, Stateful
+from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
+from posttrain.roles import Algorithm, Engine, ShowProgress, Stateful, Trainer, WeightSync
 
 Entries = DatasetConfig | list[DatasetConfig]
 
@@ -41,8 +41,9 @@ class Rows(Protocol):
 class RunParts:
     """What an algorithm is built from, once the model is loaded."""
 
-    policy: ShardedPolicy
-    generator: Generator
+    policy: Trainer
+    engine: Engine
+    weights: WeightSync
     show_progress: ShowProgress
     warn: Callable[[str], None]
     cleanup: ExitStack  # closed when the run ends
@@ -63,6 +64,7 @@ class Recipe(ABC):
     """One kind of run. What follows from the config alone, such as sizes and the reference, is in `config/runs.py`."""
 
     config: RunConfig
+    presentation: ClassVar[Presentation]
     chat_form: ClassVar[type[ChatFormat]] = ChatFormat
 
     def check(self) -> None:  # noqa: B027 - most kinds need nothing else
@@ -71,6 +73,20 @@ class Recipe(ABC):
     @abstractmethod
     def prepare(self, chat: ChatFormat) -> Prepared:
         """Read the data."""
+
+
+PAIR_RESULTS = (
+    ShownMetric("accuracy", "Accuracy", "accuracy"),
+    ShownMetric("rewards_chosen_mean", "Chosen Reward", "chosen"),
+    ShownMetric("rewards_rejected_mean", "Rejected Reward", "rejected"),
+)
+
+
+def pair_accuracy(note: str) -> Headline:
+    """The headline of what learns from pairs."""
+    curves = (("train/accuracy", "training"), ("validation/accuracy", "validation"))
+    chart = ChartSpec("Preference accuracy", curves, note)
+    return Headline("train/accuracy", "Pair accuracy", lower_is_better=False, chart=chart)
 
 
 def load_both(

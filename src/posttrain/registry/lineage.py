@@ -256,8 +256,8 @@ def _compare_with_judged(own: str | None, judged: Mapping[str, Mapping[str, Any]
 
 def _fingerprint(folder: Path) -> str | None:
     """Of the model in `folder`; None if it leads to none whose files are here."""
-    from posttrain.evaluation.identity import model_fingerprint
-    from posttrain.models.reference import ModelReferenceError, resolve_model
+    from posttrain.models.accepted_names import ModelReferenceError, resolve_model
+    from posttrain.models.fingerprint import model_fingerprint
 
     try:
         return model_fingerprint(resolve_model(folder))

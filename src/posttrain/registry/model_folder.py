@@ -21,7 +21,7 @@ _ANY_BASE = "(any)"
 
 def check_model_folder(folder: Path) -> None:
     """Raise RegistryError, naming the file and what is wrong with it, unless `folder` holds a whole model."""
-    from posttrain.models.reference import ModelReferenceError, read_json, resolve_model
+    from posttrain.models.accepted_names import ModelReferenceError, read_json, resolve_model
 
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "no such folder"

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from posttrain.models.accepted_names import REGISTRY_PREFIX
 from posttrain.registry.errors import RegistryError
 from posttrain.registry.registry import DEFAULT_WAIT_S, Registry
 from posttrain.registry.version import ModelVersion
-
-PREFIX = "registry:"
-
-
-def is_registry_reference(text: str) -> bool:
-    return text.startswith(PREFIX)
 
 
 def resolve_version(
@@ -23,7 +18,7 @@ def resolve_version(
     Its files are at `.path`, compared with their checksums (`verify` False: only with their sizes). `registry` is where
     the registry is: POSTTRAIN_REGISTRY, or ./registry, if it is not given.
     """
-    name, at, which = reference.removeprefix(PREFIX).partition("@")
+    name, at, which = reference.removeprefix(REGISTRY_PREFIX).partition("@")
     if not name or (at and not which):
         raise RegistryError(
             f"{reference!r}: expected registry:NAME@production, registry:NAME@canary or registry:NAME@3 ('registry:' may be "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from posttrain.algorithms.clock import StageClock
-from posttrain.roles import Environment, Generator, ShowProgress, no_progress
+from posttrain.roles import Engine, Environment, ShowProgress, no_progress
 from posttrain.types import Completion, Group, NoiseKey, Rollout, Sampling, Score, TakenGroups, Task
 
 
@@ -57,7 +57,7 @@ class FreshRollouts:
     """Samples and scores when asked, from the policy as it is now."""
 
     stream: TaskStream
-    generator: Generator
+    generator: Engine
     environment: Environment
     num_samples: int
     sampling: Sampling

@@ -14,12 +14,18 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from posttrain.serve.bodies import DONE, ResponseWriter, server_sent
 from posttrain.serve.canary import CANARY
-from posttrain.serve.choices import Piece
-from posttrain.serve.errors import ApiError, failed
 from posttrain.serve.jobs import chat_job, choices_of, completion_job
-from posttrain.serve.protocol import ChatBody, CompletionBody, parse_chat, parse_completion, parse_feedback
+from posttrain.serve.protocol import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    failed,
+    parse_chat,
+    parse_completion,
+    parse_feedback,
+)
+from posttrain.serve.responses import DONE, Piece, ResponseWriter, server_sent
 from posttrain.serve.service import Job, Service, Ticket
 
 log = logging.getLogger("posttrain.serve")
@@ -178,7 +184,7 @@ async def _pieces(ticket: Ticket) -> AsyncIterator[Piece]:
             ticket.num_completion_tokens += 1
             pieces[choice.index] = pieces[choice.index].then(piece) if choice.index in pieces else piece
         for piece in pieces.values():
-            if piece.says_something:
+            if not piece.is_empty:
                 yield piece
         if all(choice.finish_reason is not None for choice in choices.values()):
             ticket.finished()
@@ -187,7 +193,7 @@ async def _pieces(ticket: Ticket) -> AsyncIterator[Piece]:
 
 async def _whole(ticket: Ticket, writer: ResponseWriter) -> dict[str, Any]:
     async for piece in _pieces(ticket):
-        writer.tell(piece)
+        writer.add(piece)
     return writer.whole(ticket.num_completion_tokens)
 
 

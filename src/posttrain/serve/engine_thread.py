@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import Event, FailureEvent, SessionRequest
+from posttrain.engines.native.session import Event, FailureEvent, GenerationSession, SessionRequest
 
 Sink = Callable[[Event], None]
 _Order = Callable[[], None]

@@ -10,11 +10,10 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from posttrain.data.errors import DataError
-from posttrain.engines.native.session_values import SessionRequest
+from posttrain.engines.native.session import SessionRequest
 from posttrain.errors import InputError
-from posttrain.serve.choices import Choice
-from posttrain.serve.errors import bad_request
-from posttrain.serve.protocol import ChatBody, CompletionBody
+from posttrain.serve.protocol import ChatBody, CompletionBody, bad_request
+from posttrain.serve.responses import ResponseChoice
 from posttrain.serve.service import Job, Service, Version, new_id
 
 Ids = tuple[int, ...]
@@ -131,13 +130,13 @@ def _num_new_tokens(service: Service, body: ChatBody | CompletionBody, version: 
     return wanted or min(context - prompt_length, limit)
 
 
-def choices_of(job: Job) -> dict[tuple[str, int], Choice]:
+def choices_of(job: Job) -> dict[tuple[str, int], ResponseChoice]:
     """The choices of the response in order, by (request of the engine, sample)."""
-    choices: dict[tuple[str, int], Choice] = {}
+    choices: dict[tuple[str, int], ResponseChoice] = {}
     for request in job.requests:
         stop_ids = job.version.stop_ids(request.sampling)
         for sample in range(request.num_samples):
-            choices[request.id, sample] = Choice(
+            choices[request.id, sample] = ResponseChoice(
                 len(choices), job.version.tokenizer, request.sampling.stop_strings, stop_ids
             )
     return choices

@@ -16,14 +16,13 @@ from functools import cached_property, partial
 from typing import Any
 
 from posttrain.data.chat import ChatFormat
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import Event, FailureEvent, SessionRequest, TokenEvent
+from posttrain.engines.native.session import Event, FailureEvent, GenerationSession, SessionRequest, TokenEvent
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, Scores
 from posttrain.serve.engine_thread import EngineThread
-from posttrain.serve.errors import ApiError, failed, overloaded, timed_out, unavailable
 from posttrain.serve.metrics import ServeMetrics
-from posttrain.serve.options import Limits
+from posttrain.serve.options import ServerLimits
+from posttrain.serve.protocol import ApiError, failed, overloaded, timed_out, unavailable
 from posttrain.types import Sampling
 
 log = logging.getLogger("posttrain.serve")
@@ -79,7 +78,7 @@ class Service:
     def __init__(
         self,
         models: Mapping[str, Version],
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         *,
         canary: Canary | None = None,
         canary_version: Version | None = None,
@@ -88,7 +87,7 @@ class Service:
         assert (canary is None) == (canary_version is None)
         self.models = dict(models)
         self.main_model = next(iter(models))
-        self.limits = limits or Limits()
+        self.limits = limits or ServerLimits()
         self.canary, self.canary_version = canary, canary_version
         self.api_keys = tuple(api_keys)
         self.answers = AnswerLog()
@@ -111,7 +110,7 @@ class Service:
             "waiting_samples": ("Samples that wait for a place or for memory.", lambda s: s.num_waiting),
             "kv_cache_pages": ("Pages of the KV cache.", lambda s: s.num_pages),
             "kv_cache_pages_in_use": ("Pages of the KV cache that are taken.", lambda s: s.pages_in_use),
-            "preemptions": ("Samples that had to make room and wait again.", lambda s: s.preemptions),
+            "preemptions": ("Samples that had to make room and wait again.", lambda s: s.num_preemptions),
         }
         of_session = {id(version.session): version for version in reversed(versions)}  # the first one names a session
         for name, (text, read) in gauges.items():

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.data.chat import ChatFormat
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import FailureEvent, SessionRequest
+from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.errors import InputError
-from posttrain.serve.choices import Choice
+from posttrain.serve.responses import ResponseChoice
 from posttrain.types import Message, Sampling
 
 HELP = """\
@@ -30,7 +29,7 @@ class DamagedModelError(InputError):
 
 
 @dataclass
-class Conversation:
+class TerminalChat:
     """What was said, and the model that answers. `sampling.max_new_tokens` is for one answer."""
 
     session: GenerationSession
@@ -68,7 +67,7 @@ class Conversation:
         )
         seed = secrets.randbits(63) if self.seed is None else self.seed + self._num_answers
         tokenizer = self.session.tokenizer
-        choice = Choice(0, tokenizer, (), stop_token_ids(self.session.forward.base, tokenizer, sampling))
+        choice = ResponseChoice(0, tokenizer, (), stop_token_ids(self.session.forward.base, tokenizer, sampling))
         said = ""
         self.session.add(SessionRequest("turn", prompt_ids, sampling, seed))
         try:
@@ -98,7 +97,7 @@ class Conversation:
 
 
 def converse(
-    conversation: Conversation, read: Callable[[], str], write: Write, say: Write, *, has_commands: bool = True
+    conversation: TerminalChat, read: Callable[[], str], write: Write, say: Write, *, has_commands: bool = True
 ) -> bool:
     """Until the input ends. `write` is for answers, `say` for everything else; `read` raises EOFError at the end.
 
@@ -122,7 +121,7 @@ def converse(
         all_answered &= speak(conversation, line, write, say)
 
 
-def speak(conversation: Conversation, line: str, write: Write, say: Write) -> bool:
+def speak(conversation: TerminalChat, line: str, write: Write, say: Write) -> bool:
     """False if the message could not be answered."""
     pieces = conversation.answer(line)
     try:
@@ -144,7 +143,7 @@ def speak(conversation: Conversation, line: str, write: Write, say: Write) -> bo
     return True
 
 
-def obey(conversation: Conversation, line: str, say: Write) -> bool:
+def obey(conversation: TerminalChat, line: str, say: Write) -> bool:
     """Do what a command says; False if the chat is to end."""
     command, _, rest = line.partition(" ")
     if command in ("/exit", "/quit"):

@@ -12,9 +12,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from posttrain.serve.adapter_tokenizers import load_adapter_tokenizer, warn_of_unused_template
-from posttrain.serve.loading import Say, ServeOptions
-from posttrain.serve.models import Found, ServeError, find_adapter, find_model, name_of
+from posttrain.models.accepted_names import ResolvedModel, read_json, resolve_registered_model
+from posttrain.serve.adapters import load_adapter_tokenizer, warn_of_unused_template
+from posttrain.serve.loading import Say
+from posttrain.serve.models import ServeError, find_adapter, name_of
+from posttrain.serve.options import ServeOptions
 
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 
@@ -22,16 +24,15 @@ _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 def vllm_arguments(options: ServeOptions, host: str, port: int, say: Say) -> tuple[list[str], dict[str, str]]:
     """Arguments of `vllm serve`, and variables for its environment. The key goes there: arguments are for all to see."""
     _refuse(options)
-    found = find_model(options.model, options.registry)
-    reference, engine = found.reference, options.engine
-    adapters = {name: str(_adapter(name, text, found, options, say)) for name, text in options.adapters.items()}
-    name = options.served_name or name_of(found)
-    arguments = [reference.model, "--host", host, "--port", str(port), "--dtype", _DTYPES[engine.precision]]
-    arguments += ["--tokenizer", reference.tokenizer] if reference.tokenizer != reference.model else []
-    if reference.adapter is None:
+    model, engine = resolve_registered_model(options.model, registry=options.registry), options.engine
+    adapters = {name: str(_adapter(name, text, model, options, say)) for name, text in options.adapters.items()}
+    name = options.served_name or name_of(model)
+    arguments = [model.model, "--host", host, "--port", str(port), "--dtype", _DTYPES[engine.precision]]
+    arguments += ["--tokenizer", model.tokenizer] if model.tokenizer != model.model else []
+    if model.adapter is None:
         arguments += ["--served-model-name", name]
     else:
-        adapters = {name: str(reference.adapter), **adapters}
+        adapters = {name: str(model.adapter), **adapters}
     if adapters:
         rank = max(_rank(Path(folder)) for folder in adapters.values())
         arguments += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules"]
@@ -57,7 +58,7 @@ def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:
     os.execve(program, [program, "serve", *arguments], {**os.environ, **environment})
 
 
-def _adapter(name: str, text: str, main: Found, options: ServeOptions, say: Say) -> Path:
+def _adapter(name: str, text: str, main: ResolvedModel, options: ServeOptions, say: Say) -> Path:
     """The folder of an adapter, with a warning where vLLM will not ask it as it was trained."""
     adapter = find_adapter(name, text, main, say, options.registry)
     tokenizer = load_adapter_tokenizer(name, adapter, main, say)
@@ -78,8 +79,6 @@ def _refuse(options: ServeOptions) -> None:
 
 def _rank(adapter: Path) -> int:
     """vLLM wants to know the largest rank, from a list of its own."""
-    from posttrain.models.reference import read_json
-
     config = read_json(adapter / "adapter_config.json")
     largest = max([int(config.get("r", 16)), *(config.get("rank_pattern") or {}).values()])
     return next((rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= largest), largest)

@@ -356,8 +356,8 @@ def test_places_and_what_a_step_leaves_for_the_next(rows: int) -> None:
 
 
 def test_the_engine_samples_with_the_kernels_what_it_samples_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded steps one ahead of the host, fused layers and all kernels; recordings are replaced by computing again."""
-    from test_decode_ahead import SimulatedRecorder, assert_same
+    """One step ahead of the host, with fused layers and all kernels; CUDA graphs are simulated by computing again."""
+    from test_decode_ahead import SimulatedGraphs, assert_same
     from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 
     import posttrain.engines.native.attention as attention_module
@@ -380,8 +380,8 @@ def test_the_engine_samples_with_the_kernels_what_it_samples_without(monkeypatch
             kernels, name, lambda *args, _f=function, _n=name, **options: (used.append(_n), _f(*args, **options))[1]
         )
     monkeypatch.setattr(attention_module, "_load_kernel", lambda device: kernels)
-    monkeypatch.setattr(graphs_module, "Recorder", SimulatedRecorder)
+    monkeypatch.setattr(graphs_module, "CudaGraphCache", SimulatedGraphs)
     engine = NativeEngine(tiny_model("llama"), byte_tokenizer(), NativeSettings(page_size=4, max_batch_size=5))
-    engine._keeps_workspace = engine._may_record = True
+    engine._keeps_workspace = engine._use_graphs = True
     assert_same(engine.generate(tasks, 2, sampling, key), expected)
     assert set(used) == {"places", "move_on", "write_kv_rope", "paged_attention"}

@@ -1,4 +1,4 @@
-"""What the engine promises beyond the Generator contract: its settings change nothing, and the model is left as it was."""
+"""What the engine promises beyond the engine contract: its settings change nothing, and the model is left as it was."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch import nn
 import posttrain.engines.native.engine as engine_module
 from posttrain.engines.native import NativeEngine, NativeSettings, SamplingError
 from posttrain.engines.native.attention import PagedDecode
+from posttrain.engines.native.forward import packed_rows
 from posttrain.engines.native.kv_cache import GIB, KvCacheTooSmallError, PagedKvCache
-from posttrain.engines.native.prefill import packed_rows
 from posttrain.engines.native.scheduler import Prefill
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 TOKENIZER = byte_tokenizer()
@@ -236,7 +237,7 @@ def test_impossible_prompts_are_refused_by_name(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("settings", [{"page_size": 0}, {"max_batch_size": 0}, {"kv_cache_gib": 0.0}])
 def test_impossible_settings_are_refused_by_name(settings: dict[str, Any]) -> None:
-    with pytest.raises(SamplingError, match=next(iter(settings))):
+    with pytest.raises(ValueError, match=next(iter(settings))):
         NativeSettings(**settings)
 
 

@@ -17,7 +17,7 @@ from transformers import (
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.errors import InputError
-from posttrain.policy.attention import ATTENTION
+from posttrain.models.attention_interface import ATTENTION
 from posttrain.policy.head import UnsupportedModelError
 from posttrain.types import NoiseKey, Sampling, Task
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from posttrain.demo.arithmetic import build_tokenizer
 from posttrain.errors import InputError
 from posttrain.export.gguf_export import GgufSettings, check_gguf_target, export_gguf
-from posttrain.export.gguf_import import convert_gguf
 from posttrain.export.gguf_tokenizer import pre_tokenizer_name
+from posttrain.models.gguf_import import convert_gguf
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (posttrain[gguf])")
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import randomise, tiny_model
 from torch import nn
 
-from posttrain.export.lora import AdapterError, MergedSource, open_adapter
+from posttrain.export.merge_lora import AdapterError, MergedSource, open_adapter
 from posttrain.export.weight_sources import SafetensorsSource
 
 

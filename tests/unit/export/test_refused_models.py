@@ -18,10 +18,11 @@ from tiny_runs import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from posttrain.cli.main import main
+from posttrain.engines.loading import load_for_sampling
 from posttrain.errors import InputError
 from posttrain.export.verification import VerificationError, loaded_logits
 from posttrain.export.weight_names import ModelShape
-from posttrain.models.reference import load_for_sampling, resolve_model
+from posttrain.models.accepted_names import resolve_model
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 Refused = Callable[..., str]

@@ -15,13 +15,13 @@ import torch
 from huggingface_hub import constants
 
 from posttrain.cli.main import main
+from posttrain.engines.loading import load_for_sampling
 from posttrain.errors import InputError
 from posttrain.export.conversion_input import open_input
 from posttrain.models import hub as model_hub
 from posttrain.models.hub import looks_like_hub_name, why_unavailable
 from posttrain.models.loading import check_model_exists, load_model, load_tokenizer
-from posttrain.models.reference import load_for_sampling
-from posttrain.planning.shape import find_shape
+from posttrain.policy.memory.model_shape import find_shape
 from posttrain.policy.reward_head import load_reward_model
 
 NAME = "results/run1"

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.checkpointing.integrity import seal
+from posttrain.engines.loading import load_for_sampling
 from posttrain.errors import InputError
-from posttrain.models.reference import load_for_sampling, resolve_model
+from posttrain.models.accepted_names import resolve_model
 from posttrain.types import NoiseKey, Sampling, Task
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from posttrain.cli.main import main
-from posttrain.export import gguf_import
-from posttrain.export.gguf_import import ModelImportError, convert_gguf, sha256_of
 from posttrain.models import catalogue as model_catalogue
+from posttrain.models import gguf_import
 from posttrain.models.catalogue import CATALOGUE, fetch
+from posttrain.models.gguf_import import ModelImportError, convert_gguf, sha256_of
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (posttrain[gguf])")
 

@@ -16,11 +16,11 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_task_dataset
 from posttrain.data.traces import TraceGroup, iter_trace_groups
 from posttrain.demo.arithmetic import build_tokenizer
-from posttrain.pipeline.models import choose_models
+from posttrain.pipeline.iteration_models import choose_models
 from posttrain.pipeline.records import Iteration, read_iterations
-from posttrain.pipeline.runner import PipelineRunner, Wish
+from posttrain.pipeline.runner import PipelineRunner, RunRequest
 
-UNTIL_DATASET = Wish(until="dataset")
+UNTIL_DATASET = RunRequest(until="dataset")
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def config_of(world: Path, **sections: object) -> PipelineConfig:
     return PipelineConfig.model_validate({**tiny_pipelines.settings(world, world / "home"), **sections})
 
 
-def run(config: PipelineConfig, wish: Wish = UNTIL_DATASET) -> tuple[Iteration, list[str]]:
+def run(config: PipelineConfig, request: RunRequest = UNTIL_DATASET) -> tuple[Iteration, list[str]]:
     said: list[str] = []
-    assert PipelineRunner(config, said.append).run(wish) == 0
+    assert PipelineRunner(config, said.append).run(request) == 0
     return read_iterations(Path(config.pipeline.folder))[-1], said
 
 
@@ -56,7 +56,7 @@ def test_an_unfinished_iteration_goes_on_with_what_it_has_read(world: Path) -> N
     assert again.number == 1
     assert again.stages == first.stages
     assert "finished with what it has" in said[0]
-    new, said = run(config, Wish(until="dataset", new_iteration=True))
+    new, said = run(config, RunRequest(until="dataset", new_iteration=True))
     assert new.number == 2
     assert new.data != first.data
     assert "the traces changed" in said[1]
@@ -89,7 +89,7 @@ def test_a_finished_iteration_is_followed_by_one_with_the_new_traces(world: Path
 def test_numbers_are_not_given_twice_when_old_iterations_are_removed(world: Path) -> None:
     config = config_of(world)
     finish(run(config)[0])
-    again = Wish(until="dataset", new_iteration=True)
+    again = RunRequest(until="dataset", new_iteration=True)
     finish(run(config, again)[0])
     shutil.rmtree(world / "home" / "iteration_1")
     assert run(config, again)[0].number == 3
@@ -135,7 +135,7 @@ def test_a_changed_setting_runs_its_stage_and_going_back_finds_the_old_result(wo
 def test_from_runs_again_once(world: Path) -> None:
     config = config_of(world)
     first = run(config)[0]
-    again, said = run(config, Wish(until="dataset", redo_from="dataset"))
+    again, said = run(config, RunRequest(until="dataset", redo_from="dataset"))
     assert "unchanged" in said[0]
     assert "asked for with --from" in said[1]
     assert again.stages["dataset"] != first.stages["dataset"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from posttrain.config import PolicyConfig, load_config
-from posttrain.planning.calibration import GIB
-from posttrain.planning.checkpointing_choice import should_checkpoint
+from posttrain.policy.memory.rank import GIB, should_checkpoint
+from posttrain.policy.parallel import Mesh
 from posttrain.policy.peak_memory import PeakMemory
-from posttrain.reporting.metric_rows import Hardware, training_row
+from posttrain.reporting.rows import Hardware, training_row
 from posttrain.types import StepReport
 
 LLAMA_8B = {
@@ -128,7 +128,7 @@ def test_memory_is_reported_beside_speed_and_not_as_something_learnt() -> None:
 def test_a_worker_asks_the_planner_on_a_gpu(
     device: str, memory_gib: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from posttrain.policy import worker
+    from posttrain.policy import trainer
 
     class Properties:
         total_memory = int(memory_gib * GIB)
@@ -138,8 +138,8 @@ def test_a_worker_asks_the_planner_on_a_gpu(
             return LLAMA_8B
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(worker.storage, "base_config", lambda model: Config())
-    rank = worker.PolicyWorker.__new__(worker.PolicyWorker)
-    rank.device, rank.world_size, rank.model = torch.device(device), 1, torch.nn.Module()
-    setup = worker.WorkerSetup(policy(), seed=0, needs_reference=False)
+    monkeypatch.setattr(trainer.storage, "base_config", lambda model: Config())
+    rank = trainer.PolicyTrainer.__new__(trainer.PolicyTrainer)
+    rank.device, rank.mesh, rank.model = torch.device(device), Mesh(), torch.nn.Module()
+    setup = trainer.RankSetup(policy(), seed=0, needs_reference=False)
     assert rank._recomputes_activations(setup) is expected

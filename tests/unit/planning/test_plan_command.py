@@ -15,10 +15,10 @@ from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.planning.calibration import GPUS
 from posttrain.planning.measured import compare, read_measured
-from posttrain.planning.memory import SAMPLING, SCORING, TRAINING
 from posttrain.planning.plan import Estimate, assumptions, estimate_run
 from posttrain.planning.proposal import explain, propose, remedies
-from posttrain.planning.shape import NAMED_SHAPES
+from posttrain.policy.memory.model_shape import NAMED_SHAPES
+from posttrain.policy.memory.rank import SAMPLING, SCORING, TRAINING
 
 REPOSITORY = Path(__file__).parents[3]
 STEP = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from posttrain.config import load_config
-from posttrain.planning.calibration import GIB, GPUS
-from posttrain.planning.memory import SAMPLING, SCORING, TRAINING
+from posttrain.planning.calibration import GPUS
 from posttrain.planning.plan import Estimate, estimate_run
+from posttrain.policy.memory.rank import GIB, SAMPLING, SCORING, TRAINING
 
 SHORT_STATE = ("policy.optimizer.state_dtype=bfloat16", "policy.optimizer.master_weights=none")
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=8")

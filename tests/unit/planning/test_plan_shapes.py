@@ -11,8 +11,8 @@ from tiny_models import tiny_model
 from tiny_reward_models import tiny_reward_model
 
 from posttrain.config import LoraConfig
-from posttrain.models.loading import add_lora
-from posttrain.planning.shape import NAMED_SHAPES, UnknownModelError, find_shape, shape_of_config
+from posttrain.models.lora import add_lora
+from posttrain.policy.memory.model_shape import NAMED_SHAPES, UnknownModelError, find_shape, shape_of_config
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -10,24 +10,25 @@ import pytest
 from test_plan_memory import H200, LLAMA, PLAIN, workload
 
 from posttrain.engines.native import graphs
-from posttrain.planning.calibration import CALIBRATION
 from posttrain.planning.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
-from posttrain.planning.memory import MemoryModel
-from posttrain.planning.settings import OptimizerSettings, RunSettings
-from posttrain.planning.shape import NAMED_SHAPES
+from posttrain.planning.memory import plan_memory
 from posttrain.planning.timing import TimeModel
-from posttrain.planning.workload import Bundle, Lengths, MicroBatch, Pass
+from posttrain.planning.workload import Bundle, Lengths, MicroBatch
+from posttrain.policy.memory.layer_bytes import Pass
+from posttrain.policy.memory.model_shape import NAMED_SHAPES
+from posttrain.policy.memory.rank import RankMemory
+from posttrain.policy.memory.settings import OptimizerSettings, RunSettings
 
 # The machine that most was measured on.
 FAST_H200 = replace(H200, matrix_flops=806e12)
 
 
 def time_of(settings: RunSettings = PLAIN) -> TimeModel:
-    return TimeModel(MemoryModel(LLAMA, settings, FAST_H200, CALIBRATION), FAST_H200, CALIBRATION)
+    return TimeModel(RankMemory(LLAMA, settings), FAST_H200)
 
 
 def rows_of_900(tokens: int) -> Pass:
-    return Pass.of(Bundle(1, 899, 1), tokens / 900, None)
+    return Bundle(1, 899, 1).in_one_pass(tokens / 900, None)
 
 
 # -- against measurements (calibration.py) -------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ def test_decode_steps_of_other_contexts_and_models_are_predicted_within_15_perce
     name: str, rows: int, prompt: int, own: int, group: int, milliseconds: float
 ) -> None:
     gpu = replace(H200, matrix_flops=752e12)
-    time = TimeModel(MemoryModel(NAMED_SHAPES[name], PLAIN, gpu, CALIBRATION), gpu, CALIBRATION)
+    time = TimeModel(RankMemory(NAMED_SHAPES[name], PLAIN), gpu)
     assert 1e3 * time.decode_step_s(rows, rows, prompt, own, group) == pytest.approx(milliseconds, rel=0.15)
 
 
@@ -125,13 +126,14 @@ def test_shared_prompts_are_read_once_per_tile_of_the_kernel(group_size: int, he
 
 def test_the_tail_of_long_answers_costs_time() -> None:
     """The same tokens: equal lengths keep every row busy, unequal ones end with few rows."""
-    model = MemoryModel(
-        LLAMA, replace(PLAIN, optimizer=OptimizerSettings("compact", 2, "int8", False)), H200, CALIBRATION
+    model = RankMemory(
+        LLAMA,
+        replace(PLAIN, optimizer=OptimizerSettings("compact", 2, "int8", False)),
     )
-    time = TimeModel(model, H200, CALIBRATION)
+    time = TimeModel(model, H200)
     equal = workload(num_groups=16, lengths=Lengths(128, 300, ""), max_new_tokens=300)
     tailed = replace(equal, fixed_length=False, max_new_tokens=2000, max_total_tokens=2128)
-    caches = [model.plan(step).cache for step in (equal, tailed)]
+    caches = [plan_memory(model, step, H200).cache for step in (equal, tailed)]
     seconds = [time.step(step, cache) for step, cache in zip((equal, tailed), caches, strict=True)]
     assert seconds[1].num_decode_steps > 3 * seconds[0].num_decode_steps
     assert seconds[1].decoding_s > 1.3 * seconds[0].decoding_s

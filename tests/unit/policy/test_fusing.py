@@ -28,7 +28,8 @@ from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.joining import joined
 from posttrain.policy.fused.layers import fuse_layers

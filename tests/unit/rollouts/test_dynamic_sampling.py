@@ -16,6 +16,7 @@ from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.reward_shaping import RewardScaling
 from posttrain.checkpointing.state import load_training_state, save_training_state
 from posttrain.errors import InputError
+from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import RolloutSource
 from posttrain.rollouts.dynamic_sampling import SURPLUS, DynamicSampling, StreamAndSurplus
@@ -53,6 +54,7 @@ def algorithm(source: RolloutSource, num_groups: int, updates: int = 1, **settin
         Credit(GroupAdvantages()),
         ScriptedPolicy(-7.0, -9.0),  # type: ignore[arg-type]
         source,
+        SharedWeights(),
     )
 
 

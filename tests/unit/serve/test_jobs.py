@@ -13,10 +13,9 @@ import pytest
 from tiny_models import byte_tokenizer
 
 from posttrain.data.chat import ChatFormat
-from posttrain.serve.errors import ApiError
 from posttrain.serve.jobs import chat_job, completion_job
-from posttrain.serve.options import Limits
-from posttrain.serve.protocol import parse_chat, parse_completion
+from posttrain.serve.options import ServerLimits
+from posttrain.serve.protocol import ApiError, parse_chat, parse_completion
 from posttrain.serve.service import Job, Version
 
 CONTEXT = 6000
@@ -49,7 +48,7 @@ def service(tokenizer: WatchedTokenizer) -> Any:
     )
     version = Version("production", "m", session, tokenizer, ChatFormat(tokenizer))
     tokenizer.threads.clear()  # of making the chat format
-    limits = Limits(max_samples=4, max_completion_tokens=9)
+    limits = ServerLimits(max_samples=4, max_completion_tokens=9)
     return SimpleNamespace(version_for=lambda model, key: version, limits=limits)
 
 

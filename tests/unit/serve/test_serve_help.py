@@ -11,7 +11,7 @@ import pytest
 from posttrain.cli import serve_command
 from posttrain.engines.native.kv_cache import _CPU_DEFAULT_BYTES, GIB
 from posttrain.serve.canary import CanaryRules
-from posttrain.serve.options import EngineOptions, Limits
+from posttrain.serve.options import EngineOptions, ServerLimits
 
 PAGE = Path(__file__).parents[3] / "docs" / "serve.md"
 
@@ -26,11 +26,11 @@ def help_of_options() -> dict[str, str]:
 
 def test_defaults_are_printed_from_where_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     options = EngineOptions(max_batch_size=101, max_prefill_tokens=102, gpu_memory_utilization=0.103)
-    limits = Limits(
+    limits = ServerLimits(
         max_queue=104, max_body_bytes=105 * 2**20, max_samples=106, request_timeout_s=107.5, body_timeout_s=108.0
     )
     rules = CanaryRules(share=0.109, max_error_rate=0.11, min_requests=111, min_feedback=112)
-    for name, value in (("EngineOptions", options), ("Limits", limits), ("CanaryRules", rules)):
+    for name, value in (("EngineOptions", options), ("ServerLimits", limits), ("CanaryRules", rules)):
         monkeypatch.setattr(serve_command, name, lambda value=value: value)
     monkeypatch.setattr(serve_command, "LONGEST_UNASKED_TOKENS", 113)
     monkeypatch.setattr(serve_command, "_DRAIN_TIMEOUT_S", 114.0)

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 import posttrain.registry
 from posttrain.engines.native import NativeEngine
-from posttrain.models.reference import ModelReferenceError, resolve_model
+from posttrain.models.accepted_names import ModelReferenceError, resolve_model, resolve_registered_model
 from posttrain.serve import loading
 from posttrain.serve.adapters import AdapterSwitch
-from posttrain.serve.models import Found, ServeError, find_model, name_of
+from posttrain.serve.models import ServeError, name_of
 from posttrain.serve.options import EngineOptions
 from posttrain.serve.vllm_backend import vllm_arguments
 
@@ -36,13 +36,13 @@ def ignore(line: str) -> None:
     pass
 
 
-def test_models_are_called_what_their_users_call_them(model: Path, tmp_path: Path) -> None:
-    assert name_of(find_model(str(model))) == "mine"
-    assert name_of(Found("x", resolve_model("Qwen/Qwen3-0.6B"))) == "Qwen/Qwen3-0.6B"
+def test_default_served_names(model: Path, tmp_path: Path) -> None:
+    assert name_of(resolve_registered_model(str(model))) == "mine"
+    assert name_of(resolve_model("Qwen/Qwen3-0.6B")) == "Qwen/Qwen3-0.6B"
     weights = tmp_path / "grpo" / "step_60" / "policy" / "weights"
     weights.mkdir(parents=True)
     save_model(weights / "model")
-    assert name_of(find_model(str(tmp_path / "grpo" / "step_60"))) == "grpo-step_60"
+    assert name_of(resolve_registered_model(str(tmp_path / "grpo" / "step_60"))) == "grpo-step_60"
 
 
 def test_registry_names_are_looked_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +50,10 @@ def test_registry_names_are_looked_up(model: Path, monkeypatch: pytest.MonkeyPat
 
     def resolve(text: str, *, registry: str | None) -> Any:
         asked.append((text, registry))
-        return SimpleNamespace(name="maths", version=3, path=model, reference="registry:maths@3")
+        return SimpleNamespace(name="maths", version=3, path=model)
 
     monkeypatch.setattr(posttrain.registry, "resolve_version", resolve)
-    found = find_model("registry:maths@production", "there")
+    found = resolve_registered_model("registry:maths@production", registry="there")
     assert asked == [("registry:maths@production", "there")]
     assert (found.text, found.registered, name_of(found)) == ("registry:maths@3", ("maths", 3), "maths")
 
@@ -76,7 +76,7 @@ def test_a_rollback_is_written_to_the_registry_if_the_canary_is_still_there(
 ) -> None:
     registry, said = FakeRegistry(stage, []), []
     monkeypatch.setattr(posttrain.registry, "Registry", lambda where: registry)
-    loading._on_rollback(Found("r", resolve_model(model), ("maths", 3)), None, said.append)("too many errors")
+    loading._on_rollback(replace(resolve_model(model), registered=("maths", 3)), None, said.append)("too many errors")
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.daemon and "write" in thread.name:
             thread.join(10)
@@ -164,7 +164,7 @@ def test_vllm_is_not_asked_for_what_it_does_not_do(model: Path, changes: dict[st
 def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from posttrain.models.reference import load_for_sampling
+    from posttrain.engines.loading import load_for_sampling
 
     biased, alien = (tmp_path / name for name in ("biased", "alien"))
     for folder in (biased, alien):
@@ -177,9 +177,9 @@ def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_pa
               alien / "adapter_model.safetensors")  # fmt: skip
     bare = load_for_sampling(str(model), device="cpu")[0].model
     with pytest.raises(ModelReferenceError, match="cannot be switched off exactly"):
-        AdapterSwitch({"b": biased}).put_on(bare)
+        AdapterSwitch({"b": biased}).add_to(bare)
     with pytest.raises(ModelReferenceError, match="no partner"):
-        AdapterSwitch({"fine": adapter, "alien": alien}).put_on(bare)
+        AdapterSwitch({"fine": adapter, "alien": alien}).add_to(bare)
 
 
 def test_adapters_are_on_the_model_before_an_engine_looks_at_its_modules(

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.serve.errors import ApiError
-from posttrain.serve.protocol import parse_chat, parse_completion, parse_feedback
+from posttrain.serve.protocol import ApiError, parse_chat, parse_completion, parse_feedback
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}

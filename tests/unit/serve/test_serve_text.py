@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tiny_models import byte_tokenizer
 from transformers import AutoTokenizer
 
-from posttrain.engines.native.session_values import ModelLogprobs, TokenEvent
-from posttrain.serve import choices
-from posttrain.serve.choices import Choice, TokenLogprobs, chat_logprobs, completion_logprobs
+from posttrain.engines.native.session import ModelLogprobs, TokenEvent
+from posttrain.serve import responses
+from posttrain.serve.responses import ListedToken, ResponseChoice, chat_logprobs, completion_logprobs
 from posttrain.serve.text import IncrementalText, StopCut, token_bytes
 
 BYTES = byte_tokenizer()
@@ -119,7 +119,7 @@ def event(token: int, reason: Any = None, logprob: float = -1.0) -> TokenEvent:
 
 def test_a_choice_hands_logprobs_out_with_the_text_of_their_tokens() -> None:
     ids = BYTES("a🙂b")["input_ids"]
-    choice = Choice(3, BYTES, (), frozenset({BYTES.eos_token_id}))
+    choice = ResponseChoice(3, BYTES, (), frozenset({BYTES.eos_token_id}))
     found = [choice.push(event(token)) for token in ids]
     found.append(choice.push(event(BYTES.eos_token_id, "stop")))
     assert [(piece.text, len(piece.logprobs)) for piece in found] == [
@@ -139,7 +139,7 @@ def test_offsets_are_places_in_the_text() -> None:
     """Also after special tokens, which are not part of it, and where text waits because it may be a stop string."""
     answer = "ä€x stop here 🙂."
     ids = [token for text in answer for token in [*BYTES(text)["input_ids"], BYTES.pad_token_id]]
-    choice = Choice(0, BYTES, ("here you are",), frozenset())
+    choice = ResponseChoice(0, BYTES, ("here you are",), frozenset())
     found = [choice.push(event(token, "length" if place == len(ids) - 1 else None)) for place, token in enumerate(ids)]
     assert "".join(piece.text for piece in found) == answer
     plain = completion_logprobs(BYTES, tuple(entry for piece in found for entry in piece.logprobs))
@@ -154,15 +154,15 @@ def test_offsets_are_places_in_the_text() -> None:
 
 
 def test_of_two_tokens_that_are_written_alike_the_more_probable_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "token_bytes", lambda tokenizer, token_id: b"same" if token_id < 7 else b"other")
+    monkeypatch.setattr(responses, "token_bytes", lambda tokenizer, token_id: b"same" if token_id < 7 else b"other")
     top = ((5, -0.5), (6, -2.0), (7, -3.0))
-    written = completion_logprobs(BYTES, (TokenLogprobs(5, ModelLogprobs(-0.5, top), 0),))
+    written = completion_logprobs(BYTES, (ListedToken(5, ModelLogprobs(-0.5, top), 0),))
     assert written["top_logprobs"] == [{"same": -0.5, "other": -3.0}]
 
 
 def test_a_choice_that_ends_in_the_middle_says_all_that_it_has() -> None:
     ids = BYTES("x🙂")["input_ids"][:3]
-    choice = Choice(0, BYTES, ("xyz",), frozenset())
+    choice = ResponseChoice(0, BYTES, ("xyz",), frozenset())
     texts = [choice.push(event(token)).text for token in ids[:-1]]
     last = choice.push(event(ids[-1], "length"))
     assert "".join([*texts, last.text]) == "x�"
@@ -172,16 +172,16 @@ def test_a_choice_that_ends_in_the_middle_says_all_that_it_has() -> None:
 def test_a_stop_string_that_only_the_text_shows_ends_the_choice() -> None:
     """A special token in its middle hides it from the engine, and is not part of the text."""
     a, b = BYTES("ab")["input_ids"]
-    choice = Choice(0, BYTES, ("ab",), frozenset())
+    choice = ResponseChoice(0, BYTES, ("ab",), frozenset())
     texts = [choice.push(event(token)).text for token in (a, BYTES.pad_token_id)]
     last = choice.push(event(b))
     assert ("".join(texts) + last.text, last.finish_reason) == ("", "stop")
 
 
-def answer_of(ids: list[int], stop: str, reason: Any = None) -> list[choices.Piece]:
+def answer_of(ids: list[int], stop: str, reason: Any = None) -> list[responses.Piece]:
     """The pieces of an answer until its stop string is found, or until `reason` ends it."""
-    choice = Choice(0, BYTES, (stop,), frozenset({BYTES.eos_token_id}))
-    found: list[choices.Piece] = []
+    choice = ResponseChoice(0, BYTES, (stop,), frozenset({BYTES.eos_token_id}))
+    found: list[responses.Piece] = []
     for place, token in enumerate(ids):
         found.append(choice.push(event(token, reason if place == len(ids) - 1 else None)))
         if choice.finish_reason is not None:
@@ -193,7 +193,7 @@ def answer_of(ids: list[int], stop: str, reason: Any = None) -> list[choices.Pie
 def test_tokens_of_a_stop_string_are_not_listed(reason: Any) -> None:
     """Not even those that came long before it was complete: in a stream nothing could take them back."""
     found = answer_of(BYTES("Ena 🙂 END")["input_ids"], "END", reason)
-    assert [(piece.text, len(piece.logprobs)) for piece in found if piece.says_something] == [
+    assert [(piece.text, len(piece.logprobs)) for piece in found if not piece.is_empty] == [
         ("En", 2), ("a", 1), (" ", 1), ("🙂", 4), (" ", 1), ("", 0),
     ]  # fmt: skip
     assert found[-1].finish_reason == "stop"
@@ -211,7 +211,7 @@ def test_a_token_that_is_partly_in_the_text_is_listed(smollm2: Any) -> None:
     ids = smollm2("one two")["input_ids"]
     assert smollm2.convert_ids_to_tokens(ids) == ["one", "Ġtwo"]
     for stop, text, num_listed in (("two", "one ", 2), (" two", "one", 1), ("wo", "one t", 2)):
-        choice = Choice(0, smollm2, (stop,), frozenset())
+        choice = ResponseChoice(0, smollm2, (stop,), frozenset())
         found = [choice.push(event(token)) for token in ids]
         listed = [token.token_id for piece in found for token in piece.logprobs]
         assert ("".join(piece.text for piece in found), listed) == (text, ids[:num_listed])

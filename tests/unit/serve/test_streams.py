@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from posttrain.engines.native.session_values import SessionRequest, TokenEvent
+from posttrain.engines.native.session import SessionRequest, TokenEvent
 from posttrain.serve import app as app_module
-from posttrain.serve.errors import ApiError, unavailable
 from posttrain.serve.metrics import ServeMetrics
-from posttrain.serve.options import Limits
+from posttrain.serve.options import ServerLimits
+from posttrain.serve.protocol import ApiError, unavailable
 from posttrain.serve.service import Job, Ticket
 from posttrain.types import Sampling
 
@@ -42,7 +42,7 @@ def test_a_client_that_does_not_read_its_stream_loses_its_place(monkeypatch: pyt
 
 def test_what_came_before_the_end_is_heard_before_it() -> None:
     service: Any = SimpleNamespace(
-        limits=Limits(), metrics=ServeMetrics(), engine=SimpleNamespace(submit=lambda *order: None)
+        limits=ServerLimits(), metrics=ServeMetrics(), engine=SimpleNamespace(submit=lambda *order: None)
     )
     version: Any = SimpleNamespace(name="production", session=None)
     request = SessionRequest("r", (5,), Sampling(2), seed=0)
@@ -65,7 +65,7 @@ def test_what_came_before_the_end_is_heard_before_it() -> None:
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_crash(caplog: pytest.LogCaptureFixture) -> None:
-    service: Any = SimpleNamespace(limits=Limits(), metrics=ServeMetrics(), api_keys=())
+    service: Any = SimpleNamespace(limits=ServerLimits(), metrics=ServeMetrics(), api_keys=())
     messages = iter([{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}])
     sent: list[Any] = []
 

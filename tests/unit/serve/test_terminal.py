@@ -11,10 +11,11 @@ import torch
 from tiny_server import save_model
 
 from posttrain.cli.main import main
+from posttrain.config.generation import NativeConfig
 from posttrain.data.chat import ChatFormat
+from posttrain.engines.loading import load_for_sampling
 from posttrain.engines.native.session import GenerationSession
-from posttrain.models.reference import load_for_sampling
-from posttrain.serve.terminal import Conversation, DamagedModelError, converse
+from posttrain.serve.terminal import DamagedModelError, TerminalChat, converse
 from posttrain.types import NoiseKey, Sampling, Task
 
 
@@ -22,18 +23,18 @@ from posttrain.types import NoiseKey, Sampling, Task
 def session(tmp_path_factory: pytest.TempPathFactory) -> GenerationSession:
     folder = save_model(tmp_path_factory.mktemp("tiny"))
     engine, _ = load_for_sampling(
-        str(folder), device="cpu", max_total_tokens=200, native_settings={"max_batch_size": 1}
+        str(folder), device="cpu", max_total_tokens=200, native=NativeConfig(max_batch_size=1)
     )
     return GenerationSession(engine)
 
 
 @pytest.fixture
-def conversation(session: GenerationSession) -> Conversation:
-    return Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed=5)
+def conversation(session: GenerationSession) -> TerminalChat:
+    return TerminalChat(session, ChatFormat(session.tokenizer), Sampling(12), seed=5)
 
 
 def play(
-    conversation: Conversation,
+    conversation: TerminalChat,
     lines: list[str | BaseException],
     *,
     all_answered: bool = True,
@@ -55,7 +56,7 @@ def play(
 
 
 def test_answers_are_the_engines_and_the_conversation_goes_on(
-    conversation: Conversation, session: GenerationSession, tmp_path: Path
+    conversation: TerminalChat, session: GenerationSession, tmp_path: Path
 ) -> None:
     written, _ = play(conversation, ["hello", "again"])
     roles = [message["role"] for message in conversation.messages]
@@ -69,7 +70,7 @@ def test_answers_are_the_engines_and_the_conversation_goes_on(
         assert conversation.messages[turn]["content"] == expected.text
 
 
-def test_commands(conversation: Conversation) -> None:
+def test_commands(conversation: TerminalChat) -> None:
     _, said = play(conversation, ["hi", "/history", "/system Be kind.", "/history", "/nonsense", "/help", "", "yo"])
     assert "user: hi" in said
     assert "system: Be kind." in said
@@ -81,7 +82,7 @@ def test_commands(conversation: Conversation) -> None:
     assert conversation.messages == []
 
 
-def test_lines_of_a_pipe_are_messages_whatever_they_begin_with(conversation: Conversation) -> None:
+def test_lines_of_a_pipe_are_messages_whatever_they_begin_with(conversation: TerminalChat) -> None:
     _, said = play(conversation, ["/exit", "/etc/hosts is a file"], has_commands=False)
     assert said == ""
     assert [message["content"] for message in conversation.messages[::2]] == ["/exit", "/etc/hosts is a file"]
@@ -89,7 +90,7 @@ def test_lines_of_a_pipe_are_messages_whatever_they_begin_with(conversation: Con
 
 def test_a_seed_gives_the_same_chat_again(session: GenerationSession) -> None:
     def texts(seed: int | None) -> str:
-        made = Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed)
+        made = TerminalChat(session, ChatFormat(session.tokenizer), Sampling(12), seed)
         return play(made, ["one", "two"])[0]
 
     assert texts(3) == texts(3)
@@ -97,14 +98,14 @@ def test_a_seed_gives_the_same_chat_again(session: GenerationSession) -> None:
     assert texts(None) != texts(None)
 
 
-def test_the_oldest_turns_go_when_there_is_no_room(conversation: Conversation) -> None:
+def test_the_oldest_turns_go_when_there_is_no_room(conversation: TerminalChat) -> None:
     _, said = play(conversation, ["x" * 40, "y" * 40, "z" * 40])
     assert "oldest messages are forgotten" in said
     assert conversation.messages[-2]["content"] == "z" * 40
     assert len(conversation.messages) < 6
 
 
-def test_a_message_that_can_never_fit_is_refused_and_forgotten(conversation: Conversation) -> None:
+def test_a_message_that_can_never_fit_is_refused_and_forgotten(conversation: TerminalChat) -> None:
     written, said = play(conversation, ["ok", "w" * 500, "fine"], all_answered=False)
     assert "at most 200 together" in said
     assert said.endswith("\n")
@@ -112,13 +113,13 @@ def test_a_message_that_can_never_fit_is_refused_and_forgotten(conversation: Con
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["ok", "fine"]
 
 
-def test_what_is_forgotten_is_told_once(conversation: Conversation) -> None:
+def test_what_is_forgotten_is_told_once(conversation: TerminalChat) -> None:
     _, said = play(conversation, ["x" * 40, "y" * 40, "z" * 40, "w" * 500], all_answered=False)
     assert said.count("oldest messages are forgotten") == 1
     assert conversation.num_forgotten == 0
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(conversation: Conversation) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(conversation: TerminalChat) -> None:
     def interrupt(text: str) -> None:
         raise KeyboardInterrupt
 
@@ -166,4 +167,4 @@ def test_a_model_whose_weights_are_damaged_ends_the_chat(tmp_path: Path) -> None
         engine.forward.base.model.norm.weight[0] = float("nan")
     session = GenerationSession(engine)
     with pytest.raises(DamagedModelError, match="weights are damaged"):
-        play(Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed=5), ["hello"])
+        play(TerminalChat(session, ChatFormat(session.tokenizer), Sampling(12), seed=5), ["hello"])

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.engines.native.kv_cache import PagedKvCache, zeros
-from posttrain.engines.native.pages import pages_for
-from posttrain.engines.native.scheduler import Sample
+from posttrain.engines.native.scheduler import Sample, pages_for
 from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
 
 # Growing a dense copy means filling it again from the pages: not for every token.

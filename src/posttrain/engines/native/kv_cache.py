@@ -6,13 +6,13 @@ Which page belongs to whom is not known here; see `scheduler.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.errors import InputError
+from posttrain.policy.model_support import LayerShape
 
 GIB = 2**30
 _CPU_DEFAULT_BYTES = 2 * GIB
@@ -20,20 +20,6 @@ _CPU_DEFAULT_BYTES = 2 * GIB
 
 class KvCacheTooSmallError(InputError):
     """One sequence alone does not fit into the cache."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What an attention layer keeps of one token."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.hashing import digest
-from posttrain.pipeline.models import registry_of, versions_of
+from posttrain.pipeline.iteration_models import registry_of, versions_of
 from posttrain.pipeline.records import ModelChoice, Outcome, PipelineError, StageName, StageRecord, about
 from posttrain.pipeline.stage import StageContext, missing_path
 from posttrain.pipeline.stages.gate import verdict_of

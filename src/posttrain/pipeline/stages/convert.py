@@ -33,7 +33,7 @@ class ConvertStage:
 
     def work(self, context: StageContext, folder: Path) -> Outcome:
         from posttrain.export.convert import ConversionSettings, convert
-        from posttrain.models.reference import WEIGHTS
+        from posttrain.models.accepted_names import WEIGHTS
 
         settings = context.config.convert
         checkpoint = context.before["train"].path("checkpoint")

@@ -20,7 +20,7 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.hashing import digest
 from posttrain.pipeline.content import model_identity
-from posttrain.pipeline.models import locate
+from posttrain.pipeline.iteration_models import locate
 from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about, relative
 from posttrain.pipeline.stage import StageContext
 from posttrain.pipeline.stages.gate import load_gate

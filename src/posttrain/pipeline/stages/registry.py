@@ -15,7 +15,7 @@ from typing import Any
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.hashing import digest
-from posttrain.pipeline.models import place_in_registry, registry_of, versions_of
+from posttrain.pipeline.iteration_models import place_in_registry, registry_of, versions_of
 from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, key_of
 from posttrain.pipeline.stage import StageContext
 from posttrain.pipeline.stages.gate import verdict_of

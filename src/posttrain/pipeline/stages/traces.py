@@ -64,8 +64,8 @@ class TracesStage:
         return missing_path(record, "statistics")
 
     def work(self, context: StageContext, folder: Path) -> Outcome:
-        from posttrain.data.traces.picture import reward_histogram_svg
         from posttrain.data.traces.statistics import collect_statistics
+        from posttrain.reporting.charts import reward_histogram
 
         found = collect_statistics(reading_of(context.config), pair_rules_of(context.config), None)
         if not found.traces:
@@ -73,7 +73,9 @@ class TracesStage:
                 f"traces.path: none of the {found.read.rows} rows can be used; `posttrain data inspect` says why"
             )
         durable.write_text(folder / "statistics.json", json.dumps(found.as_dict(), indent=2) + "\n")
-        picture = reward_histogram_svg(found, f"Rewards of the traces of {context.config.pipeline.name}")
+        title = f"Rewards of the traces of {context.config.pipeline.name}"
+        bars = found.bin_edges, found.bin_counts, found.bin_kinds
+        picture = reward_histogram(title, found.headline, *bars, unit="traces")
         durable.write_text(folder / "rewards.svg", picture)
         return Outcome(
             digest=digest(self.inputs(context)),

@@ -11,7 +11,7 @@ from posttrain.config import LoadedConfig, load_config
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.pipeline.models import trainable_folder
+from posttrain.pipeline.iteration_models import trainable_folder
 from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about
 from posttrain.pipeline.stage import StageContext, Stop, missing_path
 from posttrain.pipeline.training_process import run_training
@@ -72,7 +72,7 @@ class TrainStage:
             raise Stop(*_ended(code, algorithm))
         checkpoint = choose_checkpoint(run, loaded, config.train.checkpoint)
         step = int(checkpoint.name.removeprefix("step_"))
-        metric, value, seconds = _training_metric(run, algorithm)
+        metric, value, seconds = _training_metric(run)
         shown = "" if value is None else f"; {metric} {value:.4g} over the last steps"
         return Outcome(
             digest=_weights_digest(checkpoint),
@@ -165,19 +165,18 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
 
 
 def _weights_digest(checkpoint: Path) -> str:
-    from posttrain.evaluation.identity import folder_fingerprint
-    from posttrain.models.reference import TOKENIZER, WEIGHTS
+    from posttrain.models.accepted_names import TOKENIZER, WEIGHTS
+    from posttrain.models.fingerprint import folder_fingerprint
 
     return folder_fingerprint(*(path for path in (checkpoint / WEIGHTS, checkpoint / TOKENIZER) if path.is_dir()))
 
 
-def _training_metric(run: Path, algorithm: str) -> tuple[str, float | None, float]:
+def _training_metric(run: Path) -> tuple[str, float | None, float]:
     """The headline metric of the training, its mean over the last steps, and the time of all steps."""
     from posttrain.reporting.run_data import load_run
-    from posttrain.reporting.wording import headline_metric
 
     data = load_run(run)
-    key, _ = headline_metric(algorithm)
+    key = data.headline.metric
     values = [value for value in data.series(key).values if value is not None][-LAST_STEPS:]
     mean = math.fsum(values) / len(values) if values else None
     return key.removeprefix("train/"), mean, data.logged_seconds

@@ -9,24 +9,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.planning.calibration import Calibration
-from posttrain.planning.settings import RunSettings
-from posttrain.planning.shape import ModelShape
-from posttrain.planning.workload import Pass
+from posttrain.policy.memory.model_shape import ModelShape
+from posttrain.policy.memory.settings import RunSettings
 
 FP32 = 4
 CHUNK_LOGITS = 2**30  # policy/logprobs.py on a GPU
+# Families whose layers are not fused keep this many times the bytes for the backward pass (measured, see
+# planning/calibration.py).
+UNFUSED_ACTIVATIONS = 2.1
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass over a packed row."""
+
+    tokens: float
+    responses: float  # response tokens, whose logits are computed
+    gathered: float  # keys copied for attention, because they are shared
+    pairs: float  # of a token and one that it attends to
 
 
 @dataclass(frozen=True)
 class LayerBytes:
     shape: ModelShape
     settings: RunSettings
-    calibration: Calibration
 
     @property
     def _factor(self) -> float:
-        return 1.0 if self.shape.fused else self.calibration.unfused_activations
+        return 1.0 if self.shape.fused else UNFUSED_ACTIVATIONS
 
     # -- kept for the backward pass ------------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
-"""One rank of the policy: owns the model, the frozen reference, the optimizer and the native engine.
+"""One rank's trainer: owns the model, the frozen reference and the optimizer.
 
-Every method takes and returns plain values, so that the same object serves in this process or behind a Ray actor. Ranks
-that share a process group call the same methods in the same order with equally many micro-batches; an empty one is run on
-a dummy sequence, because every rank takes part in every collective.
+Ranks that share a process group call the same methods in the same order with equally many micro-batches; an empty one is
+run on a dummy sequence, because every rank takes part in every collective.
 """
 
 from __future__ import annotations
@@ -16,48 +15,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from posttrain.config import PolicyConfig
-from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.engines.native.forward import check_length, observe_layers
-from posttrain.models.loading import (
-    DTYPES,
-    add_lora,
-    is_adapted,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    without_adapters,
-)
-from posttrain.planning.checkpointing_choice import should_checkpoint
-from posttrain.planning.memory import KEPT_CACHE_SHARE
+from posttrain.models.attention_interface import attention_context, refuse_dropout
+from posttrain.models.loading import DTYPES, load_model, load_tokenizer, resolve_device
+from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.policy import storage
-from posttrain.policy.attention import attention_context, refuse_dropout
 from posttrain.policy.compact import make_optimizer
 from posttrain.policy.determinism import deterministic_algorithms, prepare_determinism
 from posttrain.policy.fingerprint import model_fingerprint
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.memory.rank import should_checkpoint
+from posttrain.policy.model_support import check_length, observe_layers
 from posttrain.policy.modes import evaluation_mode
 from posttrain.policy.objectives.reduce import combine_metrics
-from posttrain.policy.optimizer import MixedPrecisionOptimizer, trainable
+from posttrain.policy.optimizer import MixedPrecisionOptimizer
 from posttrain.policy.packed import PackedRow
-from posttrain.policy.parallel import data_parallel_mesh, shard, whole_parameters
-from posttrain.policy.peak_memory import PeakMemory, let_memory_change_hands
+from posttrain.policy.parallel import Mesh, shard, whole_parameters
+from posttrain.policy.peak_memory import PeakMemory, enable_expandable_segments
 from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
 from posttrain.policy.saving import CheckpointWriter
 from posttrain.roles import Objective, Progress
-from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
+from posttrain.types import TokenBatch
 
 Forward = TokenLogprobs | SequenceScores  # a packed row in, one number per response token out
 
 
 @dataclass(frozen=True)
-class WorkerSetup:
-    """What a rank needs to build itself. Picklable."""
+class RankSetup:
+    """What a rank needs to build its trainer and its engine. Picklable."""
 
     policy: PolicyConfig
     seed: int
@@ -68,15 +58,25 @@ class WorkerSetup:
     answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
 
 
-class PolicyWorker:
-    def __init__(self, setup: WorkerSetup) -> None:
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the driver reports of the model, without holding it."""
+
+    config: dict[str, Any]  # `to_dict()` of the model's config
+    num_parameters: int
+    device: str
+    device_name: str
+
+
+class PolicyTrainer:
+    def __init__(self, setup: RankSetup) -> None:
         config = self.config = setup.policy
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         if config.deterministic:
             prepare_determinism()
         self.device = _this_rank(resolve_device(config.device))
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.mesh = Mesh.of_process_group()
         self.peak_memory = PeakMemory(self.device)
         self.temperature = config.generation.temperature if config.generation else 1.0
         if self.temperature == 0:
@@ -88,9 +88,9 @@ class PolicyWorker:
         self._scores_answers = setup.reward_model
         if self._recomputes_activations(setup):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        mesh = data_parallel_mesh(self.device)
-        self.reference = self._freeze_reference(mesh) if setup.needs_reference and not lora.enabled else None
-        self.forward = self._shardable(self.model, mesh)
+        data_parallel = self.mesh.data_parallel(self.device)
+        self.reference = self._freeze_reference(data_parallel) if setup.needs_reference and not lora.enabled else None
+        self.forward = self._shardable(self.model, data_parallel)
         self._refuse_unsupported(setup)
         self.optimizer: MixedPrecisionOptimizer | None = None
         if setup.trains:
@@ -98,20 +98,8 @@ class PolicyWorker:
         self.checkpoints = CheckpointWriter(self.model, self.tokenizer, self.optimizer, self.device)
         if self.optimizer is not None:
             self.optimizer.before_change = self.checkpoints.wait_until_copied
-        self.engine: NativeEngine | None = None
-        if config.generation:
-            native = config.generation.native_cfg
-            self.engine = NativeEngine(
-                self.model,
-                self.tokenizer,
-                NativeSettings(
-                    **native.model_dump(),
-                    max_total_tokens=config.max_total_sequence_length,
-                    deterministic=config.deterministic,
-                ),
-            )
 
-    def _load_model(self, setup: WorkerSetup) -> nn.Module:
+    def _load_model(self, setup: RankSetup) -> nn.Module:
         """The model with its adapters, if it has any."""
         config, dtype = setup.policy, DTYPES[setup.policy.precision]
         if setup.reward_model:
@@ -127,7 +115,7 @@ class PolicyWorker:
             return model
         return add_lora(model, lora, setup.seed, task_type="SEQ_CLS" if setup.reward_model else "CAUSAL_LM")
 
-    def _recomputes_activations(self, setup: WorkerSetup) -> bool:
+    def _recomputes_activations(self, setup: RankSetup) -> bool:
         said = setup.policy.dtensor_cfg.activation_checkpointing
         if said != "auto" or self.device.type != "cuda":
             return said is True
@@ -136,11 +124,11 @@ class PolicyWorker:
             setup.policy,
             memory_bytes=torch.cuda.get_device_properties(self.device).total_memory,
             has_reference=setup.needs_reference,
-            ranks=self.world_size,
+            ranks=self.mesh.dp,
             scores_answers=setup.reward_model,
         )
 
-    def _shardable(self, model: nn.Module, mesh: Any) -> Forward:
+    def _shardable(self, model: nn.Module, mesh: DeviceMesh | None) -> Forward:
         root: Forward
         if self._scores_answers:
             root = SequenceScores(model)
@@ -156,7 +144,7 @@ class PolicyWorker:
             root.reshard()  # type: ignore[operator]
         return root
 
-    def _refuse_unsupported(self, setup: WorkerSetup) -> None:
+    def _refuse_unsupported(self, setup: RankSetup) -> None:
         """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of the logits."""
         config = storage.base_config(self.model).get_text_config()
         if setup.trains:
@@ -165,19 +153,17 @@ class PolicyWorker:
             observe_layers(without_adapter_wrapper(self.model), self.forward.head)
             check_length(config, self.config.max_total_sequence_length)
 
-    def _freeze_reference(self, mesh: Any) -> Forward:
+    def _freeze_reference(self, mesh: DeviceMesh | None) -> Forward:
         frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
         return self._shardable(frozen, mesh)
 
-    def facts(self) -> dict[str, Any]:
-        """What the driver wants to know of the model."""
-        return {
-            "num_parameters": sum(p.numel() for p in self.model.parameters()),
-            "num_trainable": trainable(self.model.parameters()),
-            "model_config": self._model_config(),
-            "device": self.device.type,
-            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
-        }
+    def facts(self) -> ModelFacts:
+        return ModelFacts(
+            config=self._model_config(),
+            num_parameters=sum(p.numel() for p in self.model.parameters()),
+            device=self.device.type,
+            device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+        )
 
     def _model_config(self) -> dict[str, Any]:
         config: dict[str, Any] = storage.base_config(self.model).to_dict()
@@ -211,7 +197,7 @@ class PolicyWorker:
                     loss, measured = objective(logprobs, part)
                     metrics.append(measured)
                 # FSDP averages gradients over ranks; the loss is a sum over them.
-                (loss * self.world_size).backward()
+                (loss * self.mesh.dp).backward()
             self.optimizer.collect_gradients()
             if progress is not None:
                 progress(1)
@@ -271,15 +257,13 @@ class PolicyWorker:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """A phase of training, whose memory is measured. A cache that has to go is gone before it begins."""
-        self._make_room()
+        """A phase of training whose memory is measured."""
         with self.peak_memory.during(name), deterministic_algorithms(self.config.deterministic):
             yield
 
     @contextmanager
     def _row(self, part: TokenBatch | None, forward: Forward) -> Iterator[PackedRow]:
         """The packed row, with its attention in force: backward passes belong inside too."""
-        self._make_room()
         batch = _DUMMY if part is None else part
         row = PackedRow.build(batch, self.device, reads_own_token=forward.reads_own_token)
         with attention_context(row.attention):
@@ -287,52 +271,14 @@ class PolicyWorker:
 
     # -- sampling ------------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        """Training takes over the memory of a large KV cache. A small one stays, with the steps recorded for it."""
-        if self.device.type != "cuda" or getattr(self, "engine", None) is None:
-            return
-        assert self.engine is not None
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        if self.engine.num_held_bytes > KEPT_CACHE_SHARE * total:
-            self.engine.release()
-
-    def generate(
-        self,
-        tasks: Sequence[Task],
-        num_samples: int,
-        sampling: Sampling,
-        key: NoiseKey,
-        progress: Progress | None = None,
-    ) -> list[list[Completion]]:
-        assert self.engine is not None, "this worker was built without policy.generation"
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """The model as an engine needs it: parameters whole on every rank, the memory of the phase measured."""
         with self.peak_memory.during("sampling"), whole_parameters(self.forward):
-            return self.engine.generate(tasks, num_samples, sampling, key, progress)
+            yield
 
-    # -- state ---------------------------------------------------------------------------------------------------------
-
-    def save(self, folder: str, optimizer: bool) -> None:
-        self.checkpoints.save(Path(folder), optimizer=optimizer)
-
-    def save_obstacle(self, optimizer: bool) -> str:
-        return self.checkpoints.obstacle(optimizer=optimizer)
-
-    def prepare_save(self, optimizer: bool) -> bool:
-        return self.checkpoints.prepare(optimizer=optimizer)
-
-    def begin_save(self, folder: str, optimizer: bool) -> None:
-        self.checkpoints.begin(Path(folder), optimizer=optimizer)
-
-    def write_save(self) -> None:
-        self.checkpoints.write()
-
-    def write_save_in_thread(self) -> None:
-        self.checkpoints.write_in_thread()
-
-    def take_save_wait_s(self) -> float:
-        return self.checkpoints.take_waited_s()
-
-    def load(self, folder: str) -> None:
-        storage.load(Path(folder), self.model, self.tokenizer, self.optimizer)
+    def load(self, folder: Path) -> None:
+        storage.load(folder, self.model, self.tokenizer, self.optimizer)
 
 
 def _this_rank(device: torch.device) -> torch.device:
@@ -340,7 +286,7 @@ def _this_rank(device: torch.device) -> torch.device:
         return device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    let_memory_change_hands()
+    enable_expandable_segments()
     # Small batches, as in decoding, are split along the inner dimension; adding the parts up in bf16 would make the
     # sampler's numbers differ from the trainer's.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -21,7 +21,7 @@ from torch import Tensor
 from posttrain.errors import InputError
 from posttrain.export.weight_names import is_lora, plain_name
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
-from posttrain.models.reference import read_json
+from posttrain.models.accepted_names import read_json
 from posttrain.models.tensor_files import TensorFacts
 
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")

@@ -73,7 +73,7 @@ def locate(choice: ModelChoice, config: PipelineConfig) -> str:
 
 def trainable_folder(choice: ModelChoice, config: PipelineConfig) -> tuple[str, str]:
     """(weights, tokenizer) to start a training from."""
-    from posttrain.models.reference import resolve_model
+    from posttrain.models.accepted_names import resolve_model
 
     found = resolve_model(locate(choice, config))
     if found.adapter is not None:

@@ -1,13 +1,17 @@
-"""What a user may name as a model, and the engine that samples from it. Shared by eval, gate, serve, chat and pipeline.
+"""What may be named as a model, and the files that each name stands for. Shared by eval, gate, serve, chat and pipeline.
 
     models/smollm2-135m-instruct      a Hugging Face folder
     results/adapter                   a peft adapter; its own config names the base model
     results/grpo/step_60              a checkpoint, full or LoRA (a folder below it, such as policy/weights, means the same)
     results/grpo                      a run: its newest checkpoint that is whole
     Qwen/Qwen3-0.6B                   a name on the model hub
+    registry:NAME@production          a version in the model registry (`resolve_registered_model` only)
 
-`resolve_model` reads names and small files only; nothing is fetched and torch is not imported. `resolve_registered_model`
-also knows `registry:NAME@production`, for which it asks the registry. URLs are their callers' business.
+`resolve_model` reads names and small files only. It fetches nothing and does not import torch. URLs of servers are
+handled by the callers.
+
+The registry is built on this package, so its names are looked up by a function that `posttrain.registry` passes to
+`connect_registry` when it is imported.
 """
 
 from __future__ import annotations
@@ -15,21 +19,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from posttrain.checkpointing import CheckpointStore
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
-from posttrain.errors import InputError, reason_of
+from posttrain.errors import InputError
 from posttrain.models.hub import looks_like_hub_name
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from posttrain.engines.native.engine import NativeEngine
 
 WEIGHTS = Path("policy/weights/model")
 TOKENIZER = Path("policy/tokenizer")
@@ -37,6 +35,7 @@ ACCEPTED = (
     "a Hugging Face folder, a peft adapter folder, a checkpoint (step_N), the folder of a run, or a hub name such as "
     "Qwen/Qwen3-0.6B"
 )
+REGISTRY_PREFIX = "registry:"
 _STEP = re.compile(r"step_(\d+)")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
@@ -48,10 +47,10 @@ class ModelReferenceError(InputError):
 
 
 @dataclass(frozen=True)
-class ModelReference:
+class ResolvedModel:
     """A model that can be loaded: `model` with plain transformers, then `adapter` on top of it with peft."""
 
-    text: str  # as the user wrote it
+    text: str  # as the user wrote it; of a version in the registry, registry:NAME@NUMBER
     kind: Kind
     model: str  # folder or hub name of the weights; with an adapter, of the base model
     tokenizer: str  # folder or hub name
@@ -59,6 +58,7 @@ class ModelReference:
     step: int | None = None  # of a checkpoint
     checkpoint: Path | None = None  # the folder step_N
     run_folder: Path | None = None  # the folder that holds step_N
+    registered: tuple[str, int] | None = None  # name and version in the registry
 
     @property
     def files(self) -> Path | None:
@@ -70,7 +70,7 @@ class ModelReference:
 
 def resolve_model(
     reference: str | Path, *, base: str | None = None, say: Callable[[str], None] | None = None
-) -> ModelReference:
+) -> ResolvedModel:
     """The model that `reference` names. `base` overrides the base model that an adapter names, e.g. if it has moved."""
     text = str(reference)
     if not text.strip():
@@ -84,17 +84,40 @@ def resolve_model(
         hint = "; `posttrain models` and `transformers` import GGUF files" if path.suffix == ".gguf" else ""
         raise ModelReferenceError(f"{text!r} is a file; accepted: {ACCEPTED}{hint}")
     if looks_like_hub_name(text):
-        return ModelReference(text=text, kind="hub", model=text, tokenizer=text)
+        return ResolvedModel(text=text, kind="hub", model=text, tokenizer=text)
     raise ModelReferenceError(f"no folder {text!r}; accepted: {ACCEPTED}")
 
 
-def resolve_registered_model(text: str) -> ModelReference:
-    """As `resolve_model`; of a `registry:` name, the version that it means now, its files compared with their checksums."""
-    if not text.startswith("registry:"):
-        return resolve_model(text)
-    from posttrain.registry import resolve_version
+class RegisteredVersion(Protocol):
+    """A version in the model registry, whose files are at `path`."""
 
-    return resolve_model(resolve_version(text).path)
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def path(self) -> Path: ...
+
+
+RegistryLookup = Callable[[str, str | None], RegisteredVersion]  # the name, and where the registry is (None: default)
+_registry_lookup: RegistryLookup | None = None
+
+
+def connect_registry(lookup: RegistryLookup) -> None:
+    """Let `resolve_registered_model` look names up with this function."""
+    global _registry_lookup
+    _registry_lookup = lookup
+
+
+def resolve_registered_model(text: str, *, registry: str | None = None, base: str | None = None) -> ResolvedModel:
+    """As `resolve_model`, and `registry:` names too: the version they mean now, with its checksums verified."""
+    if not text.startswith(REGISTRY_PREFIX):
+        return resolve_model(text, base=base)
+    assert _registry_lookup is not None, "import posttrain.registry before resolving registry: names"
+    version = _registry_lookup(text, registry)
+    found = resolve_model(version.path, base=base)
+    name, number = version.name, version.version
+    return replace(found, text=f"{REGISTRY_PREFIX}{name}@{number}", registered=(name, number))
 
 
 def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path | None:
@@ -127,19 +150,19 @@ def _newest_checkpoint(run_folder: Path, say: Callable[[str], None]) -> Path | N
     return found
 
 
-def _resolve_folder(text: str, path: Path, base: str | None, say: Callable[[str], None]) -> ModelReference:
+def _resolve_folder(text: str, path: Path, base: str | None, say: Callable[[str], None]) -> ResolvedModel:
     checkpoint = find_checkpoint(path, say)
     if checkpoint is not None:
         return _resolve_checkpoint(text, checkpoint, base)
     if (path / "adapter_config.json").is_file():
         model = base or adapter_base(path)
         tokenizer = str(path) if (path / "tokenizer_config.json").is_file() else model
-        return ModelReference(text=text, kind="adapter", model=model, tokenizer=tokenizer, adapter=path)
+        return ResolvedModel(text=text, kind="adapter", model=model, tokenizer=tokenizer, adapter=path)
     check_model_folder(path)
-    return ModelReference(text=text, kind="folder", model=str(path), tokenizer=str(path))
+    return ResolvedModel(text=text, kind="folder", model=str(path), tokenizer=str(path))
 
 
-def _resolve_checkpoint(text: str, checkpoint: Path, base: str | None) -> ModelReference:
+def _resolve_checkpoint(text: str, checkpoint: Path, base: str | None) -> ResolvedModel:
     if (checkpoint / CHECKSUMS).exists() and (
         problems := find_damage(checkpoint, contents=False, below="policy/weights")
     ):
@@ -158,7 +181,7 @@ def _resolve_checkpoint(text: str, checkpoint: Path, base: str | None) -> ModelR
         check_model_folder(weights)
         model = str(weights)
     match = _STEP.search(checkpoint.name)
-    return ModelReference(
+    return ResolvedModel(
         text=text,
         kind="checkpoint",
         model=model,
@@ -226,101 +249,3 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-# -- loading -----------------------------------------------------------------------------------------------------------
-
-
-def load_for_sampling(
-    reference: ModelReference | str,
-    *,
-    precision: str = "auto",
-    device: str = "auto",
-    max_total_tokens: int | None = None,
-    native_settings: Mapping[str, Any] | None = None,
-    adapt: Callable[[nn.Module], nn.Module] | None = None,
-) -> tuple[NativeEngine, Any]:
-    """The native engine over the model, and its tokenizer. There is no optimizer and nothing needs gradients.
-
-    `precision`: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU). `max_total_tokens` None is the length
-    that the model was made for. `native_settings` are the keys of `policy.generation.native_cfg`. `adapt` may change the
-    model's modules, for instance put more adapters on it: later is too late, the engine looks modules up once.
-    """
-    from posttrain.engines.native.engine import NativeEngine, NativeSettings
-    from posttrain.models.loading import load_tokenizer, resolve_device
-
-    reference = reference if isinstance(reference, ModelReference) else resolve_model(reference)
-    where = resolve_device(device)
-    model = load_with_adapter(reference, sampling_dtype(precision, where), where)
-    model = model if adapt is None else adapt(model)
-    tokenizer = load_tokenizer(reference.tokenizer, f"model {reference.text!r}")
-    length = max_total_tokens or int(getattr(_text_config(model), "max_position_embeddings", 0) or 4096)
-    settings = NativeSettings(**dict(native_settings or {}), max_total_tokens=length)
-    if where.type == "cuda":
-        import torch
-
-        # As in training: adding the parts of a small matrix product up in bf16 would change the numbers.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return NativeEngine(model, tokenizer, settings), tokenizer
-
-
-def load_with_adapter(reference: ModelReference, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model, with its adapter if it has one, in evaluation mode and without gradients."""
-    from posttrain.models.loading import load_model
-
-    try:
-        model: nn.Module = load_model(reference.model, dtype, device)
-    except ValueError as error:
-        said = reason_of(error).removeprefix("policy.model_name").lstrip(": ")
-        raise ModelReferenceError(f"model {reference.text!r}: {said}") from error
-    if reference.adapter is not None:
-        model = add_adapter(model, reference.adapter)
-    return model.eval().requires_grad_(False)
-
-
-def add_adapter(model: nn.Module, adapter: Path, name: str = "default") -> nn.Module:
-    """A peft adapter on a loaded base model; ModelReferenceError if the two do not belong together."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import SafetensorError, safe_open
-
-    device = next(model.parameters()).device
-    if not any((adapter / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
-        raise ModelReferenceError(f"{adapter} has an adapter_config.json but no weights (adapter_model.safetensors)")
-    try:
-        adapted = PeftModel.from_pretrained(
-            model, str(adapter), adapter_name=name, autocast_adapter_dtype=False, torch_device=str(device)
-        )
-    except SafetensorError as error:
-        raise ModelReferenceError(f"{adapter / 'adapter_model.safetensors'} is damaged: {error}") from error
-    except (RuntimeError, ValueError, OSError, KeyError, TypeError, AttributeError) as error:
-        lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-        said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # torch's first line is a heading
-        raise ModelReferenceError(f"the adapter {adapter} does not fit its base model: {said}") from error
-    file = adapter / "adapter_model.safetensors"
-    if file.is_file():
-        with safe_open(file, framework="pt") as saved:
-            found = set(saved.keys())
-        expected = set(get_peft_model_state_dict(adapted, adapter_name=name, save_embedding_layers=False))
-        # peft may save whole embeddings beside an adapter, and loads them; it passes over other strangers silently.
-        strangers = {key for key in found - expected if "embed" not in key and "lm_head" not in key}
-        if unmatched := sorted((expected - found) | strangers):
-            raise ModelReferenceError(
-                f"the adapter {adapter} does not fit its base model: {len(unmatched)} weights have no partner, "
-                f"among them {unmatched[0]}"
-            )
-    return adapted
-
-
-def sampling_dtype(precision: str, device: torch.device) -> torch.dtype:
-    from posttrain.models.loading import DTYPES
-
-    if precision == "auto":
-        return DTYPES["bfloat16" if device.type == "cuda" else "float32"]
-    if precision not in DTYPES:
-        raise ModelReferenceError(f"precision {precision!r} is not known; accepted: auto, {', '.join(DTYPES)}")
-    return DTYPES[precision]
-
-
-def _text_config(model: nn.Module) -> Any:
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
-    return base.config.get_text_config()

@@ -1,7 +1,4 @@
-"""Recording what a GPU is told to do, as CUDA graphs, and the way of numbers from the host to it.
-
-Knows nothing of models or sequences.
-"""
+"""A cache of CUDA graphs, and pinned buffers for copies from the host to the device. Independent of models and sequences."""
 
 from __future__ import annotations
 
@@ -16,49 +13,50 @@ from torch import Tensor
 
 from posttrain.errors import reason_of
 
-_MAX_RECORDINGS = 128  # a run has some dozens; settings and adapters that keep changing would add to them for ever
-_NUM_WARM_UPS = 1  # before recording, so that kernels are compiled and libraries have their workspaces
+_MAX_GRAPHS = 128  # a run has some dozens; sampling settings and adapters that keep changing would add more without end
+_NUM_WARM_UPS = 1  # before capture, so that kernels are compiled and libraries have their workspaces
 
 
-class RecordingError(RuntimeError):
-    """This model's step cannot be recorded: some layer waits for the device, or asks it for a number."""
+class GraphCaptureError(RuntimeError):
+    """This model's step cannot be captured: some layer synchronises with the device."""
 
 
 @dataclass
-class _Recording:
+class _CapturedGraph:
     graph: torch.cuda.CUDAGraph
     result: Tensor  # overwritten by each replay
 
 
-class Recorder:
-    """Computations by name: recorded when first asked for, then replayed. All of them share their memory; of very many
-    those are forgotten that nobody has asked for the longest."""
+class CudaGraphCache:
+    """CUDA graphs by key: captured on first use, then replayed. They share one memory pool; the least recently used graph
+    is evicted when there are too many."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._recordings: dict[Hashable, _Recording] = {}
+        self._graphs: dict[Hashable, _CapturedGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def run(self, name: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
-        """What `compute` returns, valid until anything is run again. `changes` is what it moves on: trials must not."""
-        recording = self._recordings.pop(name, None)
-        if recording is None:
-            self._make_room()
-            recording = self._record(compute, changes)
-        self._recordings[name] = recording  # the latest one last
-        recording.graph.replay()
-        return recording.result
+    def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+        """What `compute` returns, valid until the next `run`. `changes` is the state that `compute` advances in place: it is
+        restored after warm-up."""
+        captured = self._graphs.pop(key, None)
+        if captured is None:
+            self._evict()
+            captured = self._capture(compute, changes)
+        self._graphs[key] = captured  # most recently used last
+        captured.graph.replay()
+        return captured.result
 
-    def _make_room(self) -> None:
-        if len(self._recordings) < _MAX_RECORDINGS:
+    def _evict(self) -> None:
+        if len(self._graphs) < _MAX_GRAPHS:
             return
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # it may be the one that is running
-        del self._recordings[next(iter(self._recordings))]
+            torch.cuda.synchronize(self.device)  # the evicted graph may be running
+        del self._graphs[next(iter(self._graphs))]
 
-    def _record(self, compute: Callable[[], Tensor], changes: Tensor | None) -> _Recording:
+    def _capture(self, compute: Callable[[], Tensor], changes: Tensor | None) -> _CapturedGraph:
         before = None if changes is None else changes.clone()
-        side = _recording_stream(self.device)
+        side = _capture_stream(self.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_NUM_WARM_UPS):
@@ -71,14 +69,14 @@ class Recorder:
             with self._capturing(graph, side):
                 result = compute()
         except RuntimeError as error:
-            raise RecordingError(reason_of(error)) from error
-        return _Recording(graph, result)
+            raise GraphCaptureError(reason_of(error)) from error
+        return _CapturedGraph(graph, result)
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-        """`torch.cuda.graph` first gives everything that is free back to the driver, pinned memory too. That makes room
-        for a new pool; for each of a dozen recordings in it, it would cost several times what recording does."""
-        if not self._recordings:
+        """`torch.cuda.graph` first returns all cached memory to the driver, pinned memory too. That makes room for a new
+        pool. For each further graph in the pool it would cost several times as much as the capture."""
+        if not self._graphs:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 yield
             return
@@ -92,13 +90,13 @@ class Recorder:
 
 
 @cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all recordings: the matrix library keeps a workspace for every stream that it has been used on."""
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all captures: the matrix library keeps a workspace for every stream that it was used on."""
     return torch.cuda.Stream(device)
 
 
 class Staging:
-    """Two pinned buffers of one shape in turn: one may still be on its way to the device while the other is filled."""
+    """Two pinned buffers of one shape, used in turn: one is filled while the copy of the other may still be running."""
 
     def __init__(self, like: Tensor) -> None:
         self._buffers = [torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda) for _ in range(2)]
@@ -119,8 +117,8 @@ class Staging:
 
 
 def batch_sizes(max_rows: int) -> list[int]:
-    """Ascending. Small batches cost the same whatever their size, since the weights are read for them all the same;
-    in large ones every row costs, so there the steps are finer."""
+    """Batch sizes with a graph each, ascending. Small batches are bound by reading the weights and cost the same at any
+    size; in large ones each row costs, so the sizes are closer together."""
     sizes = [size for size in (8, 16, 32, 64, 128, 192, 256) if size < max_rows]
     sizes += range(320, max_rows, 64)
     return [*sizes, -(-max_rows // 8) * 8]
