@@ -25,7 +25,7 @@ from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.hardware import peak_flops
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
 from posttrain.recipes.grpo_credit import build_credit, build_objective
-from posttrain.reporting.metric_rows import Hardware, performance
+from posttrain.reporting.rows import Hardware, performance
 from posttrain.roles import Engine, Objective, Progress, Trainer
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.types import Completion, NoiseKey, Sampling, Score, StepReport, Task, TokenBatch, UpdateReport

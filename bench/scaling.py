@@ -36,9 +36,10 @@ from posttrain.errors import InputError
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import LocalWorker
+from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.reporting import RunRecorder
-from posttrain.reporting.metric_rows import TOTAL_STEP, top_level_stages
+from posttrain.reporting.rows import TOTAL_STEP, top_level_stages
 from posttrain.roles import Progress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.types import Completion, NoiseKey, Sampling, StepReport, Task, TokenBatch
@@ -168,7 +169,7 @@ def recording_s(report: StepReport, folder: Path) -> float:
     """What it takes to write a step to its run folder, samples included."""
     recorder = RunRecorder(
         folder,
-        algorithm="grpo",
+        presentation=GrpoRecipe.presentation,
         max_steps=1,
         num_devices=1,
         peak_flops_per_device=None,

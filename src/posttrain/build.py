@@ -30,6 +30,7 @@ from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
+from posttrain.reporting.presentation import Presentation
 from posttrain.run_folder import run_folder
 
 Export = Callable[[Path], None]  # adds a copy of the model for use to the folder of a checkpoint
@@ -92,7 +93,7 @@ class Run:
         workers = self._workers(chat)
         self._cleanup.callback(workers.close)
         facts = call_all(workers, Rank.facts)[0]
-        recorder = self._recorder(workers, facts, max_steps)
+        recorder = self._recorder(recipe.presentation, workers, facts, max_steps)
         for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
             for reason, count in (rows.dropped if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
@@ -168,12 +169,14 @@ class Run:
             seed=self.config.schedule.seed,
         )
 
-    def _recorder(self, workers: WorkerGroup, facts: ModelFacts, max_steps: int) -> RunRecorder:
-        config, kind = self.config, self.config.kind
+    def _recorder(
+        self, presentation: Presentation, workers: WorkerGroup, facts: ModelFacts, max_steps: int
+    ) -> RunRecorder:
+        config = self.config
         on_gpu = facts.device == "cuda"
         return RunRecorder(
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
-            algorithm=kind,
+            presentation=presentation,
             max_steps=max_steps,
             num_devices=workers.mesh.size,
             peak_flops_per_device=peak_flops(facts.device_name) if on_gpu else None,

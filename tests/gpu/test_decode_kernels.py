@@ -94,9 +94,7 @@ def keys(rows: int) -> tuple[Tensor, Tensor]:
     ("width", "vocab_size", "temperature"),
     [(49_152, 49_152, 1.0), (128_256, 128_256, 0.7), (151_936, 151_669, 1.0), (50_257, 50_257, 1.2), (33, 30, 1.0)],
 )
-def test_draws_equal_the_torch_sampler(
-    width: int, vocab_size: int, temperature: float, dtype: torch.dtype
-) -> None:
+def test_draws_equal_the_torch_sampler(width: int, vocab_size: int, temperature: float, dtype: torch.dtype) -> None:
     from posttrain.engines.native import kernels
 
     rows = 300

@@ -13,7 +13,7 @@ from tiny_runs import command, dpo, grpo, questions, results_of, rows_of, run, s
 
 from posttrain.cli.main import main
 from posttrain.config import load_config
-from posttrain.reporting.rollout_rows import read_rollouts
+from posttrain.reporting.rows import read_rollouts
 
 STEPS = 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from posttrain.algorithms.dpo import Dpo
 from posttrain.algorithms.kto import Kto
@@ -14,12 +15,34 @@ from posttrain.data.datasets import load_judged_dataset, load_pair_dataset
 from posttrain.data.sampler import Stream
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
 from posttrain.policy.reference_cache import CachedReference
-from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both, options
+from posttrain.recipes.recipe import (
+    PAIR_RESULTS,
+    Prepared,
+    Recipe,
+    RunParts,
+    first_rows,
+    load_both,
+    options,
+    pair_accuracy,
+)
+from posttrain.reporting.presentation import Presentation, ShownMetric
 
 
 @dataclass(frozen=True)
 class DpoRecipe(Recipe):
     config: DpoRunConfig
+    presentation: ClassVar[Presentation] = Presentation(
+        "dpo",
+        pair_accuracy("Share of pairs whose chosen answer has the higher implicit reward."),
+        (
+            ShownMetric("loss", "Loss", "loss"),
+            ShownMetric("preference_loss", "Preference Loss"),
+            ShownMetric("sft_loss", "SFT Loss"),
+            *PAIR_RESULTS,
+            ShownMetric("grad_norm", "Grad Norm", "grad"),
+            ShownMetric("lr", "Learning Rate"),
+        ),
+    )
 
     def prepare(self, chat: ChatFormat) -> Prepared:
         return self._on_pairs(chat) if self.config.loss_traits.is_paired else self._on_single_answers(chat)

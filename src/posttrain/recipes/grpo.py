@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.config import EnvironmentConfig, GrpoRunConfig, PolicyConfig
@@ -14,6 +15,7 @@ from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments, check_environments
 from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
 from posttrain.recipes.recipe import Entries, Prepared, Recipe, RunParts, first_rows, load_both
+from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import RolloutSource
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
@@ -24,6 +26,30 @@ from posttrain.types import Sampling, Task
 @dataclass(frozen=True)
 class GrpoRecipe(Recipe):
     config: GrpoRunConfig
+    presentation: ClassVar[Presentation] = Presentation(
+        "grpo",
+        Headline(
+            "train/reward",
+            "Reward",
+            lower_is_better=False,
+            chart=ChartSpec(
+                "Reward",
+                (("train/reward", "training reward"), ("validation/accuracy", "validation accuracy")),
+                "Mean reward of the rollouts of each step, and of greedy or sampled answers to held-out prompts.",
+            ),
+        ),
+        (
+            ShownMetric("loss", "Loss", "loss"),
+            ShownMetric("reward", "Avg Reward", "reward"),
+            ShownMetric("filtered_reward", "Avg Reward of Kept Groups", "kept"),
+            ShownMetric("dynamic_sampling_num_gen_batches", "Generation Batches"),
+            ShownMetric("mean_generation_length", "Mean Generation Length", "length"),
+            ShownMetric("kl_penalty", "KL", "kl"),
+            ShownMetric("gen_kl_error", "Generation KL Error"),
+            ShownMetric("grad_norm", "Grad Norm", "grad"),
+            ShownMetric("lr", "Learning Rate"),
+        ),
+    )
 
     def check(self) -> None:
         check_environments(self._environments(), Path.cwd())
@@ -124,12 +150,11 @@ RECIPE = GrpoRecipe
 def _sampling(policy: PolicyConfig, end_of_turn_ids: Sequence[int], *, validation: bool = False) -> Sampling:
     generation = policy.generation
     assert generation is not None
-    prefix = "val_" if validation else ""
-    top_k = getattr(generation, f"{prefix}top_k")
+    top_k = generation.val_top_k if validation else generation.top_k
     return Sampling(
         max_new_tokens=generation.max_new_tokens,
-        temperature=getattr(generation, f"{prefix}temperature"),
-        top_p=getattr(generation, f"{prefix}top_p"),
+        temperature=generation.val_temperature if validation else generation.temperature,
+        top_p=generation.val_top_p if validation else generation.top_p,
         top_k=top_k if top_k and top_k > 0 else 0,
         stop_token_ids=tuple(generation.stop_token_ids or ()),
         end_of_turn_ids=tuple(end_of_turn_ids),

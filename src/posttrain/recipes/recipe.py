@@ -13,6 +13,7 @@ from posttrain.config.data import DatasetConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.readers import Item
 from posttrain.data.row_dataset import RowDataset
+from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import Algorithm, Engine, ShowProgress, Stateful, Trainer, WeightSync
 
 Entries = DatasetConfig | list[DatasetConfig]
@@ -63,6 +64,7 @@ class Recipe(ABC):
     """One kind of run. What follows from the config alone, such as sizes and the reference, is in `config/runs.py`."""
 
     config: RunConfig
+    presentation: ClassVar[Presentation]
     chat_form: ClassVar[type[ChatFormat]] = ChatFormat
 
     def check(self) -> None:  # noqa: B027 - most kinds need nothing else
@@ -71,6 +73,20 @@ class Recipe(ABC):
     @abstractmethod
     def prepare(self, chat: ChatFormat) -> Prepared:
         """Read the data."""
+
+
+PAIR_RESULTS = (
+    ShownMetric("accuracy", "Accuracy", "accuracy"),
+    ShownMetric("rewards_chosen_mean", "Chosen Reward", "chosen"),
+    ShownMetric("rewards_rejected_mean", "Rejected Reward", "rejected"),
+)
+
+
+def pair_accuracy(note: str) -> Headline:
+    """The headline of what learns from pairs."""
+    curves = (("train/accuracy", "training"), ("validation/accuracy", "validation"))
+    chart = ChartSpec("Preference accuracy", curves, note)
+    return Headline("train/accuracy", "Pair accuracy", lower_is_better=False, chart=chart)
 
 
 def load_both(

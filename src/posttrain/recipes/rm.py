@@ -13,13 +13,34 @@ from posttrain.data.datasets import load_pair_dataset
 from posttrain.data.sampler import Stream
 from posttrain.data.whole_chat import WholeChatFormat
 from posttrain.policy.objectives import BradleyTerry
-from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both, options
+from posttrain.recipes.recipe import (
+    PAIR_RESULTS,
+    Prepared,
+    Recipe,
+    RunParts,
+    first_rows,
+    load_both,
+    options,
+    pair_accuracy,
+)
+from posttrain.reporting.presentation import Presentation, ShownMetric
 
 
 @dataclass(frozen=True)
 class RewardModelRecipe(Recipe):
     config: RmRunConfig
     chat_form: ClassVar[type[ChatFormat]] = WholeChatFormat
+    presentation: ClassVar[Presentation] = Presentation(
+        "rm",
+        pair_accuracy("Share of pairs whose chosen answer has the higher score."),
+        (
+            ShownMetric("loss", "Loss", "loss"),
+            *PAIR_RESULTS,
+            ShownMetric("rewards_std", "Spread of Rewards"),
+            ShownMetric("grad_norm", "Grad Norm", "grad"),
+            ShownMetric("lr", "Learning Rate"),
+        ),
+    )
 
     def prepare(self, chat: ChatFormat) -> Prepared:
         config, rm = self.config, self.config.rm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from posttrain.algorithms.sft import Sft
 from posttrain.config import SftRunConfig
@@ -10,11 +11,30 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import ExampleDataset, load_example_dataset
 from posttrain.data.sampler import Stream
 from posttrain.recipes.recipe import Entries, Prepared, Recipe, RunParts, first_rows, load_both
+from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 
 
 @dataclass(frozen=True)
 class SftRecipe(Recipe):
     config: SftRunConfig
+    presentation: ClassVar[Presentation] = Presentation(
+        "sft",
+        Headline(
+            "train/loss",
+            "Loss",
+            lower_is_better=True,
+            chart=ChartSpec(
+                "Loss",
+                (("train/loss", "training"), ("validation/loss", "validation")),
+                "Mean negative log-likelihood per token.",
+            ),
+        ),
+        (
+            ShownMetric("loss", "Loss", "loss"),
+            ShownMetric("grad_norm", "Grad Norm", "grad"),
+            ShownMetric("lr", "Learning Rate", "lr"),
+        ),
+    )
 
     def prepare(self, chat: ChatFormat) -> Prepared:
         config, sft = self.config, self.config.sft

@@ -21,9 +21,16 @@ from typing import TYPE_CHECKING, TextIO
 
 from posttrain.reporting import wording
 from posttrain.reporting.console import Console
-from posttrain.reporting.metric_rows import TOTAL_STEP, Hardware, training_row, validation_row, without_non_finite
+from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.report import write_report
-from posttrain.reporting.rollout_rows import write_rollouts
+from posttrain.reporting.rows import (
+    TOTAL_STEP,
+    Hardware,
+    training_row,
+    validation_row,
+    without_non_finite,
+    write_rollouts,
+)
 from posttrain.reporting.run_data import load_run
 from posttrain.reporting.run_files import (
     CONFIG_FILE,
@@ -41,7 +48,7 @@ from posttrain.reporting.run_files import (
     read_info,
     write_whole,
 )
-from posttrain.reporting.wording import Algorithm, Line
+from posttrain.reporting.wording import Line
 
 if TYPE_CHECKING:
     from posttrain.config.changes import ConfigChange
@@ -60,7 +67,7 @@ class RunRecorder:
         self,
         folder: Path,
         *,
-        algorithm: Algorithm,
+        presentation: Presentation,
         max_steps: int,
         num_devices: int,
         peak_flops_per_device: float | None,
@@ -75,7 +82,7 @@ class RunRecorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = Path(folder)
-        self._algorithm = algorithm
+        self._presentation = presentation
         self._max_steps = max_steps
         self._hardware = Hardware(num_devices, peak_flops_per_device, flops_per_token)
         self._config_yaml = config_yaml
@@ -124,7 +131,8 @@ class RunRecorder:
         resumed_at = [*before.get("resumed_at_steps", []), *([resumed_step] if resumed_step else [])]
         self._info = {
             "title": self._title,
-            "algorithm": self._algorithm,
+            "algorithm": self._presentation.kind,
+            "headline": asdict(self._presentation.headline),
             "max_steps": self._max_steps,
             "device_word": self._device_word,
             **asdict(self._hardware),
@@ -171,7 +179,7 @@ class RunRecorder:
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
         report = str(self.folder / REPORT_FILE)
-        lines = wording.final_lines(self._algorithm, rows, reason, self._wall_s(), report) + lines
+        lines = wording.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report) + lines
         self._console.show(lines, even_if_quiet=True)
 
     # ------------------------------------------------------------------ single lines and progress
@@ -308,7 +316,7 @@ class RunRecorder:
             if validation is not None:
                 self._show_validation(row, validation)
             block = wording.step_block(
-                self._algorithm,
+                self._presentation.results,
                 row,
                 report.groups,
                 device_word=self._device_word,
@@ -317,7 +325,7 @@ class RunRecorder:
             )
             self._console.show(block)
         else:
-            self._console.show([wording.step_line(self._algorithm, row, self._max_steps, eta_s)])
+            self._console.show([wording.step_line(self._presentation.results, row, self._max_steps, eta_s)])
 
     def _show_validation(self, row: Row, validation: StepReport) -> None:
         self._console.show(wording.validation_block(row, validation.num_samples))

@@ -6,76 +6,53 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.reporting.charts import line_chart, stacked_bars
-from posttrain.reporting.metric_rows import TOTAL_STEP
 from posttrain.reporting.pages import Html, folded, header, join, note, page, section, table, tag, tile, tiles, when
+from posttrain.reporting.presentation import ChartSpec
 from posttrain.reporting.report_samples import samples_section, unscored_section
+from posttrain.reporting.rows import TOTAL_STEP
 from posttrain.reporting.run_data import RunData, load_run
 from posttrain.reporting.run_files import CONFIG_FILE, REPORT_FILE, write_whole
 from posttrain.reporting.scales import label
-from posttrain.reporting.wording import duration, headline_metric, summarise, validation_metric
+from posttrain.reporting.wording import duration, summarise, validation_metric
 
 MAX_CURVES = 8  # as many as there are colours
 
-# Title, (key, name) of each curve, what to look for.
-ChartSpec = tuple[str, tuple[tuple[str, str], ...], str]
-
-HEADLINE_CHARTS: dict[str, ChartSpec] = {
-    "grpo": (
-        "Reward",
-        (("train/reward", "training reward"), ("validation/accuracy", "validation accuracy")),
-        "Mean reward of the rollouts of each step, and of greedy or sampled answers to held-out prompts.",
-    ),
-    "dpo": (
-        "Preference accuracy",
-        (("train/accuracy", "training"), ("validation/accuracy", "validation")),
-        "Share of pairs whose chosen answer has the higher implicit reward.",
-    ),
-    "rm": (
-        "Preference accuracy",
-        (("train/accuracy", "training"), ("validation/accuracy", "validation")),
-        "Share of pairs whose chosen answer has the higher score.",
-    ),
-    "sft": (
-        "Loss",
-        (("train/loss", "training"), ("validation/loss", "validation")),
-        "Mean negative log-likelihood per token.",
-    ),
-}
-CHARTS: tuple[ChartSpec, ...] = (
-    (
+CHARTS = (
+    ChartSpec(
         "Rewards of the pairs",
         (("train/rewards_chosen_mean", "chosen"), ("train/rewards_rejected_mean", "rejected")),
-        "The log-probability gained over the reference, not multiplied by beta, or a reward model's score. "
-        "The gap should open.",
+        "The log-probability gained over the reference, not multiplied by beta, or a reward model's score. The gap should open.",
     ),
-    (
+    ChartSpec(
         "KL to the reference",
         (("train/kl_penalty", "KL"),),
         "Per token. 0.01 to 0.1 is usual; above 0.5 the policy is running away.",
     ),
-    (
+    ChartSpec(
         "Mean generation length",
         (("train/mean_generation_length", "training"), ("validation/mean_generation_length", "validation")),
         "Response tokens per sample.",
     ),
-    (
+    ChartSpec(
         "Signal and truncation",
         (("train/groups_with_signal", "groups with signal"), ("train/truncation_rate", "truncated answers")),
         "Only a group whose rewards differ teaches anything. A truncated answer ended at the length limit.",
     ),
-    ("Gradient norm", (("train/grad_norm", "norm"),), "Before clipping. Spikes above 10 are a sign of instability."),
-    ("Loss", (("train/loss", "training"), ("validation/loss", "validation")), ""),
-    (
+    ChartSpec(
+        "Gradient norm", (("train/grad_norm", "norm"),), "Before clipping. Spikes above 10 are a sign of instability."
+    ),
+    ChartSpec("Loss", (("train/loss", "training"), ("validation/loss", "validation")), ""),
+    ChartSpec(
         "Approximate entropy",
         (("train/approx_entropy", "entropy"),),
         "Per token. A fall to zero means that exploration ends.",
     ),
-    (
+    ChartSpec(
         "Sampler against trainer",
         (("train/token_mult_prob_error", "mean exp |difference|"),),
         "1 is perfect agreement of sampling and training log-probabilities.",
     ),
-    (
+    ChartSpec(
         "Throughput",
         (
             ("performance/tokens_per_sec_per_gpu", "end to end"),
@@ -84,7 +61,7 @@ CHARTS: tuple[ChartSpec, ...] = (
         ),
         "Tokens of full sequences per second and {device}.",
     ),
-    ("Learning rate", (("train/lr", "lr"),), ""),
+    ChartSpec("Learning rate", (("train/lr", "lr"),), ""),
 )
 
 
@@ -117,7 +94,7 @@ def _header(run: RunData) -> Html:
     info = run.info
     status = str(info.get("status", "unknown"))
     max_steps = info.get("max_steps")
-    facts = [run.algorithm.upper()]
+    facts = [str(info["algorithm"]).upper()] if "algorithm" in info else []
     if info.get("num_devices"):
         word = str(info.get("device_word", "device"))
         facts.append(f"{info['num_devices']} {word}{'s' if info['num_devices'] != 1 else ''}")
@@ -136,12 +113,11 @@ def _header(run: RunData) -> Html:
 
 def _key_figures(run: RunData) -> Html:
     shown = []
-    metric, lower_is_better = headline_metric(run.algorithm)
-    found = summarise(run.rows, metric, lower_is_better=lower_is_better)
+    headline = run.headline
+    found = summarise(run.rows, headline.metric, lower_is_better=headline.lower_is_better)
     if found.metric:
-        name = {"train/reward": "Reward", "train/accuracy": "Pair accuracy"}.get(metric, "Loss")
         detail = f"first {label(found.first)} · best {label(found.best)} at step {found.best_step}"
-        shown.append(tile(name, label(found.last), detail))
+        shown.append(tile(headline.name, label(found.last), detail))
     metric, lower_is_better = validation_metric(run.rows)
     found = summarise(run.rows, metric, lower_is_better=lower_is_better)
     if found.metric:
@@ -185,26 +161,26 @@ def _unscored_tile(run: RunData) -> list[Html]:
 
 def _charts(run: RunData) -> tuple[Html, set[str]]:
     """The curves of every run, and the keys that they show."""
-    headline = HEADLINE_CHARTS.get(run.algorithm, HEADLINE_CHARTS["sft"])
+    headline = run.headline.chart
     device = str(run.info.get("device_word", "device"))
     logged = {key for key in run.keys if not run.series(key).is_empty}
     parts = tuple((key, key.removeprefix("train/reward/")) for key in run.keys if key.startswith("train/reward/"))
-    reward_parts: ChartSpec = ("Reward parts", parts[:MAX_CURVES], "Mean of each named part of the reward.")
-    charts = [headline, reward_parts, *(chart for chart in CHARTS if chart[1] != headline[1])]
-    charts = [chart for chart in charts if any(key in logged for key, _ in chart[1])]
+    reward_parts = ChartSpec("Reward parts", parts[:MAX_CURVES], "Mean of each named part of the reward.")
+    charts = [headline, reward_parts, *(chart for chart in CHARTS if chart.curves != headline.curves)]
+    charts = [chart for chart in charts if not logged.isdisjoint(chart.keys)]
     if len(charts) > 2 and len(charts) % 2 == 0:
         charts.pop()  # one wide chart, then pairs: what would stand alone goes to the other metrics
     figures = [
         line_chart(
-            title,
-            [run.series(key, name) for key, name in curves],
-            note=words.format(device=device),
+            chart.title,
+            [run.series(key, name) for key, name in chart.curves],
+            note=chart.note.format(device=device),
             wide=index == 0,
             chart_id=f"c{index}",
         )
-        for index, (title, curves, words) in enumerate(charts)
+        for index, chart in enumerate(charts)
     ]
-    shown = {key for _, curves, _ in charts for key, _ in curves} | {"train/unscored"}  # which has its own section
+    shown = {key for chart in charts for key in chart.keys} | {"train/unscored"}  # which has its own section
     if not any(figures):
         return tag("section", note("No step has been recorded yet.")), shown
     toggle = Html('<label class="toggle"><input type="checkbox" id="smooth" checked> smooth</label>')

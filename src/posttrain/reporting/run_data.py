@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from posttrain.reporting.metric_rows import TOTAL_STEP, TOTAL_VALIDATION, top_level_stages
-from posttrain.reporting.rollout_rows import read_rollouts
+from posttrain.reporting.presentation import Headline, headline_from_json
+from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, read_rollouts, top_level_stages
 from posttrain.reporting.run_files import (
     METRICS_FILE,
     ROLLOUTS_FOLDER,
@@ -65,15 +65,9 @@ class RunData:
         smooth = not key.startswith(("validation", "train/lr"))
         return Series(name or key, [row["step"] for row in rows], [row[key] for row in rows], smooth)
 
-    @property
-    def algorithm(self) -> str:
-        if "algorithm" in self.info:
-            return str(self.info["algorithm"])
-        if "train/reward" in self.keys:
-            return "grpo"
-        if "train/rewards_std" in self.keys:
-            return "rm"
-        return "dpo" if "train/rewards_chosen_mean" in self.keys else "sft"
+    @cached_property
+    def headline(self) -> Headline:
+        return headline_from_json(self.info.get("headline"), self.keys)
 
     @property
     def title(self) -> str:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.reporting.metric_rows import TOTAL_STEP, TOTAL_VALIDATION
+from posttrain.reporting.presentation import Headline, ShownMetric
+from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION
 from posttrain.reporting.run_files import Row
 
 if TYPE_CHECKING:
     from posttrain.types import Completion, Group
 
 Style = Literal["header", "title", "plain", "muted", "good", "warning"]
-Algorithm = str  # the kind of run
 
 
 @dataclass(frozen=True)
@@ -29,44 +29,6 @@ class Line:
     style: Style = "plain"
 
 
-# Metric, its words in the block, its word in the one-line form ("" leaves it out there).
-RESULTS: Mapping[Algorithm, tuple[tuple[str, str, str], ...]] = {
-    "grpo": (
-        ("loss", "Loss", "loss"),
-        ("reward", "Avg Reward", "reward"),
-        ("filtered_reward", "Avg Reward of Kept Groups", "kept"),
-        ("dynamic_sampling_num_gen_batches", "Generation Batches", ""),
-        ("mean_generation_length", "Mean Generation Length", "length"),
-        ("kl_penalty", "KL", "kl"),
-        ("gen_kl_error", "Generation KL Error", ""),
-        ("grad_norm", "Grad Norm", "grad"),
-        ("lr", "Learning Rate", ""),
-    ),
-    "dpo": (
-        ("loss", "Loss", "loss"),
-        ("preference_loss", "Preference Loss", ""),
-        ("sft_loss", "SFT Loss", ""),
-        ("accuracy", "Accuracy", "accuracy"),
-        ("rewards_chosen_mean", "Chosen Reward", "chosen"),
-        ("rewards_rejected_mean", "Rejected Reward", "rejected"),
-        ("grad_norm", "Grad Norm", "grad"),
-        ("lr", "Learning Rate", ""),
-    ),
-    "rm": (
-        ("loss", "Loss", "loss"),
-        ("accuracy", "Accuracy", "accuracy"),
-        ("rewards_chosen_mean", "Chosen Reward", "chosen"),
-        ("rewards_rejected_mean", "Rejected Reward", "rejected"),
-        ("rewards_std", "Spread of Rewards", ""),
-        ("grad_norm", "Grad Norm", "grad"),
-        ("lr", "Learning Rate", ""),
-    ),
-    "sft": (
-        ("loss", "Loss", "loss"),
-        ("grad_norm", "Grad Norm", "grad"),
-        ("lr", "Learning Rate", "lr"),
-    ),
-}
 SHIFTS = (
     ("train/policy_shift_kl", "Policy Shift (KL)"),
     ("train/advantage_weighted_shift", "Advantage-Weighted Shift"),
@@ -134,13 +96,19 @@ def unscored_reasons(groups: Sequence[Group]) -> Counter[str]:
 
 
 def step_block(
-    algorithm: Algorithm, row: Row, groups: Sequence[Group], *, device_word: str, num_devices: int, eta_s: float | None
+    results: Sequence[ShownMetric],
+    row: Row,
+    groups: Sequence[Group],
+    *,
+    device_word: str,
+    num_devices: int,
+    eta_s: float | None,
 ) -> list[Line]:
     lines = [Line("Training Results:", "title")]
-    for metric, words, _ in RESULTS[algorithm]:
-        if f"train/{metric}" in row:
-            lines.append(Line(f"  • {words}: {number(row[f'train/{metric}'])}"))
-        if metric == "reward":
+    for metric in results:
+        if f"train/{metric.key}" in row:
+            lines.append(Line(f"  • {metric.name}: {number(row[f'train/{metric.key}'])}"))
+        if metric.key == "reward":
             lines += _part_lines(row, "train/")
     # Zero where the policy learns from its own fresh answers; what to watch where it learns from a record.
     lines += [Line(f"  • {words}: {number(row[key])}") for key, words in SHIFTS if row.get(key)]
@@ -209,15 +177,15 @@ def _rate(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.3g}"
 
 
-def step_line(algorithm: Algorithm, row: Row, max_steps: int, eta_s: float | None) -> Line:
+def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: float | None) -> Line:
     """One short step on one line; columns keep their width so that the eye can run down them."""
     width = len(str(max_steps))
     parts = [f"step {row['step']:>{width}}/{max_steps}"]
-    for metric, _, word in RESULTS[algorithm]:
-        if word and f"train/{metric}" in row:
-            value = row[f"train/{metric}"]
-            text = f"{value:.1f}" if word == "length" and value is not None else number(value)
-            parts.append(f"{word} {text:>8}")
+    for metric in results:
+        if metric.short_name and f"train/{metric.key}" in row:
+            value = row[f"train/{metric.key}"]
+            text = f"{value:.1f}" if metric.short_name == "length" and value is not None else number(value)
+            parts.append(f"{metric.short_name} {text:>8}")
     if row.get("train/unscored"):
         parts.append(f"unscored {row['train/unscored']:.0f}")
     parts.append(duration(row.get(f"timing/train/{TOTAL_STEP}") or 0.0))
@@ -303,12 +271,6 @@ def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False
     return Summary(metric, points[0][1], points[-1][1], best, best_step)
 
 
-def headline_metric(algorithm: str) -> tuple[str, bool]:
-    """The one training metric a run is judged by, and whether less of it is better."""
-    known = {"grpo": ("train/reward", False), "dpo": ("train/accuracy", False), "rm": ("train/accuracy", False)}
-    return known.get(algorithm, ("train/loss", True))
-
-
 def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
     """The validation metric to put first: accuracy where there is one."""
     keys = {key for row in rows for key, value in row.items() if key.startswith("validation/") and value is not None}
@@ -318,11 +280,11 @@ def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
     return "", False
 
 
-def final_lines(algorithm: Algorithm, rows: Sequence[Row], reason: str, wall_s: float, report: str) -> list[Line]:
+def final_lines(headline: Headline, rows: Sequence[Row], reason: str, wall_s: float, report: str) -> list[Line]:
     steps = [row["step"] for row in rows if any(key.startswith("train/") for key in row)]
     steps_done = f"{max(steps, default=0)} steps, {duration(wall_s)} in this process."
     lines = [Line(""), Line(f"{reason.rstrip('.')}. {steps_done}", "title")]
-    for metric, lower_is_better in (headline_metric(algorithm), validation_metric(rows)):
+    for metric, lower_is_better in ((headline.metric, headline.lower_is_better), validation_metric(rows)):
         found = summarise(rows, metric, lower_is_better=lower_is_better)
         if found.metric:
             trend = f"{number(found.first)} → {number(found.last)}"

@@ -80,7 +80,9 @@ def test_settings_do_not_change_what_is_sampled(
 
 
 @pytest.mark.parametrize("num_pages", [14, 20, 31])
-def test_preemption_does_not_change_completions(model: nn.Module, expected: list[list[Completion]], num_pages: int) -> None:
+def test_preemption_does_not_change_completions(
+    model: nn.Module, expected: list[list[Completion]], num_pages: int
+) -> None:
     settings = NativeSettings(page_size=4, kv_cache_gib=num_pages * PAGE_BYTES / GIB)
     engine = NativeEngine(model, TOKENIZER, settings)
     assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)

@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+from posttrain.recipes.dpo import DpoRecipe
+from posttrain.recipes.grpo import GrpoRecipe
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.rm import RewardModelRecipe
+from posttrain.recipes.sft import SftRecipe
 from posttrain.reporting import RunRecorder
 from posttrain.reporting import recorder as recorder_module
 from posttrain.types import Score, StepReport
@@ -52,17 +57,17 @@ def test_short_steps_get_one_line_each_and_a_block_now_and_then(bench: Any, repo
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "metrics", "expected"),
+    ("recipe", "metrics", "expected"),
     [
-        ("dpo", {"accuracy": 0.75, "rewards_chosen_mean": 1.5}, ["Accuracy: 0.7500", "Chosen Reward: 1.5000"]),
-        ("rm", {"accuracy": 0.75, "rewards_std": 0.5}, ["Accuracy: 0.7500", "Spread of Rewards: 0.5000"]),
-        ("sft", {"lr": 2e-5}, ["Loss: 0.1000", "Learning Rate: 2.00e-05"]),
+        (DpoRecipe, {"accuracy": 0.75, "rewards_chosen_mean": 1.5}, ["Accuracy: 0.7500", "Chosen Reward: 1.5000"]),
+        (RewardModelRecipe, {"accuracy": 0.75, "rewards_std": 0.5}, ["Accuracy: 0.7500", "Spread of Rewards: 0.5000"]),
+        (SftRecipe, {"lr": 2e-5}, ["Loss: 0.1000", "Learning Rate: 2.00e-05"]),
     ],
 )
-def test_each_algorithm_shows_its_own_metrics(
-    bench: Any, report: Any, algorithm: Any, metrics: Any, expected: list[str]
+def test_each_kind_of_run_shows_its_own_metrics(
+    bench: Any, report: Any, recipe: type[Recipe], metrics: Any, expected: list[str]
 ) -> None:
-    bench.recorder(algorithm=algorithm).record_step(1, report(**metrics), None)
+    bench.recorder(presentation=recipe.presentation).record_step(1, report(**metrics), None)
     assert [text for text in expected if f"  • {text}\n" in bench.output] == expected
     assert "Avg Reward" not in bench.output
 
@@ -128,9 +133,16 @@ def test_warnings_that_differ_in_numbers_only_are_one_warning(bench: Any) -> Non
 
 
 def test_a_warning_before_the_start_is_kept(bench: Any) -> None:
-    options = {"algorithm": "sft", "max_steps": 1, "num_devices": 1, "peak_flops_per_device": None}
     recorder = RunRecorder(
-        bench.folder, **options, flops_per_token=None, config_yaml="", stream=bench.stream, clock=bench.clock
+        bench.folder,
+        presentation=SftRecipe.presentation,
+        max_steps=1,
+        num_devices=1,
+        peak_flops_per_device=None,
+        flops_per_token=None,
+        config_yaml="",
+        stream=bench.stream,
+        clock=bench.clock,
     )
     recorder.warn("data.train: 3 rows left out: too long")
     recorder.start(0)
@@ -258,7 +270,7 @@ def test_an_interrupted_and_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp
         for resumed_step, last in parts:
             recorder = RunRecorder(
                 tmp_path / name,
-                algorithm="grpo",
+                presentation=GrpoRecipe.presentation,
                 max_steps=6,
                 num_devices=1,
                 peak_flops_per_device=None,

@@ -183,7 +183,7 @@ def test_the_stages_of_a_step_are_stacked_without_counting_twice(tmp_path: Path)
 
 def test_samples_show_mixed_groups_first_with_reward_and_advantage(bench: Any, group: Any, report: Any) -> None:
     same = group(1, ("same a", "same b"), (Score(0.0), Score(0.0)))
-    mixed = group(2, ("good", "bad")).with_advantages([0.7, -0.7])
+    mixed = group(2, ("good", "bad"), advantages=(0.7, -0.7))
     recorder = bench.recorder()
     recorder.record_step(1, report(groups=(same, mixed)), None)
     recorder.record_step(2, report(2, groups=(same,)), None)

@@ -145,7 +145,7 @@ def test_equal_groups_give_equal_bytes(tmp_path: Any, bench: Any, group: Any, re
 
 def test_a_rollout_row_holds_the_group(bench: Any, group: Any, report: Any) -> None:
     scores = (Score(1.0, {"correct": 1.0}), Score(None, error="timeout after 5 s"))
-    one = group(7, texts=("ja \ud800 ü\u2028", ""), scores=scores).with_advantages([0.5, float("nan")])
+    one = group(7, texts=("ja \ud800 ü\u2028", ""), scores=scores, advantages=(0.5, float("nan")))
     bench.recorder().record_step(1, report(groups=(one, group(8))), None)
     with gzip.open(bench.folder / "rollouts" / "step_1.jsonl.gz", "rb") as lines:
         first, second = (json.loads(line) for line in lines)

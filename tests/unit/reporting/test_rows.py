@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.reporting.metric_rows import Hardware, performance, top_level_stages, training_row, validation_row
+from posttrain.reporting.rows import Hardware, performance, top_level_stages, training_row, validation_row
 from posttrain.types import StepReport
 
 

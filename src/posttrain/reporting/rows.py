@@ -1,4 +1,4 @@
-"""A step's report as one flat row of `metrics.jsonl`, in NeMo RL's key names. Pure functions, no files, no console.
+"""What a step leaves on the disk: one flat row of `metrics.jsonl`, in NeMo RL's key names, and the rollouts of the step.
 
 Throughput follows NeMo RL's definitions: tokens are those of the full sequences (prompt and response of every sample) in
 every stage, generation included; end to end is tokens / total_step_time / devices. The key names say `per_gpu` on every
@@ -8,15 +8,19 @@ utilisation is called `train_mfu` (there: `train_fp_utilization`).
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.reporting.run_files import Row
+from posttrain.reporting.run_files import Row, write_whole
 
 if TYPE_CHECKING:
-    from posttrain.types import StepReport
+    from posttrain.types import Conversation, Group, Rollout, StepReport
 
 TOTAL_STEP = "total_step_time"
 TOTAL_VALIDATION = "total_validation_time"
@@ -117,3 +121,76 @@ def _is_all_recorded(report: StepReport) -> bool:
     """Whether nothing was sampled: handing out a record has no speed worth knowing."""
     rollouts = [rollout for group in report.groups for rollout in group.rollouts]
     return bool(rollouts) and not any(rollout.completion.logprobs for rollout in rollouts)
+
+
+# ------------------------------------------------------------------------------------------- rollouts
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no word for NaN and infinity; null it is."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def group_row(group: Group) -> Row:
+    task = group.task
+    return {
+        "draw": task.draw,
+        "id": task.id,
+        "prompt": task.prompt,
+        "reference": _plain(task.reference),
+        "completions": [_completion_row(rollout) for rollout in group.rollouts],
+    }
+
+
+def _completion_row(rollout: Rollout) -> Row:
+    score = rollout.score
+    shaped = {} if rollout.shaped_reward is None else {"shaped_reward": _finite(rollout.shaped_reward)}
+    return {
+        "text": rollout.completion.text,
+        **_turns_row(rollout.completion.conversation),
+        "reward": _finite(score.reward),
+        **shaped,
+        "parts": {name: _finite(value) for name, value in score.parts.items()},
+        "advantage": _finite(rollout.advantage),
+        "error": score.error,
+        "finish_reason": rollout.completion.finish_reason,
+        "num_tokens": rollout.completion.num_sampled,
+    }
+
+
+def _turns_row(conversation: Conversation | None) -> Row:
+    """Who said what, for people: only where the environment took turns with the model."""
+    if conversation is None:
+        return {}
+    said = [{"role": u.role, "text": u.text, "num_tokens": u.num_tokens} for u in conversation.utterances]
+    return {"turns": said, "counts": {name: _finite(value) for name, value in conversation.counts.items()}}
+
+
+def _plain(value: Any) -> Any:
+    """A reference is whatever the dataset holds; what JSON cannot say becomes its text."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return _finite(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    buffer = io.BytesIO()
+    # mtime 0 and no file name: the header of a gzip file would otherwise differ from run to run.
+    with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0, compresslevel=5) as packed:
+        for group in groups:
+            line = json.dumps(group_row(group), ensure_ascii=False, allow_nan=False) + "\n"
+            # A lone surrogate has no UTF-8 form; written as \udc80 it is a legal JSON escape.
+            packed.write(line.encode("utf-8", "backslashreplace"))
+    write_whole(path, buffer.getvalue())
+
+
+def read_rollouts(path: Path) -> list[Row]:
+    with gzip.open(path, "rb") as lines:
+        return [json.loads(line) for line in lines]
