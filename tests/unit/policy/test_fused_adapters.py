@@ -32,12 +32,12 @@ from tiny_models import byte_tokenizer
 from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.policy.checkpoint.files import load
+from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.fused.adapters import product_of, recorded_state
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Multiply
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
-from posttrain.policy.saving import CheckpointWriter
-from posttrain.policy.storage import load
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.types import NoiseKey, Sampling, Task
 
 pytest.importorskip("triton", reason="Triton is not installed here (it is on Linux, with the extra dev)")

@@ -28,7 +28,7 @@ from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, p
 from posttrain.engines.native.stopping import StopRules
 from posttrain.errors import InputError
 from posttrain.policy.fused.layers import fuse_layers
-from posttrain.policy.modes import evaluation_mode
+from posttrain.policy.runtime import evaluation_mode
 from posttrain.roles import Progress
 from posttrain.types import SMALLEST_TEMPERATURE, Completion, NoiseKey, Sampling, Task
 
