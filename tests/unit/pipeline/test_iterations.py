@@ -55,7 +55,7 @@ def test_unfinished_iteration_continues_with_its_traces(world: Path) -> None:
     again, said = run(config)
     assert again.number == 1
     assert again.stages == first.stages
-    assert "finished with what it has" in said[0]
+    assert "continues with those" in said[0]
     new, said = run(config, RunRequest(until="dataset", new_iteration=True))
     assert new.number == 2
     assert new.data != first.data

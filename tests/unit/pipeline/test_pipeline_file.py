@@ -110,7 +110,7 @@ def test_overrides_until_and_schedule(world: Path, tmp_path: Path, capsys: pytes
     assert "nothing has run yet" in capsys.readouterr().out
     other = tmp_path / "other"
     assert main(["pipeline", "run", str(file), "--until", "dataset", f"pipeline.folder={other}"]) == 0
-    assert "the cluster's business" in capsys.readouterr().err
+    assert "let a scheduler start this command" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
     assert main(["pipeline", "status", str(file), f"pipeline.folder={other}"]) == 0
     shown = capsys.readouterr().out

@@ -108,7 +108,7 @@ def test_plan_that_does_not_fit_exits_64_with_remedies(capsys: pytest.CaptureFix
         (["grpo", "policy.model_name=nowhere"], "no folder 'nowhere'"),
         (["grpo", "--run", "/nonexistent/run", "policy.model_name=llama-8b"], "no such folder"),
         (["grpo", "--run", "/", "policy.model_name=llama-8b"], "no config.yaml there"),
-        (["grop"], "'grop' is no kind of run: say which"),
+        (["grop"], "'grop' is no kind of run: give the kind"),
     ],
 )
 def test_bad_input_is_64_with_a_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
