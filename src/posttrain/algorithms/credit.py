@@ -18,7 +18,7 @@ from torch import Tensor
 from posttrain.algorithms.advantages import Estimator, Whitening
 from posttrain.algorithms.reward_shaping import RewardStep, shaped
 from posttrain.algorithms.rollout_batches import Place
-from posttrain.policy.objectives.kl import clamped_kl
+from posttrain.policy.objectives.reduce import clamped_kl
 from posttrain.types import Group, Rollout, TokenBatch
 
 

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from posttrain.config.base import FreeMap, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from posttrain.config.data import EnvironmentConfig
-from posttrain.config.generation import ColocatedConfig, NativeConfig, Temperature, TopK, TopP, VllmConfig
+from posttrain.config.generation import NativeConfig, Temperature, TopK, TopP, VllmConfig
 from posttrain.config.logger_and_cluster import ClusterConfig
 from posttrain.config.policy import TokenizerConfig
 
@@ -87,9 +87,6 @@ class EvalGenerationConfig(Section):
     temperature: Temperature = Field(default=0.0, description="Divides the logits; 0 is greedy.")
     top_p: TopP = Field(default=1.0, description="Samples from the smallest set with this much probability; 1 is off.")
     top_k: TopK | None = Field(default=-1, description="Samples from this many likeliest tokens; null, 0 or -1 is off.")
-    val_temperature: Temperature | None = Field(default=None, description="Read by nothing; kept for NeMo RL's files.")
-    val_top_p: TopP | None = Field(default=None, description="Read by nothing; kept for NeMo RL's files.")
-    val_top_k: TopK | None = Field(default=None, description="Read by nothing; kept for NeMo RL's files.")
     num_prompts_per_step: int = Field(
         default=-1, description="Problems that are sampled, scored and saved together; -1 picks a number."
     )
@@ -104,7 +101,6 @@ class EvalGenerationConfig(Section):
     )
     vllm_kwargs: FreeMap = Field(default_factory=dict, description="Passed to vLLM as they are.")
     openai_cfg: OpenAiConfig = Field(default_factory=OpenAiConfig, description="Settings of a server.")
-    colocated: ColocatedConfig = Field(default_factory=ColocatedConfig, description="No effect: nothing is trained.")
 
 
 class EvalDataConfig(Section):
@@ -142,7 +138,6 @@ class EvalDataConfig(Section):
     processor: str | None = Field(
         default=None, description="How rows become prompts, by NeMo RL's name; the benchmark decides here."
     )
-    repeat: PositiveInt = Field(default=1, description="No effect: num_tests_per_prompt says how often.")
     download_dir: str | None = Field(default=None, description="Folder for downloaded data.")
 
 
@@ -217,7 +212,7 @@ def check_eval(config: EvalRunConfig) -> Iterator[str]:
         )
 
 
-def eval_cautions(config: EvalRunConfig, is_set: IsSetByUser) -> list[str]:
+def eval_cautions(config: EvalRunConfig) -> list[str]:
     """What is allowed and has no effect."""
     found: list[str] = []
     on_server = config.server_url is not None
@@ -233,10 +228,4 @@ def eval_cautions(config: EvalRunConfig, is_set: IsSetByUser) -> list[str]:
         if config.generation.backend == "vllm":
             engine, uses = "vLLM", f"uses {config.num_devices}: set generation.vllm_cfg.tensor_parallel_size"
         found.append(f"cluster: {asked} GPUs are asked for; {engine} {uses}")
-    for key in ("generation.val_temperature", "generation.val_top_p", "generation.val_top_k", "data.repeat"):
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        usual = 1 if name == "repeat" else getattr(config.generation, name.removeprefix("val_"))
-        if is_set(key) and value is not None and value != usual:
-            found.append(f"{key}: read by nothing in an evaluation")
     return found

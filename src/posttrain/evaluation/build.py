@@ -361,6 +361,6 @@ def native_precision(generation: EvalGenerationConfig) -> str:
 
 
 def _adapter_rank(reference: ResolvedModel) -> int:
-    from posttrain.models.accepted_names import read_json
+    from posttrain.json_files import read_json
 
     return int(read_json(reference.adapter / "adapter_config.json").get("r", 16)) if reference.adapter else 16

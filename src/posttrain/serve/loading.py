@@ -1,4 +1,4 @@
-"""From names on a command line to a service: finds models, loads them, shares the memory out, and puts versions together."""
+"""Builds a service from the options of the command line: resolves and loads models, shares memory, assembles versions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from posttrain.data.chat import ChatFormat
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.kv_cache import GIB
 from posttrain.engines.native.session import GenerationSession
+from posttrain.errors import InputError
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
 from posttrain.serve.adapters import AdapterSwitch, load_adapter_tokenizer
 from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
-from posttrain.serve.models import (
-    ServedAdapter,
-    ServeError,
-    find_adapter,
-    load_engine,
-    name_of,
-)
+from posttrain.serve.models import ServedAdapter, find_adapter, load_engine, name_of
 from posttrain.serve.options import EngineOptions, ServeOptions
 from posttrain.serve.service import Service, Version
 
@@ -39,13 +34,13 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
     main = resolve_registered_model(options.model, registry=options.registry)
     main_name = options.served_name or name_of(main)
     if main_name in options.adapters:
-        raise ServeError(f"an adapter and the main model are both called {main_name!r}; see --served-model-name")
+        raise InputError(f"an adapter and the main model are both called {main_name!r}; see --served-model-name")
     adapters = {name: _adapter(name, text, main, say, options.registry) for name, text in options.adapters.items()}
     canary_is_adapter = options.canary in adapters
     other = None
     if options.canary and not canary_is_adapter:
         other = resolve_registered_model(options.canary, registry=options.registry)
-    # Before any weights: what does not fit together is said in seconds, not after minutes of loading.
+    # Before loading weights: incompatible tokenizers are reported in seconds, not after minutes.
     tokenizers = {name: load_adapter_tokenizer(name, adapter, main, say) for name, adapter in adapters.items()}
 
     say(f"loading {main.text}")
@@ -81,14 +76,14 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
 
 def _adapter(name: str, text: str, main: ResolvedModel, say: Say, registry: str | None) -> ServedAdapter:
     if name in (PRODUCTION, CANARY):
-        raise ServeError(
+        raise InputError(
             f"--adapter {name}: {PRODUCTION} and {CANARY} name versions of the main model; take another name"
         )
     return find_adapter(name, text, main, say, registry)
 
 
 def _adapted(base: Version, name: str, adapter: ServedAdapter, tokenizer: Any | None) -> Version:
-    """With the chat template that the adapter was trained with, where it brought one."""
+    """With the chat template of the adapter, if it has one."""
     version = replace(base, name=name, source=adapter.source, adapter=name)
     return version if tokenizer is None else replace(version, tokenizer=tokenizer, chat=ChatFormat(tokenizer))
 
@@ -107,14 +102,14 @@ def _memory_share(engines: Sequence[NativeEngine], options: EngineOptions) -> di
     if device.type != "cuda" or options.kv_cache_gib is not None:
         return {}
     if not 0 < options.gpu_memory_utilization <= 1:
-        raise ServeError(
+        raise InputError(
             f"--gpu-memory-utilization is {options.gpu_memory_utilization}: above 0 and at most 1 is accepted"
         )
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     usable = (options.gpu_memory_utilization * total - (total - free)) / GIB - _CUDA_RESERVE_GIB
     if usable <= 0:
-        raise ServeError(
+        raise InputError(
             f"the models leave {free / GIB:.1f} of {total / GIB:.1f} GiB, and --gpu-memory-utilization "
             f"{options.gpu_memory_utilization} allows nothing of it for the KV cache"
         )
@@ -122,7 +117,7 @@ def _memory_share(engines: Sequence[NativeEngine], options: EngineOptions) -> di
 
 
 def _on_rollback(canary: ResolvedModel | None, registry: str | None, say: Say) -> Callable[[str], None]:
-    """Say it; and if the canary came from the registry, take it out of the stage there. Nobody waits for the registry."""
+    """Report the rollback. A canary from the registry is also removed from its stage there, in a thread."""
 
     def write(name: str, number: int, reason: str) -> None:
         from posttrain.registry import Registry
@@ -131,9 +126,9 @@ def _on_rollback(canary: ResolvedModel | None, registry: str | None, say: Say) -
             store = Registry(registry)
             if store.get(name, number).stage == CANARY:
                 store.rollback(name, stage=CANARY, why=f"rolled back by the server: {reason}", by="posttrain serve")
-                say(f"registry: version {number} of {name} is no canary any more")
+                say(f"registry: version {number} of {name} is no longer a canary")
         except Exception as error:
-            log.error("the registry could not be told of the rollback: %s", error)
+            log.error("the rollback could not be written to the registry: %s", error)
 
     def on_rollback(reason: str) -> None:
         say(f"canary rolled back: {reason}")
