@@ -51,7 +51,7 @@ def posttrain_side(job: TrainJob) -> dict[str, Any]:
     from policy_around import common_settings, policy_around, run_config, tokenizer_folder
 
     from posttrain.algorithms.supervised_batches import example_batch
-    from posttrain.policy.objectives.nll import NegativeLogLikelihood
+    from posttrain.policy.objectives import NegativeLogLikelihood
     from posttrain.types import Example
 
     model, tokenizer = open_model(job.model, job.device, job.torch_dtype, job.seed)

@@ -9,12 +9,12 @@ from tiny_models import tiny_model
 from posttrain.config.policy import OptimizerConfig
 from posttrain.models.attention_interface import attention_context
 from posttrain.planning.workload import SharedPrompt
-from posttrain.policy.compact import make_optimizer
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.memory.layer_bytes import LayerBytes
 from posttrain.policy.memory.model_shape import shape_of_config
 from posttrain.policy.memory.settings import OptimizerSettings, RunSettings
+from posttrain.policy.optimizer import make_optimizer
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
 

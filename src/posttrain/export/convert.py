@@ -182,7 +182,7 @@ def _write_adapter(
 
 
 def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, TensorFacts]) -> None:
-    from posttrain.policy.kept_generation_config import KeptGenerationConfig
+    from posttrain.policy.checkpoint.contents import KeptGenerationConfig
 
     config = source.shape.config
     floating = [facts.dtype for facts in plan.values() if facts.dtype.is_floating_point]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from posttrain.checkpointing.marks import wait_for_marks
+from posttrain.checkpointing.background import wait_for_marks
 from posttrain.data.packing import MicroBatching, cost, packing_metrics, plan_micro_batches
 from posttrain.errors import InputError
 from posttrain.orchestration.rank import MicroBatches, Rank

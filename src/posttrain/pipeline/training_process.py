@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from posttrain.checkpointing.interruption import Interruption
+from posttrain.checkpointing.stopping import Interruption
 
 _POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1

@@ -54,6 +54,10 @@ class Mesh:
         return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))["dp"]
 
 
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def shard(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh | None) -> None:
     """Shard each layer on its own, so that only one is whole at a time, and the rest with the root."""
     if mesh is None:
@@ -78,6 +82,13 @@ def whole_parameters(root: nn.Module) -> Iterator[None]:
     finally:
         for module in sharded:
             module.set_reshard_after_forward(module is not root, recurse=False)
+            module.reshard()
+
+
+def reshard(root: nn.Module) -> None:
+    """Free the parameters that a forward pass has left whole: what is written into those is lost."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 

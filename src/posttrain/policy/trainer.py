@@ -22,23 +22,28 @@ from posttrain.config import PolicyConfig
 from posttrain.models.attention_interface import attention_context, refuse_dropout
 from posttrain.models.loading import DTYPES, load_model, load_tokenizer, resolve_device
 from posttrain.models.lora import add_lora, is_adapted, without_adapters
-from posttrain.policy import storage
-from posttrain.policy.compact import make_optimizer
-from posttrain.policy.determinism import deterministic_algorithms, prepare_determinism
-from posttrain.policy.fingerprint import model_fingerprint
+from posttrain.policy.checkpoint import files
+from posttrain.policy.checkpoint.contents import base_config
+from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.memory.rank import should_checkpoint
 from posttrain.policy.model_support import check_length, observe_layers
-from posttrain.policy.modes import evaluation_mode
 from posttrain.policy.objectives.reduce import combine_metrics
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
+from posttrain.policy.optimizer import make_optimizer
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.policy.packed import PackedRow
-from posttrain.policy.parallel import Mesh, shard, whole_parameters
-from posttrain.policy.peak_memory import PeakMemory, enable_expandable_segments
+from posttrain.policy.parallel import Mesh, reshard, shard, whole_parameters
+from posttrain.policy.reference_cache import model_fingerprint
 from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
-from posttrain.policy.saving import CheckpointWriter
+from posttrain.policy.runtime import (
+    PeakMemory,
+    deterministic_algorithms,
+    enable_expandable_segments,
+    evaluation_mode,
+    prepare_determinism,
+)
 from posttrain.roles import Objective, Progress
 from posttrain.types import TokenBatch
 
@@ -120,7 +125,7 @@ class PolicyTrainer:
         if said != "auto" or self.device.type != "cuda":
             return said is True
         return setup.trains and should_checkpoint(
-            storage.base_config(self.model).to_dict(),
+            base_config(self.model).to_dict(),
             setup.policy,
             memory_bytes=torch.cuda.get_device_properties(self.device).total_memory,
             has_reference=setup.needs_reference,
@@ -141,12 +146,12 @@ class PolicyTrainer:
             # FSDP wants the first forward pass to enter at the root; the engine enters at the decoder. The root's own
             # parameters stay whole after a pass, and the optimizer must not take hold of them as such.
             self._score(root, [None])
-            root.reshard()  # type: ignore[operator]
+            reshard(root)
         return root
 
     def _refuse_unsupported(self, setup: RankSetup) -> None:
         """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of the logits."""
-        config = storage.base_config(self.model).get_text_config()
+        config = base_config(self.model).get_text_config()
         if setup.trains:
             refuse_dropout(config)
         with torch.no_grad(), evaluation_mode(self.model), whole_parameters(self.forward):
@@ -166,7 +171,7 @@ class PolicyTrainer:
         )
 
     def _model_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = storage.base_config(self.model).to_dict()
+        config: dict[str, Any] = base_config(self.model).to_dict()
         # A reward model has no output table, so there is none to share with the input's.
         return {**config, "tie_word_embeddings": False} if self._scores_answers else config
 
@@ -243,7 +248,7 @@ class PolicyTrainer:
     def reference_fingerprint(self) -> str:
         """A digest of all that decides `reference_logprobs`, whatever the number of ranks. Rank 0 has the answer."""
         model = self.model if self.reference is None else self.reference.model
-        return model_fingerprint(model, storage.base_config(self.model).to_dict(), self.temperature)
+        return model_fingerprint(model, base_config(self.model).to_dict(), self.temperature)
 
     @torch.no_grad()
     def _score(self, forward: Forward, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
@@ -278,7 +283,8 @@ class PolicyTrainer:
             yield
 
     def load(self, folder: Path) -> None:
-        storage.load(folder, self.model, self.tokenizer, self.optimizer)
+        reshard(self.forward)
+        files.load(folder, self.model, self.tokenizer, self.optimizer)
 
 
 def _this_rank(device: torch.device) -> torch.device:

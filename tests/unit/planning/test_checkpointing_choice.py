@@ -10,7 +10,7 @@ import torch
 from posttrain.config import PolicyConfig, load_config
 from posttrain.policy.memory.rank import GIB, should_checkpoint
 from posttrain.policy.parallel import Mesh
-from posttrain.policy.peak_memory import PeakMemory
+from posttrain.policy.runtime import PeakMemory
 from posttrain.reporting.rows import Hardware, training_row
 from posttrain.types import StepReport
 
@@ -138,7 +138,7 @@ def test_a_worker_asks_the_planner_on_a_gpu(
             return LLAMA_8B
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(trainer.storage, "base_config", lambda model: Config())
+    monkeypatch.setattr(trainer, "base_config", lambda model: Config())
     rank = trainer.PolicyTrainer.__new__(trainer.PolicyTrainer)
     rank.device, rank.mesh, rank.model = torch.device(device), Mesh(), torch.nn.Module()
     setup = trainer.RankSetup(policy(), seed=0, needs_reference=False)

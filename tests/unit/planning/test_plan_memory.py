@@ -16,8 +16,6 @@ from posttrain.engines.native.scheduler import PromptGroup
 from posttrain.planning.calibration import GPUS
 from posttrain.planning.memory import cache_pages, plan_memory
 from posttrain.planning.workload import MeanLengths, MicroBatch, SharedPrompt, Workload
-from posttrain.policy import low_precision
-from posttrain.policy.compact import make_optimizer
 from posttrain.policy.memory.layer_bytes import LayerBytes, Pass
 from posttrain.policy.memory.model_shape import NAMED_SHAPES, shape_of_config
 from posttrain.policy.memory.rank import (
@@ -31,6 +29,7 @@ from posttrain.policy.memory.rank import (
     state_bytes,
 )
 from posttrain.policy.memory.settings import EngineSettings, OptimizerSettings, RunSettings
+from posttrain.policy.optimizer import low_precision, make_optimizer
 from posttrain.types import Task, TokenBatch
 
 LLAMA = NAMED_SHAPES["llama-8b"]

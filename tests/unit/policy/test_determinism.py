@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.config import load_config
 from posttrain.orchestration.rank import build_engine
-from posttrain.policy.determinism import deterministic_algorithms
+from posttrain.policy.runtime import deterministic_algorithms
 from posttrain.policy.trainer import PolicyTrainer, RankSetup
 from posttrain.types import TokenBatch
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.attention import PackedAttention, Segment
-from posttrain.policy.modes import evaluation_mode
+from posttrain.policy.runtime import evaluation_mode
 
 _TRIAL_TOKENS = 8
 

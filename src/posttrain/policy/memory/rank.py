@@ -25,7 +25,7 @@ RUNTIME_BYTES = 1 * GIB  # CUDA context and libraries: outside of what torch cou
 ALLOCATOR_SLACK = 0.03  # of what is allocated, lost between blocks; estimate
 _HEADROOM = 0.05  # of the memory: an estimate is not a measurement
 _COPIES_OF_KEYS = 2.0  # keys that attention is given for each token, where answers share their prompt
-_SLICE = 2**23  # policy/adam.py: numbers that the compact optimizer works on at a time
+_SLICE = 2**23  # policy/optimizer/compact_adam.py: numbers that the compact optimizer works on at a time
 _STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
 
 
@@ -166,7 +166,7 @@ class RankMemory:
 
 
 def state_bytes(kind: TensorKind, optimizer: OptimizerSettings, element: int) -> float:
-    """Masters and moments of some weights (policy/adam.py: new_state; policy/optimizer.py)."""
+    """Masters and moments of some weights (policy/optimizer/compact_adam.py: new_state; mixed_precision.py)."""
     masters = FP32 if optimizer.has_masters and element != FP32 else 0
     block = block_size(kind.columns) if optimizer.state_dtype == "int8" and kind.columns is not None else None
     if block is not None:
@@ -177,7 +177,7 @@ def state_bytes(kind: TensorKind, optimizer: OptimizerSettings, element: int) ->
 
 
 def block_size(columns: int) -> int | None:
-    """Numbers that share a scale, as in policy/low_precision.py."""
+    """Numbers that share a scale, as in policy/optimizer/low_precision.py."""
     if columns < 16:
         return columns
     return next((size for size in range(min(columns, 256), 15, -1) if columns % size == 0), None)

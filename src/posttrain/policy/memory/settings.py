@@ -14,7 +14,7 @@ _ALL_LINEARS = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How a run stores its optimizer state (policy/optimizer.py, policy/compact.py)."""
+    """How a run stores its optimizer state (policy/optimizer)."""
 
     kind: AdamKind = "foreach"
     num_moments: int = 2

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from posttrain.policy.host_memory import pinned_like
-from posttrain.policy.host_stream import run_through_device
-from posttrain.policy.low_precision import (
+from posttrain.policy.optimizer.low_precision import (
     block_size,
     decode_first_moment,
     decode_second_moment,
@@ -33,6 +32,7 @@ from posttrain.policy.low_precision import (
     random_words,
     round_to_bf16,
 )
+from posttrain.policy.optimizer.offload import run_through_device
 from posttrain.policy.parallel import first_row, local_part
 
 StateDtype = Literal["float32", "bfloat16", "int8"]

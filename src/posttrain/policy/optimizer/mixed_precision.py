@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
-from posttrain.checkpointing.errors import CheckpointError
-from posttrain.errors import InputError
+from posttrain.errors import CheckpointError, InputError
 from posttrain.policy.fused.accumulate import begin_sum, move_to_sum, sum_of
 
 

@@ -1,6 +1,5 @@
 """The optimizer with state in fewer bits, without masters, or in host memory: `CompactAdam` behind the interface of the
-ordinary one, and the choice between the two.
-"""
+ordinary one."""
 
 from __future__ import annotations
 
@@ -12,20 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from posttrain.config.policy import OptimizerConfig
 from posttrain.errors import InputError
-from posttrain.policy.adam import CompactAdam, StateFormat
 from posttrain.policy.fused.accumulate import move_to_sum, sum_of
-from posttrain.policy.optimizer import MixedPrecisionOptimizer, class_name, parameter_of, resolve
+from posttrain.policy.optimizer.compact_adam import CompactAdam, StateFormat
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, class_name, parameter_of, resolve
 from posttrain.policy.parallel import as_shard, local_part
-
-
-def make_optimizer(model: nn.Module, config: OptimizerConfig, scheduler: Any, seed: int) -> MixedPrecisionOptimizer:
-    """The optimizer that `policy.optimizer` asks for, over the trainable parameters."""
-    form = StateFormat(config.state_dtype, config.master_weights != "none", config.offload_states)
-    if form.is_plain:
-        return MixedPrecisionOptimizer(model, config.name, config.kwargs, scheduler)
-    return CompactOptimizer(model, config.name, config.kwargs, scheduler, form, seed)
 
 
 class CompactOptimizer(MixedPrecisionOptimizer):

@@ -1,15 +1,4 @@
-"""The loss of a reward model: how likely the better answer of a pair is to win (Bradley and Terry; arXiv:1706.03741).
-
-    loss = -log sigmoid(score(chosen) - score(rejected) - margin)  +  c * (score(chosen) + score(rejected))^2
-
-Only differences of scores are learnt from the first term; the second, off by default, keeps the scores around 0
-(arXiv:2312.09244). The margin, off by default, asks for a larger difference where the answers differ more (Llama 2,
-arXiv:2307.09288). As in TRL's RewardTrainer; NeMo RL has the first term alone.
-
-Responses come in pairs, chosen then rejected, of one prompt. What comes in stands where log-probabilities stand for other
-losses: the score of a response at its last token, 0 elsewhere. Columns used: mask; for margins given_rewards. Pairs that are
-ranked rightly are reported as a count, which adds up exactly; a tie is not one of them.
-"""
+"""The losses of supervised fine-tuning and of reward models."""
 
 from __future__ import annotations
 
@@ -25,6 +14,19 @@ from posttrain.types import TokenBatch
 
 @dataclass(frozen=True)
 class BradleyTerry:
+    """The loss of a reward model: how likely the better answer of a pair is to win (Bradley and Terry; arXiv:1706.03741).
+
+        loss = -log sigmoid(score(chosen) - score(rejected) - margin)  +  c * (score(chosen) + score(rejected))^2
+
+    Only differences of scores are learnt from the first term; the second, off by default, keeps the scores around 0
+    (arXiv:2312.09244). The margin, off by default, asks for a larger difference where the answers differ more (Llama 2,
+    arXiv:2307.09288). As in TRL's RewardTrainer; NeMo RL has the first term alone.
+
+    Responses come in pairs, chosen then rejected, of one prompt. What comes in stands where log-probabilities stand for other
+    losses: the score of a response at its last token, 0 elsewhere. Columns used: mask; for margins given_rewards. Pairs that are
+    ranked rightly are reported as a count, which adds up exactly; a tie is not one of them.
+    """
+
     center_rewards_coefficient: float = 0.0
     margin_from_rewards: bool = False  # ask for the difference that the annotator saw
 
@@ -60,3 +62,15 @@ class BradleyTerry:
             "rewards_max": masked_extreme(scores, both, largest=True),
         }
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class NegativeLogLikelihood:
+    """Supervised fine-tuning: the mean negative log-likelihood over all trained tokens of the batch."""
+
+    keeps_groups_whole = False
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        mask = batch.columns["mask"].to(logprobs.device)
+        loss = -(logprobs * mask).sum() / max(batch.num_tokens, 1.0)
+        return loss, {"loss": loss.detach()}

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.checkpointing.marks import leave_mark
-from posttrain.policy import storage
+from posttrain.checkpointing.background import leave_mark
+from posttrain.policy.checkpoint import files
+from posttrain.policy.checkpoint.background_copy import HostCopy, StagingArea
+from posttrain.policy.checkpoint.contents import Contents, keep_generation_config, small_files, state_of
 from posttrain.policy.host_memory import available_bytes
-from posttrain.policy.kept_generation_config import keep_generation_config
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
-from posttrain.policy.parallel import as_shard, local_part
-from posttrain.policy.staging import HostCopy, StagingArea
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
+from posttrain.policy.parallel import as_shard, is_first_rank, local_part
 
 _SHARE_OF_MEMORY = 0.8  # of what is free: files that are being written need some as well
 
@@ -38,7 +37,7 @@ _SHARE_OF_MEMORY = 0.8  # of what is free: files that are being written need som
 @dataclass(frozen=True)
 class _Begun:
     folder: Path
-    contents: storage.Contents  # in host memory, once the copy is there
+    contents: Contents  # in host memory, once the copy is there
     copy: HostCopy
 
 
@@ -56,17 +55,17 @@ class CheckpointWriter:
         self._files: Mapping[str, bytes] = {}
         self._begun: _Begun | None = None
         self._last_copy: HostCopy | None = None  # freeing its memory calls CUDA: that is for the thread of `begin`
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         self._waited_s = 0.0
 
     def save(self, folder: Path, *, optimizer: bool) -> None:
         """All at once, tensor by tensor from where they are."""
-        storage.write(folder, self.model, self._contents(optimizer))
+        files.write(folder, self.model, self._contents(optimizer))
 
-    def _contents(self, optimizer: bool) -> storage.Contents:
-        if not self._files and storage.is_first_rank():
-            self._files = storage.small_files(self.model, self.tokenizer)
-        return storage.contents(self.model, self.optimizer if optimizer else None, self._files)
+    def _contents(self, optimizer: bool) -> Contents:
+        if not self._files and is_first_rank():
+            self._files = small_files(self.model, self.tokenizer)
+        return state_of(self.model, self.optimizer if optimizer else None, self._files)
 
     # -- in two halves -------------------------------------------------------------------------------------------------
 
@@ -124,9 +123,9 @@ class CheckpointWriter:
                 staged[name] = place
         return staged
 
-    def _to_stage(self, now: storage.Contents) -> dict[str, Tensor]:
+    def _to_stage(self, now: Contents) -> dict[str, Tensor]:
         """What this rank copies: its part of the optimizer, and on the first rank the weights, whole."""
-        first = storage.is_first_rank()
+        first = is_first_rank()
         weights = {f"weights/{name}": tensor for name, tensor in now.weights.items()} if first else {}
         states = {f"optimizer/{key}": local_part(tensor) for key, tensor in (now.optimizer or {}).items()}
         return {**weights, **states}
@@ -137,7 +136,7 @@ class CheckpointWriter:
         begun = self._begun
         try:
             begun.copy.finish()
-            storage.write(begun.folder, self.model, begun.contents, self._group)
+            files.write(begun.folder, self.model, begun.contents, self._group)
         finally:
             self._begun = None
 
