@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.algorithms.advantages import ESTIMATORS, EstimatorOptions, Spread, Whitening
+from posttrain.algorithms.advantages import ESTIMATORS, Spread, Whitening
 from posttrain.algorithms.credit import Credit, KlInReward
 from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, RewardStep
 from posttrain.config import AdvEstimatorConfig, GrpoRunConfig
@@ -36,9 +36,7 @@ def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position
 def build_credit(config: GrpoRunConfig) -> Credit:
     estimator = config.grpo.adv_estimator
     return Credit(
-        ESTIMATORS[estimator.name].build(
-            EstimatorOptions(**options(estimator, EstimatorOptions)), _spread(estimator, Spread())
-        ),
+        ESTIMATORS[estimator.name].build(estimator, _spread(estimator, Spread())),
         reward_steps=_reward_steps(config),
         whitening=_whitening(estimator),
         kl=_kl_in_reward(config),
