@@ -8,7 +8,7 @@ from tiny_models import tiny_model
 
 from posttrain.config.policy import OptimizerConfig
 from posttrain.models.attention_interface import attention_context
-from posttrain.planning.workload import Bundle
+from posttrain.planning.workload import SharedPrompt
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.memory.layer_bytes import LayerBytes
@@ -76,7 +76,7 @@ def test_the_peak_of_a_training_pass_is_predicted_within_15_percent(
     shape = shape_of_config("tiny", model.config.to_dict())
     settings = RunSettings(2, checkpointing, None, OptimizerSettings(), False, chunk, False, 1, None)
     layer = LayerBytes(shape, settings)
-    counted = Bundle(PROMPT, ANSWER, group_size).in_one_pass(num_groups, None)
+    counted = SharedPrompt(PROMPT, ANSWER, group_size).in_one_pass(num_groups, None)
     head = layer.head_backward(counted, accumulates=True)
     predicted = layer.kept(counted) + max(head, layer.layer_backward(counted))
     assert predicted == pytest.approx(measured, rel=0.15)

@@ -6,9 +6,8 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
-from posttrain.cli.overrides_parser import EXIT_BAD_INPUT
+from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, Subparsers
 from posttrain.errors import InputError
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
 
@@ -22,7 +21,7 @@ Talk with a model. Answers are written as they are sampled; the conversation is 
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk with a model in the terminal",

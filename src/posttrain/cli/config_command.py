@@ -6,10 +6,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-from posttrain.cli.overrides_parser import OverridesParser
-from posttrain.config import ALL_KINDS, KINDS, ConfigError, LoadedConfig, guess_kind, load_config
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers
+from posttrain.config import ALL_KINDS, KINDS, ConfigError, LoadedConfig, RunConfig, guess_kind, load_config
 from posttrain.config.presets import presets
 
 SHOW_EPILOG = """\
@@ -28,7 +27,7 @@ reward functions are there is found out by the run itself, before it loads the m
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     summary = "show or check the config of a run"
     parser = subparsers.add_parser("config", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
@@ -43,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     check.set_defaults(run=run, action=_check)
 
 
-def _add_command(commands: Any, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+def _add_command(commands: Subparsers, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return int(args.action(loaded, args))
 
 
-def _show(loaded: LoadedConfig[Any], args: argparse.Namespace) -> int:
+def _show(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.json:
@@ -100,7 +99,7 @@ def _list_presets(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(loaded: LoadedConfig[Any], args: argparse.Namespace) -> int:
+def _check(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
     for warning in loaded.warnings:
         print(f"warning: {warning}")
     source = args.config or "built-in defaults"

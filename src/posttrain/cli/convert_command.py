@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.cli.overrides_parser import Subparsers
 from posttrain.cli.train_command import quieten_libraries
 from posttrain.errors import InputError
 
@@ -31,7 +32,7 @@ a folder of torch DCP weights (with --config or --base), a Hugging Face folder, 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "convert",
         help="a checkpoint to a Hugging Face folder or GGUF",

@@ -6,16 +6,20 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.cli import data_pack
+from posttrain.cli.overrides_parser import Subparsers
 from posttrain.errors import InputError, reason_of
+from posttrain.json_files import JsonObject
 from posttrain.models.hub import why_unavailable
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from posttrain.data.traces.files import ProgressCall
     from posttrain.data.traces.reading import Reading
     from posttrain.data.traces.statistics import TraceStatistics
@@ -50,7 +54,7 @@ EXAMPLES = {
 COLUMNS = ("input", "output", "messages", "prompt_len", "reward", "group_id", "trace_id", "model", "time")
 FILTERS = ("min_reward_threshold", "since", "until", "where", "duplicates", "near_similarity")
 RULES = ("preferred", "rejected_below", "strategy", "min_margin", "max_pairs_per_prompt")
-DEFAULTS: dict[str, Any] = {  # of the options whose default is not None
+DEFAULTS: JsonObject = {  # of the options whose default is not None
     "reward": "final_reward",
     "where": [],
     "duplicates": "keep",
@@ -62,7 +66,7 @@ DEFAULTS: dict[str, Any] = {  # of the options whose default is not None
 }
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     summary = "look at labelled traces, make preference pairs of them, pack pairs"
     parser = subparsers.add_parser("data", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -97,7 +101,7 @@ def add_parser(subparsers: Any) -> None:
     data_pack.add_parser(actions)
 
 
-def _add_command(actions: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
+def _add_command(actions: Subparsers, name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(
         name,
         help=summary,
@@ -117,7 +121,7 @@ def _add_command(actions: Any, name: str, summary: str, run: Any) -> argparse.Ar
     return parser
 
 
-def _add_columns(group: Any) -> None:
+def _add_columns(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--reward", metavar="NAME", help="reward (default: final_reward)")
     for name, words in (
         ("input", "prompt"),
@@ -132,7 +136,7 @@ def _add_columns(group: Any) -> None:
         group.add_argument(f"--{name}", metavar="NAME", help=f"{words} (default: the usual name, where there is one)")
 
 
-def _add_filters(group: Any) -> None:
+def _add_filters(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--min-reward-threshold", type=float, metavar="R", help="leave out traces with a reward below R")
     group.add_argument("--since", metavar="DATE", help="leave out what is older, such as 2026-03-01; UTC")
     group.add_argument("--until", metavar="DATE", help="leave out what is not older")
@@ -150,7 +154,7 @@ def _add_filters(group: Any) -> None:
     group.add_argument("--near-similarity", type=float, metavar="S", help="what counts as nearly equal (default: 0.9)")
 
 
-def _add_rules(group: Any) -> None:
+def _add_rules(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--preferred", type=float, metavar="R", help="preferred from R on (default: 0.7)")
     group.add_argument("--rejected-below", type=float, metavar="R", help="rejected below R (default: 0.5)")
     group.add_argument(
@@ -227,7 +231,7 @@ def _progress(args: argparse.Namespace) -> Iterator[ProgressCall | None]:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def _statistics(args: argparse.Namespace, tokenizer: Any = None) -> TraceStatistics:
+def _statistics(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None = None) -> TraceStatistics:
     from posttrain.data.traces.statistics import collect_statistics
 
     rules = _rules(args)
@@ -257,7 +261,7 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(name: str) -> Any:
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
     from posttrain.cli.train_command import quieten_libraries
 
     quieten_libraries()

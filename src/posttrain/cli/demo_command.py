@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
+from posttrain.cli.overrides_parser import Subparsers
 from posttrain.cli.train_command import INTERRUPTED
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "demo",
         help="watch a small model learn arithmetic (CPU, under 5 minutes, no network)",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers
 from posttrain.errors import InputError
 
 SUMMARY = "measure a model on a benchmark, or compare two such measurements"
@@ -32,7 +31,7 @@ is a paired bootstrap over the problems.
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     parser: OverridesParser = commands.add_parser(
         "eval",
         help=SUMMARY,
@@ -137,10 +136,10 @@ def run_compare(args: argparse.Namespace) -> int:
     first, second = (read_evaluation(folder) for folder in args.words)
     comparison = compare(first, second, args.metric, confidence=args.confidence, seed=args.seed)
     if args.html is not None:
-        from posttrain.cli.written_files import write_for_user
+        from posttrain.checkpointing import durable
         from posttrain.evaluation.comparison_html import render
 
-        write_for_user(args.html, render(comparison))
+        durable.write_for_user(args.html, render(comparison))
     print(comparison_json(comparison) if args.json else "\n".join(comparison_lines(comparison, show=args.show)))
     if args.html is not None and not args.json:
         print(f"\n  page  {args.html}")

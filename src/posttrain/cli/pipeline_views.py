@@ -17,7 +17,7 @@ from posttrain.pipeline.records import STAGES, Iteration, read_iterations
 from posttrain.reporting.wording import duration
 
 if TYPE_CHECKING:
-    from posttrain.pipeline.iteration_plan import Decision
+    from posttrain.pipeline.iteration_plan import StageDecision
     from posttrain.pipeline.runner import DryRun, PipelineRunner, RunRequest, SelectedIteration
 
 _STYLES = {"run": "yellow", "reuse": "green", "skip": "dim", "depends": "cyan"}
@@ -44,7 +44,7 @@ def _show_unmade(console: Console, found: DryRun, config: PipelineConfig, until:
         console.print(f"unchecked  what is not made yet: {', '.join(found.unchecked)}")
 
 
-def _show_decisions(console: Console, selected: SelectedIteration, decisions: Sequence[Decision]) -> None:
+def _show_decisions(console: Console, selected: SelectedIteration, decisions: Sequence[StageDecision]) -> None:
     iteration = selected.iteration
     compared = "nothing" if iteration.incumbent is None else iteration.incumbent.text
     for note in selected.notes:

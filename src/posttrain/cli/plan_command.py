@@ -6,10 +6,17 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from posttrain.cli.overrides_parser import Subparsers
 from posttrain.config import KINDS, ConfigError, RunConfig, guess_kind, load_config
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
+
+if TYPE_CHECKING:
+    from posttrain.planning.measured import Measured
+    from posttrain.planning.plan import RunEstimate
+    from posttrain.planning.proposal import Proposal
 
 EPILOG = """\
 examples:
@@ -24,7 +31,7 @@ which setting would help.
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     summary = "memory and time of a run, predicted from its config"
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
@@ -108,7 +115,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _as_json(found: Any, config: RunConfig, measured: Any, proposal: Any) -> dict[str, Any]:
+def _as_json(found: RunEstimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None) -> JsonObject:
     from posttrain.planning.measured import compare
     from posttrain.planning.plan import as_json
     from posttrain.planning.proposal import remedies

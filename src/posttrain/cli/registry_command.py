@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import REGISTRY_PREFIX
 
@@ -41,7 +42,7 @@ exit codes: 0 done · 2 `show --verify` found damage · 64 bad input, a conflict
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     summary = "keep model versions with lineage and stages; promote and roll back"
     parser = subparsers.add_parser(
         "registry",
@@ -57,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
     _add_rollback(commands)
 
 
-def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:
+def _command(commands: Subparsers, name: str, run: Callable[..., int]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=_first_line(run), description=run.__doc__)
     parser.set_defaults(run=lambda args: _run(run, args))
     parser.add_argument(
@@ -69,11 +70,11 @@ def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _first_line(run: Any) -> str:
+def _first_line(run: Callable[..., int]) -> str:
     return str(run.__doc__).split("\n")[0].rstrip(".").lower()
 
 
-def _run(run: Any, args: argparse.Namespace) -> int:
+def _run(run: Callable[..., int], args: argparse.Namespace) -> int:
     if args.words:
         raise InputError(f"unexpected: {' '.join(args.words)}; see `posttrain registry --help`")
     from posttrain.registry import Registry
@@ -86,7 +87,7 @@ def _run(run: Any, args: argparse.Namespace) -> int:
     return int(run(Registry(args.registry, wait_s=args.wait_s), args))
 
 
-def _add_add(commands: Any) -> None:
+def _add_add(commands: Subparsers) -> None:
     add = _command(commands, "add", _add)
     add.add_argument("name", metavar="NAME", help="name of the model; the first version makes it")
     add.add_argument(
@@ -108,7 +109,7 @@ def _add_add(commands: Any) -> None:
     add.add_argument("--json", action="store_true", help="print the version as JSON")
 
 
-def _add_reading(commands: Any) -> None:
+def _add_reading(commands: Subparsers) -> None:
     listing = _command(commands, "list", _list)
     listing.add_argument("name", nargs="?", metavar="NAME", help="only this model")
     show = _command(commands, "show", _show)
@@ -127,7 +128,7 @@ def _add_reading(commands: Any) -> None:
     resolve.add_argument("reference", metavar="REFERENCE", help=WHICH_RESOLVED)
 
 
-def _add_promote(commands: Any) -> None:
+def _add_promote(commands: Subparsers) -> None:
     promote = _command(commands, "promote", _promote)
     promote.add_argument("name", metavar="NAME")
     promote.add_argument("version", type=int, metavar="VERSION")
@@ -137,7 +138,7 @@ def _add_promote(commands: Any) -> None:
     _add_reason(promote)
 
 
-def _add_rollback(commands: Any) -> None:
+def _add_rollback(commands: Subparsers) -> None:
     rollback = _command(commands, "rollback", _rollback)
     rollback.add_argument("name", metavar="NAME")
     rollback.add_argument("--stage", choices=("production", "canary"), default="production", help="what to take back")
@@ -259,7 +260,7 @@ def _history(registry: Registry, args: argparse.Namespace) -> int:
 def _diff(registry: Registry, args: argparse.Namespace) -> int:
     """Show what two versions differ in: lineage, config, metrics, files."""
     from posttrain.cli.registry_views import show_differences
-    from posttrain.registry.comparison import differences
+    from posttrain.registry.version import differences
 
     left, right = registry.get(args.name, args.left), registry.get(args.name, args.right)
     found = differences(left, right)

@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from posttrain.config.rewards import RewardConfig
     from posttrain.environments.agreement import Verdict
     from posttrain.environments.stored_samples import Sample
@@ -35,7 +38,7 @@ could not be scored · 64 bad config or file.
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     summary = "list the types of reward, or try one on stored samples"
     parser = subparsers.add_parser("rewards", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
@@ -46,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
     _add_test(commands)
 
 
-def _add_test(commands: Any) -> None:
+def _add_test(commands: Subparsers) -> None:
     test = commands.add_parser(
         "test",
         help="score stored samples and compare with the rewards recorded for them",
@@ -99,7 +102,7 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _keys_as_json(section: type[RewardConfig]) -> dict[str, Any]:
+def _keys_as_json(section: type[RewardConfig]) -> JsonObject:
     from posttrain.config.rewards import reward_keys
 
     return {
@@ -112,7 +115,7 @@ def _keys_as_json(section: type[RewardConfig]) -> dict[str, Any]:
     }
 
 
-def _default_text(info: Any) -> str:
+def _default_text(info: FieldInfo) -> str:
     if info.is_required():
         return "(required)"
     default = info.get_default(call_default_factory=True)
@@ -193,11 +196,11 @@ def _environment(args: argparse.Namespace, settings: Sequence[str]) -> tuple[str
     return name, config.env[name]
 
 
-def _settings_of(kind: str, words: Sequence[str]) -> dict[str, Any]:
+def _settings_of(kind: str, words: Sequence[str]) -> JsonObject:
     from posttrain.config.rewards import REWARD_TYPES, reward_keys, takes_text_only
     from posttrain.config.yaml_files import parse_value
 
-    block: dict[str, Any] = {}
+    block: JsonObject = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:

@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from posttrain.cli.overrides_parser import Subparsers
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits
 
@@ -40,7 +42,7 @@ exit codes: 0 every request was answered · 1 some were cut off · 64 bad input
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "serve",
         help="an OpenAI-compatible server over a model",
@@ -201,13 +203,13 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
     )
 
 
-def _canary_options(args: argparse.Namespace) -> dict[str, Any]:
+def _canary_options(args: argparse.Namespace) -> JsonObject:
     """Those that were given, by the names of their rules."""
     given = _given(args, [name for name in vars(args) if name.startswith("canary_")])
     return {name.removeprefix("canary_"): value for name, value in given.items()}
 
 
-def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+def _given(args: argparse.Namespace, names: Iterable[str]) -> JsonObject:
     """What the user has said: defaults are in the values that the options become."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 

@@ -7,8 +7,8 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from posttrain.cli.overrides_parser import Subparsers
 from posttrain.recipes import KINDS
 
 EPILOG = """\
@@ -24,7 +24,7 @@ gets a new one. A run in a folder that is given goes on with other settings only
 INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved last"
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     for kind, summary in KINDS.items():
         parser = commands.add_parser(
             kind,

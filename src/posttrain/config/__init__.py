@@ -5,7 +5,7 @@
 
 from posttrain.config.algorithms import AdvEstimatorConfig, DpoConfig, GrpoConfig, RmConfig, SftConfig
 from posttrain.config.checkpointing import CheckpointingConfig
-from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig, SftDataConfig
+from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig
 from posttrain.config.errors import ConfigError
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.generation import GenerationConfig, NativeConfig
@@ -63,7 +63,6 @@ __all__ = [
     "RunConfig",
     "SequencePackingConfig",
     "SftConfig",
-    "SftDataConfig",
     "SftRunConfig",
     "TokenizerConfig",
     "guess_kind",

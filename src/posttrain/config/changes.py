@@ -34,8 +34,6 @@ FREE_TO_CHANGE = (
     "*.val_start_at",
     "*.val_at_start",
     "*.val_at_end",
-    "*.val_batch_size",
-    "*.val_micro_batch_size",
     "*.stop_at_validation_metric",
     "*.stop_at_validation_threshold",
     "*.num_workers",
@@ -43,14 +41,11 @@ FREE_TO_CHANGE = (
     "policy.num_threads",
     "policy.train_micro_batch_size",
     "policy.logprob_batch_size",
-    "policy.generation_batch_size",
     "policy.*.train_mb_tokens",
     "policy.*.logprob_mb_tokens",
     "policy.dtensor_cfg.activation_checkpointing",
-    "policy.dtensor_cfg.cpu_offload",
     "policy.generation.native_cfg.*",
 )
-ALWAYS_TRAINING = ("checkpointing.pretrained_checkpoint*",)
 NOT_SET = "not set"
 MAX_SHOWN = 120  # characters of a value in a message
 
@@ -131,9 +126,7 @@ def _absolute(text: str) -> str:
 
 
 def _is_free_to_change(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in FREE_TO_CHANGE) and not any(
-        fnmatchcase(key, pattern) for pattern in ALWAYS_TRAINING
-    )
+    return any(fnmatchcase(key, pattern) for pattern in FREE_TO_CHANGE)
 
 
 def _has_moved(old: object, new: object) -> bool:

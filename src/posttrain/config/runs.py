@@ -8,11 +8,11 @@ from typing import ClassVar, Literal, Protocol
 from pydantic import Field
 
 from posttrain.config.algorithms import DpoConfig, GrpoConfig, RmConfig, SftConfig
-from posttrain.config.base import FreeMap, Section
+from posttrain.config.base import Section
 from posttrain.config.checkpointing import CheckpointingConfig
-from posttrain.config.data import DataConfig, EnvironmentConfig, SftDataConfig
+from posttrain.config.data import DataConfig, EnvironmentConfig
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.config.logger_and_cluster import ClusterConfig, DataPlaneConfig, LoggerConfig, RewardPenaltiesConfig
+from posttrain.config.logger_and_cluster import ClusterConfig, LoggerConfig
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.policy import GrpoPolicyConfig, PolicyConfig
 from posttrain.config.preference_losses import LOSSES, LossTraits
@@ -94,12 +94,6 @@ class GrpoRunConfig(RunConfig):
     grpo: GrpoConfig = Field(description="Sampling, advantages, validation.")
     loss_fn: LossFnConfig = Field(description="The clipped policy-gradient loss.")
     policy: GrpoPolicyConfig = Field(description="The model that is trained and sampled from.")
-    reward_penalties: RewardPenaltiesConfig = Field(
-        default_factory=RewardPenaltiesConfig, description="Answers whose reward NeMo Gym zeroes."
-    )
-    data_plane: DataPlaneConfig = Field(default_factory=DataPlaneConfig, description="NeMo's transport of batches.")
-    on_policy_distillation: FreeMap | None = Field(default=None, description="Distillation from teachers; null is off.")
-    async_rl: FreeMap | None = Field(default=None, description="NeMo's single-controller mode; null is off.")
 
     @property
     def uses_recorded_answers(self) -> bool:
@@ -157,7 +151,6 @@ class RmRunConfig(RunConfig):
 class SftRunConfig(RunConfig):
     kind: ClassVar[Kind] = "sft"
     sft: SftConfig = Field(description="Length of the run, and validation.")
-    data: SftDataConfig = Field(description="What it is trained on.")
 
 
 RUN_CONFIGS: dict[Kind, type[Section]] = {

@@ -26,7 +26,7 @@ def load_for_sampling(
     native: NativeConfig | None = None,
     adapt: Callable[[nn.Module], nn.Module] | None = None,
 ) -> tuple[NativeEngine, PreTrainedTokenizerBase]:
-    """The native engine over the model, and its tokenizer. There is no optimizer and nothing needs gradients.
+    """The native engine over the model, and its tokenizer. No optimizer, no gradients.
 
     `precision`: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU). `max_total_tokens` None is the length
     that the model was made for, at most `longest_default`. `adapt` may change the model's modules, for instance add

@@ -43,6 +43,7 @@ _MAY_DIFFER = (
 )
 # … but not these: they cut answers off, or ask for others.
 _MATTERS = ("generation.vllm_cfg.max_model_len", "generation.openai_cfg.extra_body")
+_ADDED_LATER = {"eval.max_rollout_turns": 1}  # keys that older folders lack, with the value that they stand for
 _DECIDES_WHAT_IS_ASKED = ("data.", "eval.max_problems")
 
 
@@ -103,7 +104,7 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {dotted(path): value for path, value in leaves(dict(settings))}
+    return _ADDED_LATER | {dotted(path): value for path, value in leaves(dict(settings))}
 
 
 def _identity(evaluation: Evaluation) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.config.named_files import files_named_in
-from posttrain.evaluation.problems import EvalProblem
 from posttrain.hashing import digest, hash_files
+from posttrain.types import Task
 
 
-def prompts_hash(problems: Sequence[EvalProblem]) -> str:
+def prompts_hash(problems: Sequence[Task]) -> str:
     """Of what the model is asked, and in which order."""
     return digest([[dict(message) for message in problem.messages] for problem in problems])
 

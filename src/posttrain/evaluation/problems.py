@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,31 +28,25 @@ from posttrain.evaluation.benchmarks import (
     listed_choices,
     unknown_benchmark,
 )
-from posttrain.types import Message
+from posttrain.types import Message, Task
 
 CHOICE_PROMPT = (
     "Answer the multiple-choice question below. Think it through first if that helps, then end with a line of the form "
     '"Answer: X", where X is the letter of the right choice.\n\n{}'
 )
+_FORMATS = ("csv", "json", "jsonl", "parquet")
 _ID_COLUMNS = ("id", "unique_id", "problem_id")
 
 
 @dataclass(frozen=True)
-class EvalProblem:
-    id: str
-    index: int
-    prompt: str  # as the dataset words it, choices included; before prompt file and chat template
-    messages: tuple[Message, ...]  # what is sent to the model
-    expected: Any
-    metadata: Mapping[str, Any]
-    where: str  # file and row, for messages
-
-
-@dataclass(frozen=True)
 class ProblemSet:
+    """The problems are tasks whose `draw` is their place in the dataset and whose `prompt` is the dataset's own wording,
+    choices included, before prompt file and chat template. They have no tokens yet."""
+
     name: str  # as results call it
     benchmark: Benchmark
-    problems: tuple[EvalProblem, ...]
+    problems: tuple[Task, ...]
+    where: tuple[str, ...]  # file and row of each, for messages
     is_choice: bool
 
 
@@ -75,17 +69,17 @@ def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) 
         if choice is not None:
             asked = _with_choices(asked, choice, row)
         problems.append(
-            EvalProblem(
+            Task(
+                draw=index,
                 id=name,
-                index=index,
                 prompt=asked if isinstance(asked, str) else "\n\n".join(turn["content"] for turn in asked),
+                prompt_ids=(),
+                reference=_expected(row, benchmark, data) if choice is None else choice.letter,
                 messages=tuple(prompts.messages(asked)),
-                expected=_expected(row, benchmark, data) if choice is None else choice.letter,
                 metadata={key: value for key, value in row.values.items() if key not in spoken_for},
-                where=row.where,
             )
         )
-    return ProblemSet(label, benchmark, tuple(problems), is_choice)
+    return ProblemSet(label, benchmark, tuple(problems), tuple(row.where for row in rows), is_choice)
 
 
 def _benchmark(data: EvalDataConfig) -> Benchmark:
@@ -121,12 +115,18 @@ def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iter
 
 
 def _rows_of_file(path: str, file_format: str | None) -> Iterator[Row]:
-    """One file, near or far, in a format that its name need not tell."""
+    """One file, local or remote. Its name may end in nothing that names a format, but not in another one."""
     filesystem, location = filesystem_of(path)
     plain = path.partition("?")[0]
-    shown = plain if file_format is None else f"{os.path.splitext(plain.removesuffix('.gz'))[0]}.{file_format}"
+    ending = os.path.splitext(plain.removesuffix(".gz"))[1].removeprefix(".")
+    fits = ending == file_format or ending not in _FORMATS or {ending, file_format} == {"json", "jsonl"}
+    if file_format is not None and not fits:
+        raise DataError(
+            f"data.file_format: {file_format} does not fit {path}, a .{ending} file; set data.file_format=null, or name a "
+            f"{file_format} file"
+        )
     try:
-        yield from read_file(filesystem, location, shown)
+        yield from read_file(filesystem, location, plain, file_format)
     except FileNotFoundError:
         raise DataError(f"data.dataset_name: nothing to read at {path}") from None
     except OSError as error:  # whatever the network says

@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.types import Task
 
 PROBLEMS_FILE = "problems.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -43,6 +44,7 @@ class SampleResult:
     answer: str | None = None  # what was read out of the text; equal answers vote together in cons@k
     error: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward
+    turns: tuple[Mapping[str, str], ...] = ()  # role and text, where an environment took turns with the model
 
     @property
     def truncated(self) -> bool:
@@ -120,25 +122,31 @@ class Evaluation:
     problems: tuple[ProblemResult, ...]
 
 
-def problem_set_hash(problems: Iterable[tuple[str, str, Any]]) -> str:
-    """One hash for a set of (id, prompt, expected), whatever their order: equal hashes can be compared problem by problem."""
-    digests = sorted(_digest(problem) for problem in problems)
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
 def hash_of(problems: Sequence[ProblemResult]) -> str:
-    return problem_set_hash((problem.id, problem.prompt, problem.expected) for problem in problems)
+    """One hash for a set of problems, whatever their order: equal hashes can be compared problem by problem."""
+    return _problem_set_hash([(problem.id, problem.prompt, problem.expected) for problem in problems])
 
 
-def _digest(problem: tuple[str, str, Any]) -> str:
-    return hashlib.sha256(json.dumps(problem, sort_keys=True, default=str).encode()).hexdigest()
+def hash_of_tasks(tasks: Sequence[Task]) -> str:
+    """The same of problems that have no results yet."""
+    return _problem_set_hash([(task.id, task.prompt, task.reference) for task in tasks])
+
+
+def _problem_set_hash(problems: Sequence[tuple[str, str, object]]) -> str:
+    rows = [json.dumps(problem, sort_keys=True, default=str) for problem in problems]
+    digests = sorted(hashlib.sha256(row.encode()).hexdigest() for row in rows)
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
 def problem_row(problem: ProblemResult) -> dict[str, Any]:
-    return asdict(problem)
+    row = asdict(problem)
+    for sample in row["samples"]:
+        if not sample["turns"]:
+            del sample["turns"]
+    return row
 
 
 def summary_text(summary: Summary) -> str:
@@ -243,7 +251,10 @@ def parse_problem(line: str | bytes, where: str) -> ProblemResult:
 
 
 def _sample(value: Any, where: str) -> SampleResult:
-    sample = _build(SampleResult, value, where)
+    sample: SampleResult = _build(SampleResult, value, where)
+    if not isinstance(sample.turns, list | tuple):
+        raise EvaluationError(f"{where}: turns is {sample.turns!r}; expected a list of role and text")
+    sample = replace(sample, turns=tuple(sample.turns))
     if sample.num_tokens is not None and not isinstance(sample.num_tokens, int):
         raise EvaluationError(f"{where}: num_tokens is {sample.num_tokens!r}; expected an integer, or null if unknown")
     if sample.reward is not None and not _is_finite(sample.reward):

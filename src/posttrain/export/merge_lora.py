@@ -1,9 +1,9 @@
-"""LoRA adapters as they lie in a folder or a checkpoint: which weights they change, and by how much.
+"""Reads LoRA adapters from folders and checkpoints, and merges them into the weights of their base model.
 
     W' = W + scale * B A        scale = alpha / r, or alpha / sqrt(r) with rslora
 
-Plain LoRA on linear layers is understood, with peft's per-layer patterns, and modules that were trained whole. What would
-need more than that (DoRA, adapters of embeddings, trained biases) is refused by name.
+Supported: plain LoRA on linear layers, peft's per-layer patterns, and modules that were trained in full. DoRA, adapters of
+embeddings and trained biases are refused with a message.
 """
 
 from __future__ import annotations
@@ -21,14 +21,10 @@ from torch import Tensor
 from posttrain.errors import InputError
 from posttrain.export.weight_names import is_lora, plain_name
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
-from posttrain.models.accepted_names import read_json
+from posttrain.json_files import JsonMapping, read_json
 from posttrain.models.tensor_files import TensorFacts
 
 _LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
-
-
-class AdapterError(InputError):
-    """An adapter that cannot be merged, or does not belong to the model."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Adapter:
     place: Path
     factors: WeightSource
     whole: WeightSource
-    settings: Mapping[str, Any]  # the keys of peft's adapter_config.json
+    settings: JsonMapping  # the keys of peft's adapter_config.json
 
     @property
     def modules(self) -> list[str]:
@@ -66,7 +62,7 @@ class Adapter:
         return change.T if self.settings.get("fan_in_fan_out") else change
 
 
-def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+def _of_pattern(patterns: JsonMapping | None, module: str, default: Any) -> Any:
     """As peft does: a key is a regular expression for the end of the module's name."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
@@ -80,7 +76,7 @@ def open_adapter(folder: Path) -> Adapter:
     return adapter_in(SafetensorsSource(folder, [file]), read_json(folder / "adapter_config.json"), folder)
 
 
-def adapter_in(source: WeightSource, settings: Mapping[str, Any], place: Path) -> Adapter:
+def adapter_in(source: WeightSource, settings: JsonMapping, place: Path) -> Adapter:
     """The adapter among the tensors of `source`, whatever prefix their names have."""
     _check_settings(settings, place)
     factors, whole = {}, {}
@@ -91,26 +87,26 @@ def adapter_in(source: WeightSource, settings: Mapping[str, Any], place: Path) -
         if match:
             factors[f"{match['module']}.lora_{match['which']}.weight"] = name
         elif is_lora(plain):
-            raise AdapterError(f"{place}: {name} is no adapter of a linear layer, so it cannot be merged")
+            raise InputError(f"{place}: {name} is no adapter of a linear layer, so it cannot be merged")
         else:
             whole[plain] = name
     odd = [name for name in factors if name.replace(".lora_A.", ".lora_B.") not in factors]
     odd += [name for name in factors if name.replace(".lora_B.", ".lora_A.") not in factors]
     if odd or not factors:
-        what = f"{odd[0]} has no partner" if odd else "there are no lora_A and lora_B weights in it"
-        raise AdapterError(f"{place} is no whole LoRA adapter: {what}")
+        what = f"{odd[0]} has no counterpart" if odd else "there are no lora_A and lora_B weights in it"
+        raise InputError(f"{place} is no complete LoRA adapter: {what}")
     adapter = Adapter(place, RenamedSource(source, factors), RenamedSource(source, whole), settings)
     for module in adapter.modules:
         rank = adapter.factors.facts[f"{module}.lora_A.weight"].shape[0]
         if adapter.rank(module) != rank:  # the scale is by the rank, so the merged weights would be wrong
-            raise AdapterError(
+            raise InputError(
                 f"{place}: the adapter of {module} has rank {rank}, and {adapter.rank(module)} by its config (r and "
                 "rank_pattern, or lora_cfg.dim of a run). Is it the config of another adapter?"
             )
     return adapter
 
 
-def _check_settings(settings: Mapping[str, Any], place: Path) -> None:
+def _check_settings(settings: JsonMapping, place: Path) -> None:
     refused = {
         "peft_type": settings.get("peft_type", "LORA") != "LORA",
         "use_dora": bool(settings.get("use_dora")),
@@ -119,24 +115,22 @@ def _check_settings(settings: Mapping[str, Any], place: Path) -> None:
     }
     for key, wrong in refused.items():
         if wrong:
-            raise AdapterError(
-                f"{place}: the adapter has {key} {settings[key]!r}, and only plain LoRA can be converted"
-            )
+            raise InputError(f"{place}: the adapter has {key} {settings[key]!r}, and only plain LoRA can be converted")
     for key in ("r", "lora_alpha"):
         if not _is_positive(settings.get(key)):
-            raise AdapterError(f"{place}: the adapter's {key} is {settings.get(key)!r}; a positive number is needed")
+            raise InputError(f"{place}: the adapter's {key} is {settings.get(key)!r}; a positive number is needed")
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = settings.get(key) or {}
         if not isinstance(patterns, Mapping) or not all(map(_is_positive, patterns.values())):
-            raise AdapterError(f"{place}: the adapter's {key} is {patterns!r}; positive numbers by names are needed")
+            raise InputError(f"{place}: the adapter's {key} is {patterns!r}; positive numbers by names are needed")
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
 class MergedSource:
-    """The base model's weights with an adapter merged into them, each at the moment it is read."""
+    """The base model's weights with an adapter merged into them, each when it is read."""
 
     def __init__(self, base: WeightSource, adapter: Adapter) -> None:
         self.place = adapter.place
@@ -144,16 +138,14 @@ class MergedSource:
         self._modules = set(adapter.modules)
         for module in sorted(self._modules):
             self._check_fit(module)
-        if strangers := [name for name in adapter.whole.facts if name not in base.facts]:
-            raise AdapterError(
-                f"{adapter.place}: {strangers[0]} was trained whole, but {base.place} has no such weight"
-            )
+        if unknown := [name for name in adapter.whole.facts if name not in base.facts]:
+            raise InputError(f"{adapter.place}: {unknown[0]} was trained in full, but {base.place} has no such weight")
         self.facts: Mapping[str, TensorFacts] = base.facts
 
     def _check_fit(self, module: str) -> None:
         name = f"{module}.weight"
         if name not in self._base.facts:
-            raise AdapterError(
+            raise InputError(
                 f"{self._adapter.place} adapts {module}, which the base model {self._base.place} does not have; "
                 "it belongs to another model"
             )
@@ -161,7 +153,7 @@ class MergedSource:
         b = self._adapter.factors.facts[f"{module}.lora_B.weight"].shape
         makes = (a[1], b[0]) if self._adapter.settings.get("fan_in_fan_out") else (b[0], a[1])
         if a[0] != b[1] or makes != self._base.facts[name].shape:
-            raise AdapterError(
+            raise InputError(
                 f"{self._adapter.place}: the adapter of {module} is for a weight of shape {list(makes)}, but that of the base "
                 f"model {self._base.place} is {list(self._base.facts[name].shape)}"
             )

@@ -23,7 +23,7 @@ from posttrain.evaluation.results import (
     Evaluation,
     EvaluationError,
     ProblemResult,
-    problem_set_hash,
+    hash_of_tasks,
     read_evaluation,
 )
 from posttrain.gate.divergence import Divergence, answers_digest, write_divergence
@@ -63,6 +63,11 @@ def measure_divergence(
         raise InputError(
             f"{evaluation.folder}: {named} holds other weights now than those that gave the answers; name theirs with --model"
         )
+    if any(sample.turns for problem in evaluation.problems for sample in problem.samples):
+        raise InputError(
+            f"{evaluation.folder}: its answers are conversations of several turns; the KL from a base model is measured on "
+            "single answers"
+        )
     messages = _messages(evaluation)
     where = resolve_device(device)
     chat = _chat(evaluation, ours)
@@ -85,7 +90,7 @@ def _messages(evaluation: Evaluation) -> dict[str, tuple[Message, ...]]:
     """What the model was asked, by problem: built again from the evaluation's config, and checked to be the same."""
     config = load_config("eval", evaluation.folder / CONFIG_FILE).config
     problems = load_problems(config.data, seed=config.eval.seed, limit=config.eval.max_problems).problems
-    if problem_set_hash((p.id, p.prompt, p.expected) for p in problems) != evaluation.summary.problem_set_hash:
+    if hash_of_tasks(problems) != evaluation.summary.problem_set_hash:
         raise EvaluationError(
             f"{evaluation.folder}: {config.data.data_path or config.data.dataset_name} no longer holds the problems of this "
             "evaluation, so its prompts cannot be built again"

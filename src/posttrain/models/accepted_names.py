@@ -3,7 +3,7 @@
     models/smollm2-135m-instruct      a Hugging Face folder
     results/adapter                   a peft adapter; its own config names the base model
     results/grpo/step_60              a checkpoint, full or LoRA (a folder below it, such as policy/weights, means the same)
-    results/grpo                      a run: its newest checkpoint that is whole
+    results/grpo                      a run: its newest complete checkpoint
     Qwen/Qwen3-0.6B                   a name on the model hub
     registry:NAME@production          a version in the model registry (`resolve_registered_model` only)
 
@@ -16,17 +16,17 @@ The registry is built on this package, so its names are looked up by a function 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from posttrain.checkpointing import CheckpointStore
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError
+from posttrain.json_files import read_json
 from posttrain.models.hub import looks_like_hub_name
 
 WEIGHTS = Path("policy/weights/model")
@@ -43,7 +43,7 @@ Kind = Literal["folder", "adapter", "checkpoint", "hub"]
 
 
 class ModelReferenceError(InputError):
-    """The name of a model that leads to none."""
+    """A name that leads to no model."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ResolvedModel:
 
     @property
     def files(self) -> Path | None:
-        """The folder that makes this model different from others: adapter or weights; None for one on the hub."""
+        """The folder of the adapter, or of the weights; None for a model on the hub."""
         if self.adapter is not None:
             return self.adapter
         return None if self.kind == "hub" else Path(self.model)
@@ -71,7 +71,7 @@ class ResolvedModel:
 def resolve_model(
     reference: str | Path, *, base: str | None = None, say: Callable[[str], None] | None = None
 ) -> ResolvedModel:
-    """The model that `reference` names. `base` overrides the base model that an adapter names, e.g. if it has moved."""
+    """The model that `reference` names. `base` overrides the base model that an adapter names, e.g. after it was moved."""
     text = str(reference)
     if not text.strip():
         raise ModelReferenceError(f"the name of the model is empty; accepted: {ACCEPTED}")
@@ -121,7 +121,7 @@ def resolve_registered_model(text: str, *, registry: str | None = None, base: st
 
 
 def find_checkpoint(path: Path, say: Callable[[str], None]) -> Path | None:
-    """The folder step_N that `path` is, lies in (`step_N/policy/weights`), or, as a run's folder, holds as its newest."""
+    """The folder step_N: `path` itself, a parent of it (`step_N/policy/weights`), or the newest in a run's folder."""
     if (path / "policy" / "weights").is_dir():
         return path
     absolute = path.absolute()
@@ -141,7 +141,7 @@ def _newest_checkpoint(run_folder: Path, say: Callable[[str], None]) -> Path | N
         return None
     newest = run_folder / f"step_{steps[-1]}"
     if newest.is_dir() and not (newest / CHECKSUMS).exists() and not (newest / "policy" / "model.json").exists():
-        return newest  # another system's: it has no checksums to compare with
+        return newest  # written by another system, without checksums
     found = store.latest()
     if found is None:
         raise ModelReferenceError(
@@ -209,7 +209,7 @@ def check_model_folder(path: Path) -> None:
 
 def files_of_index(index: Path) -> list[str]:
     """The weight files that the index of a model in several files names."""
-    content = read_json(index).get("weight_map")
+    content = read_json(index, ModelReferenceError).get("weight_map")
     names = content.values() if isinstance(content, dict) else ()
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ModelReferenceError(
@@ -222,10 +222,10 @@ def files_of_index(index: Path) -> list[str]:
 def adapter_base(adapter: Path) -> str:
     """The base model that an adapter's config names, as something that can be loaded."""
     path = adapter / "adapter_config.json"
-    name = read_json(path).get("base_model_name_or_path")
+    name = read_json(path, ModelReferenceError).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ModelReferenceError(
-            f"{path} names no base_model_name_or_path, so the model under the adapter is not known"
+            f"{path} names no base_model_name_or_path, so the base model of the adapter is unknown"
         )
     if Path(name).is_dir():
         check_model_folder(Path(name))
@@ -233,18 +233,8 @@ def adapter_base(adapter: Path) -> str:
     if looks_like_hub_name(name):
         return name
     raise ModelReferenceError(
-        f"{path}: base_model_name_or_path {name!r} is not here; put the base model there, or write its new place into the file"
+        f"{path}: base_model_name_or_path {name!r} does not exist; put the base model there, or write its new path into the file"
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelReferenceError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelReferenceError(f"{path} holds a {type(content).__name__} instead of an object")
-    return content
 
 
 def _to_stderr(line: str) -> None:

@@ -1,7 +1,7 @@
-"""A GGUF file becomes a plain Hugging Face folder: bf16 safetensors, configuration, tokenizer with its chat template.
+"""Converts a GGUF file to a Hugging Face folder: bf16 safetensors, config, tokenizer with its chat template.
 
-GGUF weights are often quantised; what is written here is their dequantised value, so the model is real and trainable but
-not bit-equal to the weights it was quantised from. Knows nothing of where the file came from: see `model_catalogue`.
+GGUF weights are often quantised. Their dequantised values are written, so the model can be trained but is not bit-equal to
+the weights it was quantised from. Where GGUF files come from is in `catalogue.py`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Say = Callable[[str], None]
 
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-class ModelImportError(InputError):
-    """A model that cannot be turned into a Hugging Face folder, and what to do about it."""
-
-
 def is_model_folder(folder: Path) -> bool:
-    """Whether `folder` holds a converted model. Conversion renames a finished folder, so a torn one never looks whole."""
+    """Whether `folder` holds a converted model. Conversion renames a finished folder, so it is never incomplete."""
     return all((folder / name).is_file() for name in MODEL_FILES)
 
 
@@ -37,9 +37,9 @@ def sha256_of(file: Path) -> str:
 
 
 def require_gguf() -> None:
-    """Says what to install while nothing has been downloaded yet."""
+    """InputError with the extra to install, before anything is downloaded."""
     if importlib.util.find_spec("gguf") is None:
-        raise ModelImportError(
+        raise InputError(
             "reading a GGUF file needs the Python package `gguf`, which is not installed. "
             'Install the extra: pip install "posttrain[gguf]"'
         )
@@ -49,9 +49,9 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
     """Converts the file `gguf` to the new folder `target`, which appears only once it is complete."""
     require_gguf()
     if not gguf.is_file():
-        raise ModelImportError(f"GGUF file not found: {gguf}")
+        raise InputError(f"GGUF file not found: {gguf}")
     if target.exists():
-        raise ModelImportError(f"{target} already exists; remove it or name another folder")
+        raise InputError(f"{target} already exists; remove it or name another folder")
 
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -72,15 +72,15 @@ def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) 
     say(f"wrote {target}")
 
 
-def _tokenizer(gguf: Path) -> Any:
+def _tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     header = _header(gguf)
     if header.get("tokenizer.ggml.pre") == "smollm":
-        # transformers reads every GPT-2 style vocabulary alike; this family was trained with each digit on its own,
-        # which decides how runs of spaces before a digit are cut.
+        # transformers reads every GPT-2 style vocabulary alike. This family was trained with every digit as a token of
+        # its own, which decides how runs of spaces before a digit are split.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -90,7 +90,7 @@ def _tokenizer(gguf: Path) -> Any:
     return tokenizer
 
 
-def _header(gguf: Path) -> dict[str, Any]:
+def _header(gguf: Path) -> JsonObject:
     """The scalar fields of the file's header; the long ones (vocabulary, merges) are left out."""
     from gguf import GGUFReader, GGUFValueType
 
@@ -98,7 +98,7 @@ def _header(gguf: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in fields.items() if field.types[:1] != [GGUFValueType.ARRAY]}
 
 
-def _plain_model(gguf: Path) -> Any:
+def _plain_model(gguf: Path) -> PreTrainedModel:
     """The model without any trace of its quantisation: a model loaded from GGUF refuses to be saved."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig

@@ -17,9 +17,9 @@ from posttrain.models.loading import SettingsError, load_model
 
 
 def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: str = "CAUSAL_LM") -> nn.Module:
-    """Adapters through peft. `lora` has the keys of `policy.dtensor_cfg.lora_cfg`.
+    """New adapters, made by peft.
 
-    With the task "SEQ_CLS" the scoring layer of a reward model is trained whole, and saved beside the adapters.
+    With the task "SEQ_CLS" the scoring layer of a reward model is trained in full and saved with the adapters.
     """
     import peft
 
@@ -34,7 +34,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: 
         target_modules=targets,
         exclude_modules=list(lora.exclude_modules) or None,
     )
-    torch.manual_seed(seed)  # the adapters' start must not depend on what ran before
+    torch.manual_seed(seed)  # the initial values must not depend on what ran before
     try:
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
@@ -44,7 +44,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: 
 
 
 def _initialise_adapters(model: nn.Module, how: str) -> None:
-    """peft starts A with Kaiming noise; NeMo RL's default is Xavier. B starts at zero in both."""
+    """peft initialises A with Kaiming noise, NeMo RL by default with Xavier. B is zero in both."""
     if how == "xavier":
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
@@ -52,7 +52,7 @@ def _initialise_adapters(model: nn.Module, how: str) -> None:
 
 
 def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
-    """The frozen base model inside an adapted one."""
+    """Context in which an adapted model computes what its frozen base model does."""
     return model.disable_adapter() if is_adapted(model) else nullcontext()  # type: ignore[operator]
 
 
@@ -73,7 +73,7 @@ def load_with_adapter(resolved: ResolvedModel, dtype: torch.dtype, device: torch
 
 
 def add_adapter(model: nn.Module, adapter: Path, name: str = "default") -> nn.Module:
-    """A peft adapter on a loaded base model; ModelReferenceError if the two do not belong together."""
+    """Load a peft adapter onto a base model; ModelReferenceError if the two do not fit."""
     from peft import PeftModel, get_peft_model_state_dict
 
     device = next(model.parameters()).device
@@ -87,7 +87,7 @@ def add_adapter(model: nn.Module, adapter: Path, name: str = "default") -> nn.Mo
         raise ModelReferenceError(f"{adapter / 'adapter_model.safetensors'} is damaged: {error}") from error
     except (RuntimeError, ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # torch's first line is a heading
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # torch's first line is only a heading
         raise ModelReferenceError(f"the adapter {adapter} does not fit its base model: {reason}") from error
     file = adapter / "adapter_model.safetensors"
     if file.is_file():
@@ -98,7 +98,7 @@ def add_adapter(model: nn.Module, adapter: Path, name: str = "default") -> nn.Mo
         unknown = {key for key in found - expected if "embed" not in key and "lm_head" not in key}
         if unmatched := sorted((expected - found) | unknown):
             raise ModelReferenceError(
-                f"the adapter {adapter} does not fit its base model: {len(unmatched)} weights have no partner, "
+                f"the adapter {adapter} does not fit its base model: {len(unmatched)} weights have no counterpart, "
                 f"among them {unmatched[0]}"
             )
     return adapted

@@ -1,4 +1,4 @@
-"""Which models an iteration begins with: what it trains, and what its result is compared with."""
+"""The models of an iteration: the one it trains, and the one its result is compared with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.pipeline.content import model_identity
-from posttrain.pipeline.records import ModelChoice, PipelineError, about
+from posttrain.pipeline.records import ModelChoice, about
 from posttrain.registry.registry import Registry
 from posttrain.registry.store import DATABASE
 from posttrain.registry.version import ModelVersion
@@ -18,7 +17,7 @@ def registry_of(config: PipelineConfig) -> Registry:
 
 
 def place_in_registry(config: PipelineConfig) -> dict[str, str]:
-    """The registry, and the model's name in it: numbers of versions mean something there, and nowhere else."""
+    """The registry and the model's name in it, which version numbers belong to."""
     location = registry_of(config).location
     return {"name": config.pipeline.name, "location": str(location.folder or location.text)}
 
@@ -64,21 +63,30 @@ def locate(choice: ModelChoice, config: PipelineConfig) -> str:
     if choice.version is not None:
         return str(registry_of(config).resolve(config.pipeline.name, choice.version).path)
     if model_identity(choice.text) != choice.identity:
-        raise PipelineError(
-            f"base_model: {choice.text} holds another model than when this iteration began; put the old one back, or start "
-            "anew with --new-iteration"
+        raise InputError(
+            f"base_model: {choice.text} holds another model than when this iteration began; restore the old one, or start "
+            "again with --new-iteration"
         )
     return choice.text
 
 
 def trainable_folder(choice: ModelChoice, config: PipelineConfig) -> tuple[str, str]:
-    """(weights, tokenizer) to start a training from."""
+    """(weights, tokenizer) to start training from."""
     from posttrain.models.accepted_names import resolve_model
 
     found = resolve_model(locate(choice, config))
     if found.adapter is not None:
-        raise PipelineError(
-            f"{choice.text} is a LoRA adapter, and training starts from whole models; convert it with --merge-lora, and set "
+        raise InputError(
+            f"{choice.text} is a LoRA adapter, and training starts from full models; convert it with --merge-lora, and set "
             "convert.merge_lora: true"
         )
     return found.model, found.tokenizer if Path(found.tokenizer).exists() else found.model
+
+
+def model_identity(reference: str) -> str:
+    """The fingerprint of a local model's files; for a hub name, the name."""
+    from posttrain.models.accepted_names import resolve_model
+    from posttrain.models.fingerprint import model_fingerprint
+
+    found = resolve_model(reference)
+    return model_fingerprint(found) or found.model

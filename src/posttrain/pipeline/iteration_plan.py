@@ -1,12 +1,12 @@
-"""Whether a stage has to run, and why: its key is made of everything that it reads, and a finished stage with that key is as
-good as running it. Nothing is changed here."""
+"""Decides which stages have to run, and why. A finished stage with the same key, a hash of its inputs, is reused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.pipeline.records import (
     StageName,
     StageRecord,
@@ -22,34 +22,34 @@ _MAX_CHANGES = 3
 
 
 @dataclass(frozen=True)
-class Decision:
+class StageDecision:
     stage: StageName
-    action: Action  # depends: on what a stage before it is going to make
+    action: Action  # depends: on the outcome of an earlier stage that has to run
     why: str
     key: str = ""
-    inputs: Mapping[str, Any] | None = None
+    inputs: JsonMapping | None = None
     record: StageRecord | None = None  # of a stage that is reused
 
 
-def decide(stage: Stage, context: StageContext) -> Decision:
+def decide(stage: Stage, context: StageContext) -> StageDecision:
     if reason := stage.skip(context):
-        return Decision(stage.name, "skip", reason)
+        return StageDecision(stage.name, "skip", reason)
     absent = [name for name in stage.reads if name not in context.before]
     if absent:
-        return Decision(stage.name, "depends", f"on what {', '.join(absent)} will make")
+        return StageDecision(stage.name, "depends", f"on the outcome of {', '.join(absent)}")
     inputs = _inputs(stage, context)
     key = key_of(inputs)
     record = find_finished(context.home, stage.name, key)
     if record is not None:
         gone = stage.missing(record, context.config)
         if gone is None:
-            return Decision(stage.name, "reuse", "nothing that it reads has changed", key, inputs, record)
-        return Decision(stage.name, "run", f"{gone} is missing", key, inputs)
-    return Decision(stage.name, "run", _why(stage, context, inputs, key), key, inputs)
+            return StageDecision(stage.name, "reuse", "nothing that it reads has changed", key, inputs, record)
+        return StageDecision(stage.name, "run", f"{gone} is missing", key, inputs)
+    return StageDecision(stage.name, "run", _why(stage, context, inputs, key), key, inputs)
 
 
-def plan(stages: Sequence[Stage], context: StageContext) -> Iterator[Decision]:
-    """What a run would do with each stage, as far as that can be told before it."""
+def plan(stages: Sequence[Stage], context: StageContext) -> Iterator[StageDecision]:
+    """What a run would do with each stage, as far as it can be determined without running."""
     for stage in stages:
         decision = decide(stage, context)
         if decision.record is not None:
@@ -57,7 +57,7 @@ def plan(stages: Sequence[Stage], context: StageContext) -> Iterator[Decision]:
         yield decision
 
 
-def _inputs(stage: Stage, context: StageContext) -> dict[str, Any]:
+def _inputs(stage: Stage, context: StageContext) -> JsonObject:
     inputs = stage.inputs(context)
     inputs |= {"stage": stage.name, "code": stage.version}
     inputs["outcomes"] = {name: context.before[name].outcome.digest for name in stage.reads}
@@ -66,10 +66,10 @@ def _inputs(stage: Stage, context: StageContext) -> dict[str, Any]:
     return inputs
 
 
-def _why(stage: Stage, context: StageContext, inputs: Mapping[str, Any], key: str) -> str:
+def _why(stage: Stage, context: StageContext, inputs: JsonMapping, key: str) -> str:
     iteration = context.iteration
     if (iteration.folder / stage_folder(stage.name, key)).exists():
-        return f"it was interrupted; it {'goes on' if stage.goes_on else 'begins again'}"
+        return f"it was interrupted; it {'resumes' if stage.resumes else 'starts again'}"
     earlier = iteration.record(stage.name, outdated=True) or _newest(stage.name, context)
     if earlier is None:
         return "it has not run yet"
@@ -84,7 +84,7 @@ def _newest(name: StageName, context: StageContext) -> StageRecord | None:
     )
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _changes(before: JsonMapping, now: JsonMapping) -> Iterator[str]:
     if before.get("redone", 0) < now.get("redone", 0):
         yield "asked for with --from"
     if before.get("code") != now.get("code"):
@@ -100,11 +100,11 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
         yield f"{name} has a new result"
 
 
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any], part: str) -> list[str]:
+def _differing(before: JsonMapping, now: JsonMapping, part: str) -> list[str]:
     old, new = before.get(part) or {}, now.get(part) or {}
     return [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}…"

@@ -18,7 +18,7 @@ _DOTS = {"promote": "good", "reject": "bad"}
 
 
 def kpi_svg(name: str, rows: Sequence[KpiRow]) -> Html:
-    """A self-contained SVG document; without iterations it says so in the picture."""
+    """A self-contained SVG document; without iterations it holds a note."""
     body = _panels(rows) if rows else [f'<text class="key" x="20" y="{HEADER + 30}">no iteration yet</text>']
     size = (2 * PANEL_WIDTH, HEADER + 2 * PANEL_HEIGHT)
     return picture(f"{name}: KPI over iterations", size, "".join(body))

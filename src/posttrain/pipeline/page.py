@@ -19,7 +19,7 @@ _STYLE = """
 section > svg { max-width: 100%; height: auto; margin-bottom: 12px; } td .why { max-width: 50em; }
 table.kpi { display: block; overflow-x: auto; } table.kpi td, table.kpi th { white-space: nowrap; }
 """
-_NOW = Html("“Now” is when this page was written; <code>posttrain pipeline status</code> asks the registry again.")
+_NOW = Html("“Now” is when this page was written; <code>posttrain pipeline status</code> reads the registry again.")
 HEADINGS = (
     "iteration",
     "trained",
@@ -36,7 +36,7 @@ HEADINGS = (
 
 
 def write_views(config: PipelineConfig) -> list[KpiRow]:
-    """kpi.json, kpi.svg and index.html, from the records that are there."""
+    """Write kpi.json, kpi.svg and index.html from the records."""
     home, rows = Path(config.pipeline.folder), kpi_rows(config)
     write_kpi(config, rows)
     durable.write_text(home / PICTURE, kpi_svg(config.pipeline.name, rows))
@@ -46,7 +46,7 @@ def write_views(config: PipelineConfig) -> list[KpiRow]:
 
 def pipeline_page(config: PipelineConfig, rows: Sequence[KpiRow]) -> str:
     title = f"Pipeline {config.pipeline.name}"
-    schedule = "" if config.schedule is None else f" · schedule {config.schedule}, which the cluster keeps"
+    schedule = "" if config.schedule is None else f" · schedule {config.schedule}, kept by the cluster"
     facts = f"{len(rows)} iterations · starts from {config.pipeline.start_from}{schedule} · posttrain {__version__}"
     home = Path(config.pipeline.folder)
     iterations = [_iteration(one, home) for one in reversed(read_iterations(home))]
@@ -69,7 +69,7 @@ def cells(row: KpiRow) -> tuple[str, ...]:
         "–" if row.score is None else f"{row.score_metric} {row.score:.4f}{interval}",
         "–" if row.incumbent_score is None else f"{row.incumbent_score:.4f}",
         row.reached,
-        "–" if row.version is None else f"{row.version}, {row.stage or 'stage not known'}",
+        "–" if row.version is None else f"{row.version}, {row.stage or 'stage unknown'}",
         duration(row.seconds),
         cost,
     )

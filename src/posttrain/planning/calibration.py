@@ -1,9 +1,9 @@
-"""GPUs, and how much of their limits posttrain reaches: every measured constant of the planner, in one file.
+"""GPUs, and the share of their limits that posttrain reaches: the measured constants of the planner.
 
 A prediction is a count (floating-point operations, bytes) divided by a limit of the GPU and by the share of that limit which
 the code reaches. Counts are made in the other files, from the code that does the work. Limits and shares are here.
 
-Measured 2026-11-15 on NVIDIA H200 (torch 2.11, triton 3.6, bf16), on the one that reached 806 TFLOP/s unless said otherwise:
+Measured 2026-11-15 on NVIDIA H200 (torch 2.11, triton 3.6, bf16), on the one that reached 806 TFLOP/s unless noted:
 
 | what | measured | which constant it gives |
 |---|---|---|
@@ -22,8 +22,8 @@ Measured 2026-11-15 on NVIDIA H200 (torch 2.11, triton 3.6, bf16), on the one th
 | the same, 16,200 tokens at a time | 12,616 tokens/s, 87 GiB | (check) |
 | the same with plain modules, eager | 10,132 tokens/s, 88 GiB | `unfused_time`, `UNFUSED_ACTIVATIONS` of policy/memory |
 
-"Check" rows were not used to choose a constant; a test holds the prediction against them. The other shares are estimates, which
-say so below.
+"Check" rows were not used to choose a constant; a test compares the prediction with them. The other shares are estimates, marked
+as such below.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What posttrain reaches of a GPU's limits, and costs that depend on neither operations nor bytes."""
+    """Shares of a GPU's limits that posttrain reaches, and costs that depend on neither operations nor bytes."""
 
     matrix_share: float = 0.82  # of matrix_flops, in training, scoring, prompts and large decode batches
     attention_share: float = 0.45  # of matrix_flops, packed attention with grouped heads; estimate
@@ -59,14 +59,14 @@ class Calibration:
     forward_host_s: float = 0.35e-3  # per layer: launching a forward pass; small models wait for it; estimate
     backward_host_s: float = 0.55e-3  # per layer; estimate
     row_host_s: float = 0.5e-6  # per token: laying out a packed row; estimate
-    decode_layer_s: float = 50e-6  # a layer of a recorded decode step: ten kernels that begin and end
+    decode_layer_s: float = 50e-6  # a layer of a decode step in a CUDA graph: start and end of ten kernels
     decode_row_s: float = 40e-9  # of that layer, for each row
     foreach_bytes: float = 84.0  # moved per weight by torch's foreach AdamW, counted from its operations
 
 
 CALIBRATION = Calibration()
 
-# By the vendors' data sheets: dense bf16 TFLOP/s and TB/s. What the H200 reaches of its own is assumed for the others.
+# By the vendors' data sheets: dense bf16 TFLOP/s and TB/s. The shares of the H200 are assumed for the others.
 _H200_SHEET_TFLOPS, _H200_SHEET_TBYTES = 989.5, 4.8
 _H200_TFLOPS, _H200_TBYTES = 775.0, 4.29
 

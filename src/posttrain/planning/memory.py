@@ -1,4 +1,4 @@
-"""Memory of every phase of a step, and the size of the KV cache: the estimate of one rank (policy/memory) for a workload."""
+"""Peak memory of each phase of a step, and the size of the KV cache, on top of the estimate of one rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class CachePlan:
     """The KV cache of a sampling call."""
 
     bytes_per_token: int
-    wanted_bytes: float  # with which nobody ever waits
-    num_bytes: float  # what it gets
+    wanted_bytes: float  # with which no sample waits for pages
+    num_bytes: float  # available
     least_bytes: float  # of one sequence
     is_kept: bool  # while training
 

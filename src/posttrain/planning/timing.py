@@ -1,7 +1,7 @@
-"""Seconds of each stage of a step: operations and bytes over what the GPU reaches.
+"""Seconds of each stage of a step: operations and bytes divided by the rates that the GPU reaches.
 
-Counted: matrix products, attention, elementwise kernels, gradients on their way into the sum, the optimizer, launching from the
-host. Not counted: rewards, reading data, validation, checkpoints, communication between ranks.
+Counted: matrix products, attention, elementwise kernels, accumulating gradients, the optimizer, kernel launches.
+Not counted: rewards, reading data, validation, checkpoints, communication between ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
 from posttrain.policy.memory.rank import RankMemory
 from posttrain.policy.memory.settings import OptimizerSettings
 
-_NUM_RUNS_OF_A_RECORDING = 2  # engines/native/cuda_graph_cache.py: one to warm up, one to capture
+_NUM_RUNS_PER_CAPTURE = 2  # engines/native/cuda_graph_cache.py: one to warm up, one to capture
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StepTime:
 
     prompts_s: float  # of generation
     decoding_s: float
-    recording_s: float  # of CUDA graphs, where training has taken the memory of the last ones
+    capture_s: float  # of CUDA graphs, where training has released the last ones
     logprobs_s: float
     passes_s: float  # forward and backward
     optimizer_s: float
@@ -34,7 +34,7 @@ class StepTime:
 
     @property
     def generation_s(self) -> float:
-        return self.prompts_s + self.decoding_s + self.recording_s
+        return self.prompts_s + self.decoding_s + self.capture_s
 
     @property
     def training_s(self) -> float:
@@ -118,7 +118,7 @@ class TimeModel:
         return StepTime(
             prompts_s=prompts,
             decoding_s=decoding,
-            recording_s=recording,
+            capture_s=recording,
             logprobs_s=workload.num_scorings * self.scoring_s(workload),
             passes_s=self.passes_s(workload),
             optimizer_s=workload.num_updates * self.optimizer_s(),
@@ -127,7 +127,7 @@ class TimeModel:
         )
 
     def scoring_s(self, workload: Workload) -> float:
-        """One pass over all samples. Rows are laid out while the device waits: each result is fetched before the next."""
+        """One pass over all samples. The device waits while the next row is packed: each result is fetched before it."""
         row, count = workload.passes(workload.score, self.memory.shape.window)
         host = self.memory.shape.layers * CALIBRATION.forward_host_s
         return count * (max(self.forward_s(row, adapters=False), host) + row.tokens * CALIBRATION.row_host_s)
@@ -135,7 +135,7 @@ class TimeModel:
     def passes_s(self, workload: Workload) -> float:
         row, count = workload.passes(workload.train, self.memory.shape.window)
         device = self.forward_s(row) + self.backward_s(row)
-        # Each micro-batch's gradients are added to a sum in fp32 by their products; sharded ones are written and read before.
+        # Gradients of each micro-batch are accumulated in fp32 by the GEMM; sharded ones are written and read before.
         settings = self.memory.settings
         on_the_way = 0 if settings.ranks == 1 else settings.element
         device += self._moved_s((on_the_way + 2 * FP32) * self.memory.num_trained)
@@ -153,7 +153,7 @@ class TimeModel:
         moved += self._update_bytes(optimizer, weights, state)
         seconds = self._moved_s(moved)
         if optimizer.is_offloaded:
-            seconds = max(seconds, state / self.gpu.host_bytes_per_s)  # both ways at the same time
+            seconds = max(seconds, state / self.gpu.host_bytes_per_s)  # both directions overlap
         return seconds
 
     def _update_bytes(self, optimizer: OptimizerSettings, weights: float, state: float) -> float:
@@ -168,7 +168,7 @@ class TimeModel:
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def _generation_s(self, workload: Workload, cache: CachePlan | None) -> tuple[float, float, float, int]:
-        """Prompts, decoding, recording; and the number of decode steps."""
+        """Seconds of prompts, decoding and capturing; and the number of decode steps."""
         engine, shape = self.memory.settings.engine, self.memory.shape
         if cache is None or engine is None:
             return 0.0, 0.0, 0.0, 0
@@ -194,11 +194,11 @@ class TimeModel:
             )
             num_steps += stretch.steps
         recordings = 0 if cache.is_kept else len(used)
-        recording = recordings * _NUM_RUNS_OF_A_RECORDING * shape.layers * CALIBRATION.forward_host_s
+        recording = recordings * _NUM_RUNS_PER_CAPTURE * shape.layers * CALIBRATION.forward_host_s
         return prompts, decoding, recording, num_steps
 
     def _rows_that_fit(self, workload: Workload, cache: CachePlan) -> int:
-        """Rows of mean length that the cache has room for at the end of their answers."""
+        """Rows of mean length that fit into the cache at the end of their answers."""
         own = workload.lengths.answer + workload.lengths.prompt / max(workload.num_sampled, 1)
         return max(1, int(cache.tokens // max(own, 1)))
 
@@ -221,7 +221,7 @@ class TimeModel:
         return self._unfused * (layers + head)
 
     def _few_rows_s(self, num_weights: float, rows: int) -> float:
-        """Products of a few rows: computing and reading the weights overlap, the slower of the two counts most."""
+        """Products of a few rows: computing and reading the weights overlap, the slower of the two dominates."""
         computing = self._products_s(2.0 * num_weights * rows)
         reading = self.memory.settings.element * num_weights
         reading /= self.gpu.copy_bytes_per_s * CALIBRATION.weight_read_share

@@ -1,6 +1,6 @@
 """What one step computes: how many samples of which length, in how many micro-batches.
 
-Lengths of real data are not in a config, so the mean lengths are assumptions, which the plan names. Micro-batches follow
+MeanLengths of real data are not in a config, so the mean lengths are assumptions, which the plan names. Micro-batches follow
 `data/packing.py`: a prompt is computed once for the samples that share a micro-batch with it.
 """
 
@@ -17,7 +17,7 @@ _ASSUMED_PROMPT_SHARE = 0.25  # of the longest sequence, where a config leaves p
 
 
 @dataclass(frozen=True)
-class Lengths:
+class MeanLengths:
     """Mean tokens of prompts and answers, and who says so."""
 
     prompt: float
@@ -35,7 +35,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class SharedPrompt:
     """One prompt with `size` of its answers; where it is one, they are a sequence of their own."""
 
     prompt: float
@@ -77,7 +77,7 @@ class Workload:
     kind: str
     num_groups: float
     group_size: int
-    lengths: Lengths
+    lengths: MeanLengths
     max_total_tokens: int
     max_new_tokens: int
     fixed_length: bool  # every answer has max_new_tokens
@@ -97,7 +97,7 @@ class Workload:
         """Of full sequences, as throughput counts them."""
         return self.num_samples * (self.lengths.prompt + self.lengths.answer)
 
-    def bundle(self, micro: MicroBatch, *, longest: bool = False) -> Bundle:
+    def bundle(self, micro: MicroBatch, *, longest: bool = False) -> SharedPrompt:
         """What a micro-batch is made of. `longest`: with answers as long as they may be."""
         prompt, answer = self.lengths.prompt, self.lengths.answer
         if longest:
@@ -106,7 +106,7 @@ class Workload:
             size = min(self.group_size, max(1, micro.num_responses))
         else:
             size = min(self.group_size, max(1, int((micro.max_tokens - prompt) // max(answer, 1))))
-        return Bundle(prompt, answer, self.group_size if micro.keeps_groups_whole else size)
+        return SharedPrompt(prompt, answer, self.group_size if micro.keeps_groups_whole else size)
 
     def passes(self, micro: MicroBatch, window: int | None) -> tuple[Pass, float]:
         """A mean pass, and how many of them a step takes."""
@@ -133,7 +133,7 @@ class Workload:
         whole = min(whole, self.num_groups / self.num_updates * self.group_size / bundle.size * bundle.cost)
         return bundle.in_one_pass(max(whole / bundle.cost, 1 / bundle.size), window)
 
-    def _bundles_per_bin(self, bundle: Bundle, max_tokens: int) -> float:
+    def _bundles_per_bin(self, bundle: SharedPrompt, max_tokens: int) -> float:
         """Whole bundles where all are alike, as fractions where lengths differ and small ones fill the gaps."""
         fitting = max_tokens / bundle.cost
         return max(math.floor(fitting), 1) if self.fixed_length else max(fitting * 0.97, 1)
@@ -144,7 +144,7 @@ class Workload:
 
 def workload_of(
     config: RunConfig,
-    lengths: Lengths | None = None,
+    lengths: MeanLengths | None = None,
     *,
     prompt_tokens: float | None = None,
     answer_tokens: float | None = None,
@@ -184,19 +184,23 @@ def _micro_batch(policy: PolicyConfig, which: str, per_sample: int) -> MicroBatc
     return MicroBatch(budget, size * per_sample)
 
 
-def _lengths(policy: PolicyConfig, known: Lengths | None, prompt: float | None, answer: float | None) -> Lengths:
+def _lengths(
+    policy: PolicyConfig, known: MeanLengths | None, prompt: float | None, answer: float | None
+) -> MeanLengths:
     total = policy.max_total_sequence_length
     new = min(policy.generation.max_new_tokens, total) if policy.generation else total
     if known is None:
         room = total - new
         assumed = room if room > 0 else _ASSUMED_PROMPT_SHARE * total
-        known = Lengths(assumed, min(new, total - assumed), "assumed: every sequence is as long as the config allows")
+        known = MeanLengths(
+            assumed, min(new, total - assumed), "assumed: every sequence is as long as the config allows"
+        )
     if prompt is None and answer is None:
         return known
     prompt = known.prompt if prompt is None else prompt
     if answer is None and prompt != known.prompt:
         answer = max(min(new, total - prompt), 0)
-    found = Lengths(prompt, known.answer if answer is None else answer, "as given on the command line")
+    found = MeanLengths(prompt, known.answer if answer is None else answer, "as given on the command line")
     if found.prompt < 1 or found.answer < 1 or found.prompt + found.answer > total:
         raise InputError(
             f"prompts of {found.prompt:g} and answers of {found.answer:g} tokens do not fit "

@@ -150,12 +150,11 @@ RECIPE = GrpoRecipe
 def _sampling(policy: PolicyConfig, end_of_turn_ids: Sequence[int], *, validation: bool = False) -> Sampling:
     generation = policy.generation
     assert generation is not None
-    prefix = "val_" if validation else ""
-    top_k = getattr(generation, f"{prefix}top_k")
+    top_k = generation.val_top_k if validation else generation.top_k
     return Sampling(
         max_new_tokens=generation.max_new_tokens,
-        temperature=getattr(generation, f"{prefix}temperature"),
-        top_p=getattr(generation, f"{prefix}top_p"),
+        temperature=generation.val_temperature if validation else generation.temperature,
+        top_p=generation.val_top_p if validation else generation.top_p,
         top_k=top_k if top_k and top_k > 0 else 0,
         stop_token_ids=tuple(generation.stop_token_ids or ()),
         end_of_turn_ids=tuple(end_of_turn_ids),

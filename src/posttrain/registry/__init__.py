@@ -6,13 +6,12 @@ Importing it makes `registry:NAME@production` a name of a model (`models/accepte
 from posttrain.models.accepted_names import connect_registry
 from posttrain.registry.errors import RegistryBusy, RegistryConflict, RegistryError
 from posttrain.registry.lineage import Lineage, gather_lineage
-from posttrain.registry.registry import Registry
-from posttrain.registry.resolve import resolve_version
-from posttrain.registry.stages import Entry, Stage
+from posttrain.registry.registry import Registry, resolve_version
+from posttrain.registry.stages import HistoryEntry, Stage
 from posttrain.registry.version import ModelVersion
 
 __all__ = [
-    "Entry",
+    "HistoryEntry",
     "Lineage",
     "ModelVersion",
     "Registry",

@@ -146,7 +146,8 @@ class MultiTurnRollouts(FreshRollouts):
             length = len(group[0].task.prompt_ids)
             if length >= self.max_total_tokens:
                 problem = (
-                    f"the prompt with its tools has {length} tokens: policy.max_total_sequence_length leaves no room"
+                    f"the prompt with its tools has {length} tokens, which leaves no room in {self.max_total_tokens} "
+                    "(policy.max_total_sequence_length; in an evaluation generation.vllm_cfg.max_model_len)"
                 )
                 outcome = Score(None, error=problem)
             for dialogue in group:

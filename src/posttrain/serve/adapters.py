@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from posttrain.data.chat import ChatFormat
-from posttrain.errors import reason_of
-from posttrain.models.accepted_names import ModelReferenceError, ResolvedModel, read_json
+from posttrain.errors import InputError, reason_of
+from posttrain.json_files import read_json
+from posttrain.models.accepted_names import ModelReferenceError, ResolvedModel
 from posttrain.models.loading import load_tokenizer
 from posttrain.models.lora import add_adapter
-from posttrain.serve.models import ServedAdapter, ServeError
+from posttrain.serve.models import ServedAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +71,7 @@ def _load_further(model: Any, name: str, folder: Path, peft_name: str) -> None:
     lacking = [key for key in result.missing_keys if f".{peft_name}." in key]
     if unmatched := [*lacking, *result.unexpected_keys]:
         raise ModelReferenceError(
-            f"adapter {name!r}: {folder} does not fit the base model: {len(unmatched)} weights have no partner, "
+            f"adapter {name!r}: {folder} does not fit the base model: {len(unmatched)} weights have no counterpart, "
             f"among them {unmatched[0]}"
         )
 
@@ -91,7 +92,7 @@ def load_adapter_tokenizer(
     """The tokenizer of an adapter over the main model, or None if the adapter has none of its own.
 
     An adapter is often saved with a tokenizer that has a few more tokens, for padding for instance. The main model has no
-    trained embedding for them, so its own tokenizer is used with the chat template of the adapter. ServeError if the
+    trained embedding for them, so its own tokenizer is used with the chat template of the adapter. InputError if the
     vocabularies do not match otherwise.
     """
     if adapter.tokenizer is None:
@@ -104,12 +105,12 @@ def load_adapter_tokenizer(
     extra = set(own_ids) - set(base_ids)
     # A token that is not an added one is the result of a merge: ordinary text would be tokenised differently.
     if not base_ids.items() <= own_ids.items() or not extra <= set(own.get_added_vocab()):
-        raise ServeError(
+        raise InputError(
             f"--adapter {name}: the tokenizer in {adapter.tokenizer} has another vocabulary than that of {main.text}"
         )
     template = ChatFormat(own).template
     if needed := _needed(extra, own, template):
-        raise ServeError(
+        raise InputError(
             f"--adapter {name}: its conversations are written with {needed!r}, a token that {main.text} does not have; merge "
             "the adapter into the base model that it was trained on (posttrain convert --merge-lora) and serve that"
         )

@@ -14,16 +14,11 @@ from posttrain.data.chat import ChatFormat
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.engines.native.kv_cache import GIB
 from posttrain.engines.native.session import GenerationSession
+from posttrain.errors import InputError
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
 from posttrain.serve.adapters import AdapterSwitch, load_adapter_tokenizer
 from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
-from posttrain.serve.models import (
-    ServedAdapter,
-    ServeError,
-    find_adapter,
-    load_engine,
-    name_of,
-)
+from posttrain.serve.models import ServedAdapter, find_adapter, load_engine, name_of
 from posttrain.serve.options import EngineOptions, ServeOptions
 from posttrain.serve.service import Service, Version
 
@@ -39,7 +34,7 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
     main = resolve_registered_model(options.model, registry=options.registry)
     main_name = options.served_name or name_of(main)
     if main_name in options.adapters:
-        raise ServeError(f"an adapter and the main model are both called {main_name!r}; see --served-model-name")
+        raise InputError(f"an adapter and the main model are both called {main_name!r}; see --served-model-name")
     adapters = {name: _adapter(name, text, main, say, options.registry) for name, text in options.adapters.items()}
     canary_is_adapter = options.canary in adapters
     other = None
@@ -81,7 +76,7 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
 
 def _adapter(name: str, text: str, main: ResolvedModel, say: Say, registry: str | None) -> ServedAdapter:
     if name in (PRODUCTION, CANARY):
-        raise ServeError(
+        raise InputError(
             f"--adapter {name}: {PRODUCTION} and {CANARY} name versions of the main model; take another name"
         )
     return find_adapter(name, text, main, say, registry)
@@ -107,14 +102,14 @@ def _memory_share(engines: Sequence[NativeEngine], options: EngineOptions) -> di
     if device.type != "cuda" or options.kv_cache_gib is not None:
         return {}
     if not 0 < options.gpu_memory_utilization <= 1:
-        raise ServeError(
+        raise InputError(
             f"--gpu-memory-utilization is {options.gpu_memory_utilization}: above 0 and at most 1 is accepted"
         )
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     usable = (options.gpu_memory_utilization * total - (total - free)) / GIB - _CUDA_RESERVE_GIB
     if usable <= 0:
-        raise ServeError(
+        raise InputError(
             f"the models leave {free / GIB:.1f} of {total / GIB:.1f} GiB, and --gpu-memory-utilization "
             f"{options.gpu_memory_utilization} allows nothing of it for the KV cache"
         )

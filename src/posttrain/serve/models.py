@@ -12,12 +12,9 @@ from posttrain.config.generation import NativeConfig
 from posttrain.engines.loading import load_for_sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import InputError
-from posttrain.models.accepted_names import ResolvedModel, read_json, resolve_registered_model
+from posttrain.json_files import read_json
+from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
-
-
-class ServeError(InputError):
-    """Settings of the server that do not fit together."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ def find_adapter(
     """The adapter of `--adapter NAME=ADAPTER`, over the main model. The base model that it names is not looked up."""
     found = resolve_registered_model(text, registry=registry, base=main.model)
     if found.adapter is None:
-        raise ServeError(f"--adapter {name}={text}: there is a whole model, and an adapter is needed")
+        raise InputError(f"--adapter {name}={text}: there is a whole model, and an adapter is needed")
     trained_on = read_json(found.adapter / "adapter_config.json").get("base_model_name_or_path")
     if trained_on and not _same_place(str(trained_on), main.model):
         say(f"warning: adapter {name} was trained on {trained_on}, and is put on {main.model}")
@@ -81,5 +78,5 @@ def load_engine(
     )
     own = int(getattr(engine.forward.config, "max_position_embeddings", 0) or LONGEST_UNASKED_TOKENS)
     if (length := engine.settings.max_total_tokens) > own:
-        raise ServeError(f"--max-model-len is {length}, and {model.text} was made for {own} tokens at most")
+        raise InputError(f"--max-model-len is {length}, and {model.text} was made for {own} tokens at most")
     return engine

@@ -12,10 +12,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from posttrain.models.accepted_names import ResolvedModel, read_json, resolve_registered_model
+from posttrain.errors import InputError
+from posttrain.json_files import read_json
+from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
 from posttrain.serve.adapters import load_adapter_tokenizer, warn_of_unused_template
 from posttrain.serve.loading import Say
-from posttrain.serve.models import ServeError, find_adapter, name_of
+from posttrain.serve.models import find_adapter, name_of
 from posttrain.serve.options import ServeOptions
 
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
@@ -49,7 +51,7 @@ def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:
     beside = Path(sys.executable).with_name("vllm")
     program = str(beside) if beside.exists() else shutil.which("vllm")
     if program is None:
-        raise ServeError("--backend vllm needs vLLM: pip install 'posttrain[vllm]'")
+        raise InputError("--backend vllm needs vLLM: pip install 'posttrain[vllm]'")
     arguments, environment = vllm_arguments(options, host, port, say)
     say(
         "vLLM takes over. API, queue, time-outs, body limit and /metrics are vLLM's own now; posttrain's are not in force."
@@ -72,7 +74,7 @@ def _refuse(options: ServeOptions) -> None:
     if len(options.api_keys) > 1:
         strange.append("more than one API key")
     if strange:
-        raise ServeError(
+        raise InputError(
             f"vLLM's server has no counterpart for {', '.join(strange)}: leave it out, or use --backend native"
         )
 

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from posttrain.cli.main import main
 from posttrain.engines.loading import load_for_sampling
 from posttrain.errors import InputError
-from posttrain.export.verification import VerificationError, loaded_logits
-from posttrain.export.weight_names import ModelShape
+from posttrain.export.verification import loaded_logits
+from posttrain.export.weight_names import WeightShapes
 from posttrain.models.accepted_names import resolve_model
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -101,25 +101,25 @@ def test_architectures_of_another_family_are_refused(tmp_path: Path, refused: Re
 def test_weights_that_transformers_misses_fail_the_verification(tmp_path: Path) -> None:
     tiny_model("llama", vocab_size=260).save_pretrained(tmp_path / "llama")
     config = AutoConfig.from_pretrained(tmp_path / "llama")
-    shape = ModelShape.of(config, "llama")
+    shape = WeightShapes.of(config, "llama")
     assert loaded_logits(tmp_path / "llama", shape).shape[-1] == 260
     weights = load_file(tmp_path / "llama/model.safetensors")
 
     save_file({**weights, "stranger": torch.zeros(2)}, tmp_path / "llama/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(VerificationError, match=r"finds 1 weights of the converted folder .* among them stranger"):
+    with pytest.raises(InputError, match=r"finds 1 weights of the converted folder .* among them stranger"):
         loaded_logits(tmp_path / "llama", shape)
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "llama/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(VerificationError, match=r"finds 1 weights .* among them model\.norm\.weight"):
+    with pytest.raises(InputError, match=r"finds 1 weights .* among them model\.norm\.weight"):
         loaded_logits(tmp_path / "llama", shape)
 
 
 def test_the_verification_loads_by_model_type_as_users_do(tmp_path: Path) -> None:
     tiny_model("llama", vocab_size=260).save_pretrained(tmp_path / "llama")
     mixed = copy_with(tmp_path / "llama", tmp_path / "mixed", model_type="qwen2")
-    llama = ModelShape.of(AutoConfig.from_pretrained(tmp_path / "llama"), "llama")
-    shape = ModelShape(AutoConfig.from_pretrained(mixed), LlamaForCausalLM, "mixed", llama.shapes, llama.tied, False)
-    with pytest.raises(VerificationError, match=r"missing.* among them model\.layers\.0\.self_attn\..*bias"):
+    llama = WeightShapes.of(AutoConfig.from_pretrained(tmp_path / "llama"), "llama")
+    shape = WeightShapes(AutoConfig.from_pretrained(mixed), LlamaForCausalLM, "mixed", llama.shapes, llama.tied, False)
+    with pytest.raises(InputError, match=r"missing.* among them model\.layers\.0\.self_attn\..*bias"):
         loaded_logits(mixed, shape)
 
 
@@ -262,7 +262,7 @@ def test_weights_that_the_config_does_not_know_are_warned_of(
     copy_with(model, tmp_path / "model", num_hidden_layers=1)
     load_for_sampling(str(tmp_path / "model"), device="cpu")
     said = capsys.readouterr().err
-    assert "holds 9 weights that its config.json does not know (model.layers.1.input_layernorm.weight, " in said
+    assert "holds 9 weights that its config.json does not describe (model.layers.1.input_layernorm.weight, " in said
 
 
 # -- adapters ------------------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_a_base_model_that_has_gone_is_named(adapter: Path, tmp_path: Path) -> N
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "/gone/model"}))
-    with pytest.raises(InputError, match="'/gone/model' is not here"):
+    with pytest.raises(InputError, match="'/gone/model' does not exist"):
         resolve_model(tmp_path)
 
 

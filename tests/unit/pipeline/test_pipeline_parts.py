@@ -14,12 +14,12 @@ from posttrain.checkpointing import CheckpointStore
 from posttrain.config import load_config
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import DemoSection
+from posttrain.errors import InputError
 from posttrain.pipeline.demo_world import demo_traces
 from posttrain.pipeline.kpi import KpiRow
 from posttrain.pipeline.kpi_plot import kpi_svg
 from posttrain.pipeline.lock import only_runner
 from posttrain.pipeline.page import HEADINGS, cells
-from posttrain.pipeline.records import PipelineError
 from posttrain.pipeline.stages.train import choose_checkpoint
 from posttrain.pipeline.training_process import run_training
 
@@ -52,7 +52,7 @@ def test_a_second_run_of_the_same_pipeline_is_refused(tmp_path: Path) -> None:
     first = holder(tmp_path / "home", "0", "stay")
     try:
         words = f"another process is running this pipeline \\(process {first.pid} on"
-        with pytest.raises(PipelineError, match=words), only_runner(tmp_path / "home", lambda line: None):
+        with pytest.raises(InputError, match=words), only_runner(tmp_path / "home", lambda line: None):
             pass
     finally:
         first.communicate("")
@@ -92,7 +92,7 @@ def test_the_newest_or_the_best_checkpoint_goes_on(
     assert choose_checkpoint(tmp_path, loaded, which) == tmp_path / f"step_{step}"
     unknown = load_config("dpo", None, ["policy.model_name=x", "checkpointing.metric_name=val:other"])
     if which == "best":
-        with pytest.raises(PipelineError, match=r"no checkpoint .* has the metric val:other"):
+        with pytest.raises(InputError, match=r"no checkpoint .* has the metric val:other"):
             choose_checkpoint(tmp_path, unknown, which)
 
 
@@ -159,5 +159,5 @@ def test_beside_the_verdict_of_then_stands_the_stage_of_now() -> None:
     verdict, version = HEADINGS.index("verdict"), HEADINGS.index("version, now")
     back = cells(row(1, verdict="promote", version=1, stage="archived"))
     assert (back[verdict], back[version]) == ("promoted", "1, archived")
-    assert cells(row(2, verdict="promote", version=2))[version] == "2, stage not known"
+    assert cells(row(2, verdict="promote", version=2))[version] == "2, stage unknown"
     assert cells(row(3))[version] == "–"

@@ -15,7 +15,7 @@ from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.planning.calibration import GPUS
 from posttrain.planning.measured import compare, read_measured
-from posttrain.planning.plan import Estimate, assumptions, estimate_run
+from posttrain.planning.plan import RunEstimate, assumptions, estimate_run
 from posttrain.planning.proposal import explain, propose, remedies
 from posttrain.policy.memory.model_shape import NAMED_SHAPES
 from posttrain.policy.memory.rank import SAMPLING, SCORING, TRAINING
@@ -33,7 +33,7 @@ STEP = [
 SHORT_STATE = ["policy.optimizer.state_dtype=bfloat16", "policy.optimizer.master_weights=none"]
 
 
-def planned(*words: str, kind: str = "grpo", gpu: str = "h200") -> Estimate:
+def planned(*words: str, kind: str = "grpo", gpu: str = "h200") -> RunEstimate:
     return estimate_run(load_config(kind, None, list(words)).config, GPUS[gpu])
 
 
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_64_and_says_what_would(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "z80", "grpo"], "--gpu z80: not in the planner's table; it knows h200, h100"),
+        (["--gpu", "z80", "grpo"], "--gpu z80: not in the planner's table; accepted: h200, h100"),
         ([], "say which kind of run is meant"),
         (["--config", str(REPOSITORY / "configs/eval.yaml")], "is the config of an evaluation"),
         (
@@ -143,7 +143,7 @@ def test_what_is_not_counted_is_told() -> None:
     config = load_config("grpo", None, words).config
     said = "\n".join(assumptions(estimate_run(config, GPUS["h200"]), config))
     assert "adapters are counted on every linear layer" in said
-    assert "dynamic sampling is counted as one round" in said
+    assert "dynamic sampling is counted as one batch" in said
 
 
 def test_the_copy_of_a_checkpoint_takes_host_memory() -> None:
@@ -246,7 +246,7 @@ def run_folder(folder: Path, rows: list[dict[str, Any]], *words: str) -> Path:
     return folder
 
 
-def row_of(step: int, found: Estimate, factor: float) -> dict[str, Any]:
+def row_of(step: int, found: RunEstimate, factor: float) -> dict[str, Any]:
     stages = {f"timing/train/{name}": seconds * factor for name, seconds in found.time.stages.items()}
     return {
         "step": step,

@@ -15,7 +15,7 @@ from posttrain.engines.native.engine import NativeSettings, _pages_wanted
 from posttrain.engines.native.scheduler import PromptGroup
 from posttrain.planning.calibration import GPUS
 from posttrain.planning.memory import cache_pages, plan_memory
-from posttrain.planning.workload import Bundle, Lengths, MicroBatch, Workload
+from posttrain.planning.workload import MeanLengths, MicroBatch, SharedPrompt, Workload
 from posttrain.policy.memory.layer_bytes import LayerBytes, Pass
 from posttrain.policy.memory.model_shape import NAMED_SHAPES, shape_of_config
 from posttrain.policy.memory.rank import (
@@ -52,7 +52,7 @@ def workload(**changes: object) -> Workload:
         kind="grpo",
         num_groups=64,
         group_size=32,
-        lengths=Lengths(128, 772, "test"),
+        lengths=MeanLengths(128, 772, "test"),
         max_total_tokens=900,
         max_new_tokens=772,
         fixed_length=True,
@@ -139,7 +139,7 @@ def test_a_layer_of_an_8b_model_keeps_what_its_operations_keep() -> None:
 
 
 def test_recomputing_keeps_the_stream_between_layers_and_one_layer_at_a_time() -> None:
-    row = Bundle(1, 900, 1).in_one_pass(9, None)
+    row = SharedPrompt(1, 900, 1).in_one_pass(9, None)
     plain = LayerBytes(LLAMA, PLAIN)
     recomputing = LayerBytes(LLAMA, replace(PLAIN, checkpointing=True))
     stream = 32 * 4 * 4096 * row.tokens
@@ -149,7 +149,7 @@ def test_recomputing_keeps_the_stream_between_layers_and_one_layer_at_a_time() -
 
 def test_keys_of_a_shared_prompt_are_repeated_for_every_answer() -> None:
     """One prompt of 1,024 tokens with 16 answers of 129, of which 128 are fed: counted token by token."""
-    bundle = Bundle(1024, 129, 16)
+    bundle = SharedPrompt(1024, 129, 16)
     keys = pairs = 0
     for query in range(1024):
         pairs += query + 1
@@ -164,7 +164,7 @@ def test_keys_of_a_shared_prompt_are_repeated_for_every_answer() -> None:
     row = bundle.in_one_pass(1, None)
     layer = LayerBytes(LLAMA, PLAIN)
     assert layer.kept_by_layer(row) - row.tokens * layer.kept_per_token() == keys * 2 * 2 * 1024
-    assert Bundle(1024, 129, 1).gathered == 0, "an answer alone is one sequence with its prompt"
+    assert SharedPrompt(1024, 129, 1).gathered == 0, "an answer alone is one sequence with its prompt"
 
 
 def test_the_head_holds_logits_of_one_chunk_and_a_gradient_in_fp32() -> None:
@@ -191,7 +191,7 @@ def test_the_head_holds_logits_of_one_chunk_and_a_gradient_in_fp32() -> None:
 def test_the_peak_of_a_measured_training_pass_is_predicted_within_15_percent(tokens: int, measured_gib: float) -> None:
     """Measured with gradients in bf16 and without an optimizer; sequences of 900 tokens."""
     layer = LayerBytes(LLAMA, PLAIN)
-    row = Bundle(1, 899, 1).in_one_pass(tokens / 900, None)
+    row = SharedPrompt(1, 899, 1).in_one_pass(tokens / 900, None)
     moment = max(layer.head_backward(row, accumulates=False), layer.layer_backward(row))
     predicted = (2 * 2 * LLAMA.num_weights + layer.kept(row) + moment) / GIB
     assert predicted == pytest.approx(measured_gib, rel=0.15)
@@ -205,7 +205,7 @@ def test_gradients_are_there_from_the_second_micro_batch_on() -> None:
     many = plan_memory(model_of(), workload(), H200)
     items = next(phase.items for phase in many.phases if phase.name == TRAINING)
     assert items["gradients"] == gradients
-    one = workload(num_groups=1, group_size=2, lengths=Lengths(10, 20, ""), train=MicroBatch(8192, 4))
+    one = workload(num_groups=1, group_size=2, lengths=MeanLengths(10, 20, ""), train=MicroBatch(8192, 4))
     alone = next(phase.items for phase in plan_memory(model_of(), one, H200).phases if phase.name == TRAINING)
     assert alone["activations"] < items["activations"] / 10
     assert sum(alone.values()) < sum(items.values())
@@ -249,7 +249,7 @@ def test_the_cache_has_the_pages_that_the_engine_asks_for(seed: int) -> None:
     step = workload(
         num_groups=groups,
         num_sampled=samples,
-        lengths=Lengths(prompt, new, ""),
+        lengths=MeanLengths(prompt, new, ""),
         max_new_tokens=new,
         max_total_tokens=prompt + new,
     )
@@ -263,7 +263,7 @@ def test_the_rank_with_most_prompts_decides_the_cache() -> None:
 
 def test_a_pair_is_the_largest_pass_where_the_budget_is_smaller() -> None:
     pairs = workload(
-        num_groups=64, group_size=2, lengths=Lengths(100, 50, "test"), fixed_length=False,
+        num_groups=64, group_size=2, lengths=MeanLengths(100, 50, "test"), fixed_length=False,
         train=MicroBatch(900, 2, keeps_groups_whole=True),
     )  # fmt: skip
     batch = TokenBatch.build([[1] * 100], [[1] * 800, [1] * 800], [0, 0], {"mask": torch.ones(1600)})

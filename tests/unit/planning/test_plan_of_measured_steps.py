@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.planning.calibration import GPUS
-from posttrain.planning.plan import Estimate, estimate_run
+from posttrain.planning.plan import RunEstimate, estimate_run
 from posttrain.policy.memory.rank import GIB, SAMPLING, SCORING, TRAINING
 
 SHORT_STATE = ("policy.optimizer.state_dtype=bfloat16", "policy.optimizer.master_weights=none")
@@ -31,7 +31,7 @@ STEPS = {
 
 def planned(
     shape: str, prompts: int, samples: int, prompt: int, answer: int, train_row: int, score_row: int, *more: str
-) -> Estimate:
+) -> RunEstimate:
     words = (
         f"policy.model_name={shape}",
         f"grpo.num_prompts_per_step={prompts}",

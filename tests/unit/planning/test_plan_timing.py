@@ -13,7 +13,7 @@ from posttrain.engines.native import graphs
 from posttrain.planning.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
 from posttrain.planning.memory import plan_memory
 from posttrain.planning.timing import TimeModel
-from posttrain.planning.workload import Bundle, Lengths, MicroBatch
+from posttrain.planning.workload import MeanLengths, MicroBatch, SharedPrompt
 from posttrain.policy.memory.layer_bytes import Pass
 from posttrain.policy.memory.model_shape import NAMED_SHAPES
 from posttrain.policy.memory.rank import RankMemory
@@ -28,7 +28,7 @@ def time_of(settings: RunSettings = PLAIN) -> TimeModel:
 
 
 def rows_of_900(tokens: int) -> Pass:
-    return Bundle(1, 899, 1).in_one_pass(tokens / 900, None)
+    return SharedPrompt(1, 899, 1).in_one_pass(tokens / 900, None)
 
 
 # -- against measurements (calibration.py) -------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_the_tail_of_long_answers_costs_time() -> None:
         replace(PLAIN, optimizer=OptimizerSettings("compact", 2, "int8", False)),
     )
     time = TimeModel(model, H200)
-    equal = workload(num_groups=16, lengths=Lengths(128, 300, ""), max_new_tokens=300)
+    equal = workload(num_groups=16, lengths=MeanLengths(128, 300, ""), max_new_tokens=300)
     tailed = replace(equal, fixed_length=False, max_new_tokens=2000, max_total_tokens=2128)
     caches = [plan_memory(model, step, H200).cache for step in (equal, tailed)]
     seconds = [time.step(step, cache) for step, cache in zip((equal, tailed), caches, strict=True)]
@@ -157,7 +157,7 @@ def test_adapters_need_no_gradients_of_weights() -> None:
 def test_sharing_long_prompts_pays() -> None:
     """1,024 tokens of prompt, 128 of answer, groups of 16: the goal is three times the speed."""
     shared = workload(
-        num_groups=32, group_size=16, num_sampled=16, lengths=Lengths(1024, 128, ""), max_total_tokens=1152
+        num_groups=32, group_size=16, num_sampled=16, lengths=MeanLengths(1024, 128, ""), max_total_tokens=1152
     )
     alone = replace(shared, num_groups=512, group_size=1, num_sampled=1)
     assert time_of().passes_s(alone) > 4 * time_of().passes_s(shared)

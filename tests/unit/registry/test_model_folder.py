@@ -145,7 +145,7 @@ def test_a_config_that_is_no_json_is_refused(
 ) -> None:
     folder = make_plain(tmp_path / "model")
     (folder / "config.json").write_text("{")
-    assert f"{folder / 'config.json'} cannot be read" in refused(registry, folder, capsys)
+    assert f"{folder / 'config.json'}: not JSON" in refused(registry, folder, capsys)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import tiny_pipelines
 
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.pipeline.models import versions_of
+from posttrain.pipeline.iteration_models import versions_of
 from posttrain.registry import Lineage, Registry
 from posttrain.registry.store import _MARK
 

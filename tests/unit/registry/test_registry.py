@@ -19,8 +19,8 @@ from posttrain.registry import (
     gather_lineage,
     resolve_version,
 )
-from posttrain.registry.comparison import differences
 from posttrain.registry.store import MlflowStore
+from posttrain.registry.version import differences
 
 Make = Callable[[str], Path]
 
@@ -128,7 +128,7 @@ def test_a_canary_can_be_rolled_back(registry: Registry, make_model: Make, passe
 def test_what_the_gate_did_not_pass_needs_force_and_the_history_tells(registry: Registry, make_model: Make) -> None:
     registry.add("m", make_model("a"), Lineage(gate={"verdict": "reject", "reasons": [], "report": ""}))
     registry.add("m", make_model("b"), Lineage())
-    with pytest.raises(RegistryError, match="registry:m@1 may not become canary: its gate said reject"):
+    with pytest.raises(RegistryError, match=r"may not become canary: its gate's verdict is reject"):
         registry.promote("m", 1, why="I like it")
     with pytest.raises(RegistryError, match="it has no gate verdict"):
         registry.promote("m", 2, "production", why="I like it")
@@ -151,7 +151,7 @@ def test_moves_that_make_no_sense_are_refused(registry: Registry, make_model: Ma
         registry.promote("m", 1, "canary", why="x")
     with pytest.raises(RegistryError, match="archiving it leaves none"):
         registry.promote("m", 1, "archived", why="x")
-    with pytest.raises(RegistryError, match="say where it should go"):
+    with pytest.raises(RegistryError, match="give the stage it should move to"):
         registry.promote("m", 1, why="x")
     with pytest.raises(RegistryError, match="needs a reason"):
         registry.promote("m", 1, "archived", why=" ", force=True)
@@ -267,7 +267,7 @@ def test_references_resolve_to_a_version(registry: Registry, make_model: Make, p
         ("@1", "expected registry:NAME@production"),
         ("registry:", "expected registry:NAME@production"),
         ("registry:m@", "expected registry:NAME@production"),
-        ("registry:m@7", "m@7: no such version; versions are 1, or say production or canary"),
+        ("registry:m@7", "m@7: no such version; versions are 1, or use production or canary"),
         ("registry:m@production", "m has no production version .*no version is in a stage"),
         ("registry:n", "no model 'n'.*there are m"),
         ("registry:a b", "'a b' cannot be the name of a model"),
@@ -362,7 +362,7 @@ def test_lineage_of_a_converted_model_is_what_the_conversion_wrote_down(tmp_path
 def test_a_verdict_on_another_model_lets_nothing_through(registry: Registry, make_model: Make, passed: Lineage) -> None:
     assert passed.gate is not None
     registry.add("m", make_model("a"), replace(passed, gate={**passed.gate, "another_model": "results/b"}))
-    with pytest.raises(RegistryError, match="its gate judged the files of results/b, which are others"):
+    with pytest.raises(RegistryError, match="its gate judged the files of results/b, which differ"):
         registry.promote("m", 1, "canary", why="x")
     entry = registry.promote("m", 1, "canary", why="x", force=True)
     assert entry is not None

@@ -51,4 +51,4 @@ def test_one_unknown_model_among_those_judged_is_enough(model: Path, tmp_path: P
     nameless = write_verdict(tmp_path / "nameless.json")
     assert "a model that its report does not name" in str(gather_lineage(model, gate=nameless).objection)
     other = write_verdict(tmp_path / "other.json", main={**ours, "model_fingerprint": "another"})
-    assert "which are others" in str(gather_lineage(model, gate=other).objection)
+    assert "which differ" in str(gather_lineage(model, gate=other).objection)

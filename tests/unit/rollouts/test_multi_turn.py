@@ -280,7 +280,7 @@ def test_a_task_that_cannot_begin_is_unscored_and_nothing_is_sampled_for_it() ->
     groups = source.take(3, step=1).groups
     assert [rollout.score.error for rollout in groups[0].rollouts] == ["ValueError: no"] * 3
     assert all(rollout.completion.token_ids == () for rollout in groups[0].rollouts)
-    assert all("leaves no room" in (rollout.score.error or "") for rollout in groups[2].rollouts)
+    assert all("leaves no room in 60" in (rollout.score.error or "") for rollout in groups[2].rollouts)
     assert all(rollout.completion.token_ids for rollout in groups[1].rollouts)
     assert rollout_metrics(groups)["unscored"] >= 6
     assert group_row(groups[0])["completions"][0]["turns"] == []

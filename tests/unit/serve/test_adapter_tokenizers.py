@@ -11,8 +11,8 @@ from tiny_models import byte_tokenizer
 from tiny_server import options_for, running, save_adapter, save_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from posttrain.errors import InputError
 from posttrain.serve import loading
-from posttrain.serve.models import ServeError
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
 SAID = [{"role": "user", "content": "hi"}]
@@ -90,7 +90,7 @@ def test_an_adapter_that_needs_an_added_token_is_refused(
     tokenizer.add_tokens(["<more>", "<not needed>"])
     tokenizer.add_special_tokens(special)
     tokenizer.chat_template = template
-    with pytest.raises(ServeError, match="'<more>', a token that"):
+    with pytest.raises(InputError, match="'<more>', a token that"):
         loading.build_service(options_for(model, adapters={"polite": str(adapter_with(tokenizer))}))
 
 
@@ -121,5 +121,5 @@ def test_another_vocabulary_is_refused(
     other = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token=plain.eos_token, pad_token=plain.pad_token
     )
-    with pytest.raises(ServeError, match="another vocabulary"):
+    with pytest.raises(InputError, match="another vocabulary"):
         loading.build_service(options_for(model, adapters={"polite": str(adapter_with(other))}))

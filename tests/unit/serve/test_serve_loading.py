@@ -14,10 +14,11 @@ from transformers import AutoTokenizer
 
 import posttrain.registry
 from posttrain.engines.native import NativeEngine
+from posttrain.errors import InputError
 from posttrain.models.accepted_names import ModelReferenceError, resolve_model, resolve_registered_model
 from posttrain.serve import loading
 from posttrain.serve.adapters import AdapterSwitch
-from posttrain.serve.models import ServeError, name_of
+from posttrain.serve.models import name_of
 from posttrain.serve.options import EngineOptions
 from posttrain.serve.vllm_backend import vllm_arguments
 
@@ -157,7 +158,7 @@ def test_vllm_warns_of_a_chat_template_that_it_will_not_use(model: Path, tmp_pat
     ],
 )
 def test_vllm_is_not_asked_for_what_it_does_not_do(model: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ServeError, match=words):
+    with pytest.raises(InputError, match=words):
         vllm_arguments(options_for(model, **{"engine": EngineOptions(), **changes}), "h", 1, ignore)
 
 
@@ -178,7 +179,7 @@ def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_pa
     bare = load_for_sampling(str(model), device="cpu")[0].model
     with pytest.raises(ModelReferenceError, match="cannot be switched off exactly"):
         AdapterSwitch({"b": biased}).add_to(bare)
-    with pytest.raises(ModelReferenceError, match="no partner"):
+    with pytest.raises(ModelReferenceError, match="no counterpart"):
         AdapterSwitch({"fine": adapter, "alien": alien}).add_to(bare)
 
 

@@ -1,8 +1,8 @@
-"""Bytes per token of a pass through the model, counted from the code: what is kept for the backward pass, what exists for a
-moment, and what elementwise kernels move.
+"""Bytes per token of a pass through the model: activations kept for the backward pass, temporary tensors, and the traffic of
+elementwise kernels.
 
-`policy/fused/{ops,layers}.py` decide what a layer keeps, `policy/logprobs.py` what the output head needs. If they change, these
-counts change. With weights of `element` bytes, products are in that precision and the residual stream is fp32.
+`policy/fused/{ops,layers}.py` decide what a layer keeps, `policy/logprobs.py` what the output head needs: these counts follow
+that code. With weights of `element` bytes, products are in that precision and the residual stream is fp32.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class LayerBytes:
         s, e = self.shape, self.settings.element
         residuals = 2 * FP32 * s.hidden
         qkv = e * (s.query_width + 2 * s.kv_width)
-        if s.family == "qwen3":  # the norms on heads keep what comes in, and what goes out is rotated
+        if s.family == "qwen3":  # head norms keep their inputs, and their outputs are rotated
             qkv += 2 * e * (s.query_width + s.kv_width) + FP32 * (s.heads + s.kv_heads)
         attended = e * s.query_width + FP32 * s.heads
         gate_up = 2 * e * s.inner
         factors = 2 * FP32
         kept = residuals + qkv + attended + gate_up + factors
         if self.settings.lora_rank is not None:
-            kept += len(s.linears) * e * self.settings.lora_rank  # what goes through the narrow middle of each adapter
+            kept += len(s.linears) * e * self.settings.lora_rank  # the rank-r activations of each adapter
         if self.settings.ranks > 1:
             # Sharded weights cannot be joined: their modules keep two norms and the product inside SwiGLU, which are
             # computed again otherwise.
@@ -63,7 +63,7 @@ class LayerBytes:
         return row.tokens * self.kept_per_token() + 2 * self.settings.element * self.shape.kv_width * row.gathered
 
     def kept(self, row: Pass) -> float:
-        """All that exists when the forward pass has reached the output head."""
+        """Everything that is kept when the forward pass reaches the output head."""
         s, e = self.shape, self.settings.element
         layer = FP32 * s.hidden * row.tokens if self.settings.checkpointing else self.kept_by_layer(row)
         # The last residual. A norm that is not fused keeps itself as well, for the gradient of its weight.
@@ -71,17 +71,17 @@ class LayerBytes:
         end = residuals * FP32 * s.hidden * row.tokens + e * s.hidden * row.responses  # the head's input
         return s.layers * layer + end + 2 * FP32 * s.head_dim * row.tokens
 
-    # -- for a moment --------------------------------------------------------------------------------------------------
+    # -- temporary -----------------------------------------------------------------------------------------------------
 
     def layer_forward(self, row: Pass) -> float:
-        """At its highest in a pass without gradients: inside the MLP, with what attention has left."""
+        """Peak of a pass without gradients: inside the MLP, with the output of attention."""
         s, e = self.shape, self.settings.element
         per_token = 2 * FP32 * s.hidden + e * (2 * s.query_width + 2 * s.kv_width + 3 * s.inner + 2 * s.hidden)
         end = (2 if s.fused else 4) * FP32 * s.hidden  # the last norm
         return row.tokens * max(per_token * (1.0 if s.fused else 1.5), end)
 
     def layer_backward(self, row: Pass) -> float:
-        """At its highest: the gradients inside SwiGLU, its product once more, and the stream's."""
+        """Peak: the gradients inside SwiGLU, its recomputed product, and the gradient of the residual stream."""
         s, e = self.shape, self.settings.element
         per_token = e * (4 * s.inner + s.hidden) + FP32 * s.hidden
         moment = row.tokens * per_token + e * s.hidden * s.inner
@@ -100,16 +100,18 @@ class LayerBytes:
         return FP32 * self.shape.vocab * min(row.responses, self.chunk_tokens)
 
     def head_backward(self, row: Pass, *, accumulates: bool) -> float:
-        """A chunk's logits beside their gradient; then, the logits given up, that gradient beside the head's, unless there
-        is a sum already that it can be added to on the way: `accumulates`."""
+        """A chunk's logits and their gradient; then, with the logits freed, that gradient and the head's, unless it is
+        accumulated into an existing sum: `accumulates`."""
         if self.settings.scores_answers:
             return 0.0
         v, e = self.shape.vocab, self.settings.element
         weight = self.shape.head_products if self.settings.lora_rank is None else 0
         rows = min(row.responses, self.chunk_tokens)
-        has_sum = accumulates and e != FP32 and self.settings.ranks == 1  # sharded gradients go by autograd
+        has_sum = (
+            accumulates and e != FP32 and self.settings.ranks == 1
+        )  # sharded gradients are accumulated by autograd
         total = 0.0 if has_sum else FP32 * weight
-        from_start = total if self.recomputes_logits(row) else 0.0  # of the chunks before
+        from_start = total if self.recomputes_logits(row) else 0.0  # of earlier chunks
         return max((FP32 + e) * v * rows + from_start, e * v * rows + total)
 
     def recomputes_logits(self, row: Pass) -> bool:
@@ -129,7 +131,7 @@ class LayerBytes:
         return norms + 6 * e * s.inner + 2 * e * (s.query_width + s.kv_width)
 
     def moved_by_adapters(self) -> tuple[float, float]:
-        """Forward and backward, per layer and token: reading inputs once more, adding to outputs, and the same back."""
+        """Forward and backward, per layer and token: reading inputs again and adding to outputs, and the same for gradients."""
         if self.settings.lora_rank is None:
             return 0.0, 0.0
         e = self.settings.element

@@ -1,21 +1,20 @@
 """The sizes of a model: from the config.json of a folder, from the hub, or from the table of named shapes. No weights.
 
-Counts dense decoder models with grouped-query attention and a gated MLP, the pattern of Llama, Mistral, Qwen and Gemma.
-Others are refused: a count for another pattern would be a guess.
+Supported: dense decoder models with grouped-query attention and a gated MLP, such as Llama, Mistral, Qwen and Gemma. Others
+are refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from posttrain.errors import InputError, reason_of
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.models.hub import why_unavailable
 
-# Families whose layers run through the fused kernels (policy/fused/layers.py decides by trying).
+# Families whose layers run through the fused kernels (policy/fused/layers.py decides by a trial run).
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _HEAD_NORMS = ("qwen3",)
 _QKV_BIASES = ("qwen2",)
@@ -25,7 +24,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 
 class UnknownModelError(InputError):
-    """No config.json was found, or it is of a model that the planner cannot count."""
+    """No config.json was found, or it describes a model that the planner does not support."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class ModelShape:
     qkv_bias: bool = False
     output_bias: bool = False  # of attention
     mlp_bias: bool = False
-    window: int | None = None  # tokens that a token sees at most
+    window: int | None = None  # tokens that a token attends to at most
 
     @property
     def fused(self) -> bool:
@@ -99,7 +98,7 @@ class ModelShape:
 
     @property
     def layer_products(self) -> int:
-        """Weights that a token is multiplied with in all layers; the output head is beside them."""
+        """Weights that a token is multiplied with in all layers, without the output head."""
         return self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
 
     @property
@@ -107,7 +106,7 @@ class ModelShape:
         return self.vocab * self.hidden
 
     def without_output_table(self) -> ModelShape:
-        """As a reward model has it: the table of the input is the only one, whether a language model would share it or not."""
+        """As in a reward model: there is only the input embedding, whether the language model ties it or not."""
         return replace(self, tied=True)
 
     def adapters(self, rank: int) -> list[TensorKind]:
@@ -150,7 +149,7 @@ NAMED_SHAPES: dict[str, ModelShape] = {
 }
 
 
-def find_shape(name: str, overrides: Mapping[str, Any] | None = None) -> ModelShape:
+def find_shape(name: str, overrides: JsonMapping | None = None) -> ModelShape:
     """The shape of what `policy.model_name` names: a folder, a named shape, or a model of the hub."""
     if Path(name).is_dir():
         return shape_of_config(name, {**_read_config(Path(name) / "config.json"), **dict(overrides or {})})
@@ -173,7 +172,7 @@ def _fetch_config(name: str) -> Path:
         ) from error
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> JsonObject:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -183,7 +182,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
+def shape_of_config(name: str, config: JsonMapping) -> ModelShape:
     """The shape that the contents of a config.json describe."""
     text = {**config, **(config.get("text_config") or {})}
     if lacking := [key for key in _SIZES if not isinstance(text.get(key), int)]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from posttrain.config.policy import PolicyConfig
+from posttrain.json_files import JsonMapping
 from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
 from posttrain.policy.memory.model_shape import ModelShape, TensorKind, UnknownModelError, shape_of_config
 from posttrain.policy.memory.settings import OptimizerSettings, RunSettings, run_settings
@@ -50,7 +50,7 @@ class RankMemory:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer", LayerBytes(self.shape, self.settings))
 
-    # -- what is there all the time ------------------------------------------------------------------------------------
+    # -- resident ------------------------------------------------------------------------------------------------------
 
     @property
     def trained(self) -> list[TensorKind]:
@@ -63,11 +63,11 @@ class RankMemory:
 
     @property
     def weights(self) -> float:
-        """Of one whole copy of the model."""
+        """Of one full copy of the model."""
         return self.settings.element * self.shape.num_weights
 
     def resident(self) -> dict[str, float]:
-        """Between steps, on one rank: sharded over all of them."""
+        """Between steps, on one rank; sharded over all ranks."""
         s, ranks = self.settings, self.settings.ranks
         adapters = s.element * self.num_trained if s.lora_rank is not None else 0
         items = {"weights": (self.weights + adapters) / ranks}
@@ -81,11 +81,11 @@ class RankMemory:
         return sum(state_bytes(kind, self.settings.optimizer, self.settings.element) for kind in self.trained)
 
     def gradients(self) -> float:
-        """Added up in fp32, whatever the weights are in."""
+        """Accumulated in fp32, whatever the precision of the weights."""
         return FP32 * self.num_trained / self.settings.ranks
 
     def gathered_weights(self) -> dict[str, float]:
-        """FSDP: what is whole while layers run, the tables and two layers."""
+        """FSDP: gathered while layers run: the embeddings and two layers."""
         if self.settings.ranks == 1:
             return {}
         tables = (1 if self.shape.tied else 2) * self.shape.head_products
@@ -94,7 +94,7 @@ class RankMemory:
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def in_host_memory(self) -> dict[str, float]:
-        """Of the first rank, which has all the weights in its copy of a checkpoint."""
+        """Of rank 0, whose copy of a checkpoint holds all weights."""
         state = self.state_bytes() / self.settings.ranks
         items = {"optimizer state": state} if self.settings.optimizer.is_offloaded else {}
         if (copy := self.settings.checkpoint_copy) != "none":
@@ -103,7 +103,7 @@ class RankMemory:
         return items
 
     def while_sampling(self) -> dict[str, float]:
-        """All but the cache. The working memory is what the engine itself sets aside (engines/native/forward.py)."""
+        """Everything but the cache. The working memory is what the engine reserves (engines/native/forward.py)."""
         engine, s = self.settings.engine, self.shape
         assert engine is not None
         per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
@@ -115,12 +115,12 @@ class RankMemory:
         return self.settings.element * self.shape.hidden * tokens
 
     def training_phase(self, row: Pass, kept_cache: Mapping[str, float], *, accumulates: bool) -> Phase:
-        """A forward and backward pass. `accumulates`: after the first of an update all gradients are there from the start."""
+        """A forward and backward pass. `accumulates`: gradients of earlier passes of the update exist already."""
         items = {**self.resident(), **self.gathered_weights(), **kept_cache}
         before = self.gradients() if accumulates else 0.0
         kept = self.layer.kept(row)
-        one_layer = 0.0 if self.settings.checkpointing else self.layer.kept_by_layer(row)  # else counted as a moment
-        moments: list[dict[str, float]] = [
+        one_layer = 0.0 if self.settings.checkpointing else self.layer.kept_by_layer(row)  # else counted as temporary
+        peaks: list[dict[str, float]] = [
             {
                 "gradients": before,
                 "activations": kept,
@@ -132,34 +132,36 @@ class RankMemory:
                 "activations": one_layer + self.layer.layer_backward(row),
             },
         ]
-        highest = max(moments, key=lambda moment: sum(moment.values()))
+        highest = max(peaks, key=lambda peak: sum(peak.values()))
         return Phase(TRAINING, {**items, **highest})
 
     def _head_gradient(self) -> float:
-        """The first that is there."""
+        """Of the output head, whose gradient is the first."""
         trained = self.settings.lora_rank is None and not self.settings.scores_answers
         return FP32 * self.shape.head_products / self.settings.ranks if trained else 0.0
 
     def _largest_gradient(self) -> float:
-        """Of one tensor, in the weights' precision, on its way into the fp32 sum."""
+        """Of one tensor, in the precision of the weights, before it is added to the fp32 sum."""
         return self.settings.element * max(kind.rows * (kind.columns or 1) for kind in self.trained)
 
     def optimizer_phase(self, kept_cache: Mapping[str, float]) -> Phase:
         optimizer, ranks = self.settings.optimizer, self.settings.ranks
         largest = FP32 * max(kind.rows * (kind.columns or 1) for kind in self.trained) / ranks
-        moment = {
+        work = {
             "foreach": FP32 * self.num_trained / ranks,  # the root of the second moments, of all weights at once
             "single": 2 * largest,
             "fused": largest,  # squares of one gradient, for the norm
             "compact": max(largest, FP32 * 4 * _SLICE),
         }[optimizer.kind]
         if optimizer.is_offloaded:
-            moment += 3 * _SLICE * self.state_bytes() / self.num_trained  # on their way in, at work, on their way out
-        items = {**self.resident(), **kept_cache, "gradients": self.gradients(), "optimizer's work": moment}
+            work += (
+                3 * _SLICE * self.state_bytes() / self.num_trained
+            )  # slices being copied in, updated, and copied out
+        items = {**self.resident(), **kept_cache, "gradients": self.gradients(), "optimizer's work": work}
         return Phase(OPTIMIZER, items)
 
     def needed_bytes(self, peak: float) -> float:
-        """What a GPU must have for tensors of `peak` bytes."""
+        """Memory that a GPU needs for tensors of `peak` bytes."""
         return peak * (1 + ALLOCATOR_SLACK) + RUNTIME_BYTES
 
 
@@ -175,14 +177,14 @@ def state_bytes(kind: TensorKind, optimizer: OptimizerSettings, element: int) ->
 
 
 def block_size(columns: int) -> int | None:
-    """Numbers that share a scale, as policy/optimizer/low_precision.py chooses it."""
+    """Numbers that share a scale, as in policy/optimizer/low_precision.py."""
     if columns < 16:
         return columns
     return next((size for size in range(min(columns, 256), 15, -1) if columns % size == 0), None)
 
 
 def should_checkpoint(
-    model_config: Mapping[str, Any],
+    model_config: JsonMapping,
     policy: PolicyConfig,
     *,
     memory_bytes: int,
@@ -190,7 +192,7 @@ def should_checkpoint(
     ranks: int,
     scores_answers: bool = False,
 ) -> bool:
-    """True where activations would not fit beside the rest, and where the model is of a kind that cannot be counted."""
+    """True if activations would not fit, or if the model is not supported by the estimate."""
     try:
         shape = shape_of_config(policy.model_name, model_config)
     except UnknownModelError:
@@ -209,7 +211,7 @@ def should_checkpoint(
 
 
 def _largest_micro_batch(policy: PolicyConfig) -> int:
-    # A pair is two answers, which stay together whatever the budget; where nothing is sampled it may be one.
+    # A pair is two answers, which stay together whatever the budget. Without sampling, a sample may be a pair.
     per_sample = 1 if policy.generation is not None else 2
     longest = per_sample * policy.max_total_sequence_length
     for section in (policy.dynamic_batching, policy.sequence_packing):

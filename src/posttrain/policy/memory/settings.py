@@ -1,4 +1,4 @@
-"""The settings of a run that decide its memory and its time, as plain numbers that can be varied."""
+"""The settings of a run that decide its memory and time, as plain numbers that the planner varies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALL_LINEARS = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How a run keeps what its optimizer remembers (policy/optimizer)."""
+    """How a run stores its optimizer state (policy/optimizer)."""
 
     kind: AdamKind = "foreach"
     num_moments: int = 2
@@ -54,7 +54,7 @@ class RunSettings:
     checkpointing: bool
     lora_rank: int | None
     optimizer: OptimizerSettings
-    has_reference: bool  # a frozen copy of the model; with LoRA the model under the adapters serves
+    has_reference: bool  # a frozen copy of the model; with LoRA the base model is used
     chunk_tokens: int | None  # whose logits exist at the same time; None: chosen by vocabulary
     scores_answers: bool  # a reward model: no output head
     ranks: int
@@ -75,7 +75,7 @@ def run_settings(
     checkpointing: bool | None = None,
     checkpoint_copy: CheckpointCopy = "none",
 ) -> RunSettings:
-    """`checkpointing` decides where the config says auto."""
+    """`checkpointing` is used if the config has auto."""
     engine = None
     if policy.generation is not None:
         native = policy.generation.native_cfg
@@ -86,10 +86,10 @@ def run_settings(
             native.kv_cache_gib,
             native.gpu_memory_utilization,
         )
-    said, lora = policy.dtensor_cfg.activation_checkpointing, policy.dtensor_cfg.lora_cfg
+    setting, lora = policy.dtensor_cfg.activation_checkpointing, policy.dtensor_cfg.lora_cfg
     return RunSettings(
         element=4 if policy.precision == "float32" else 2,
-        checkpointing=bool(checkpointing) if said == "auto" else bool(said),
+        checkpointing=bool(checkpointing) if setting == "auto" else bool(setting),
         lora_rank=lora.dim if lora.enabled else None,
         optimizer=OptimizerSettings.of(policy.optimizer),
         has_reference=has_reference,

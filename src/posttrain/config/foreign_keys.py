@@ -1,17 +1,27 @@
-"""What NeMo RL knows and posttrain does not have: refused where it would change results, mentioned where it would not.
+"""Keys that NeMo RL has and posttrain does not read: refused where a value would change results, mentioned where not.
 
-The table is read from the top; the first pattern that fits a key decides. A value that is the default is never mentioned.
+Names and usual values are in `foreign.yaml`; a usual value is never mentioned. `RULES` says what other values mean. It is
+read from the top: the first pattern that fits a key decides. A key without a rule is accepted in silence. A few rules are
+about keys of the schema, of whose values not all are implemented.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path as FilePath
 from typing import Any
 
-from posttrain.config.tree import Path, Tree, dotted
+from posttrain.config.runs import Kind
+from posttrain.config.schema import Node, schema_of
+from posttrain.config.tree import Path, Tree, dotted, overlay
+from posttrain.config.yaml_files import parse_document
+
+FILE = FilePath(__file__).parent / "foreign.yaml"
+OPEN_MARK = "_open_"  # other keys than those in the file are accepted as well
+DATASETS = ("train", "validation", "default")  # maps of `data` that have the keys of a dataset
 
 PROCESSORS = (
     "default",
@@ -81,9 +91,7 @@ RULES: tuple[Rule, ...] = (
     Rule("grpo.adv_estimator.name", lambda value: value != "opd", "distillation"),
     Rule("grpo.val_batch_size", _anything, _NOT_NEEDED),
     Rule("policy.sequence_packing.microbatch_order", _anything, "the order of micro-batches changes no result"),
-    Rule("dpo.val_micro_batch_size", _anything, "validation uses policy.logprob_batch_size"),
-    Rule("rm.val_micro_batch_size", _anything, "validation uses policy.logprob_batch_size"),
-    Rule("sft.val_micro_batch_size", _anything, "validation uses policy.logprob_batch_size"),
+    Rule("*.val_micro_batch_size", _anything, "validation uses policy.logprob_batch_size"),
     Rule("grpo.calculate_advantages_on_gpu", _anything, _NOT_NEEDED),
     Rule("grpo.deduplicate_multimodal_data", _anything, _NOT_NEEDED),
     Rule("grpo.debug_payload_metrics", _anything, _NOT_NEEDED),
@@ -95,7 +103,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("checkpointing.pretrained_checkpoint", _off, "starting from a Megatron checkpoint"),
     Rule("checkpointing.pretrained_checkpoint.*", _nothing, "starting from a Megatron checkpoint"),
-    Rule("checkpointing.model_save_format", lambda value: value != "torch_save", "other formats than safetensors"),
+    Rule(
+        "checkpointing.model_save_format",
+        lambda value: value in (None, "safetensors"),
+        "other formats than safetensors",
+    ),
     Rule("checkpointing.model_cache_dir", _anything, _NOT_NEEDED),
     Rule("checkpointing.model_repo_id", _anything, _NOT_NEEDED),
     Rule("checkpointing.is_*", _anything, _NOT_NEEDED),
@@ -126,6 +138,11 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.draft.enabled", _off, "training a draft model"),
     Rule("policy.draft.*", _anything, _DRAFT),
     Rule("policy.router_replay.enabled", _off, "replay of expert choices"),
+    Rule(
+        "policy.reward_model_cfg.reward_model_type",
+        lambda value: value in (None, "bradley_terry"),
+        "other reward models than bradley_terry",
+    ),
     # policy.generation
     Rule("policy.generation.backend", lambda value: value in ("native", "vllm"), "other engines than native"),
     Rule("policy.generation.colocated.enabled", bool, "sampling on GPUs of its own"),
@@ -140,6 +157,8 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.generation.use_async_rollouts", _anything, _OWN_ENGINE),
     # generation of an evaluation
     Rule("generation.colocated.*", _anything, _NOT_NEEDED),
+    Rule("generation.val_*", _anything, "read by nothing in an evaluation"),
+    Rule("data.repeat", _anything, "read by nothing in an evaluation"),
     # data, env
     Rule("data.use_multiple_dataloader", _off, "drawing from each dataset separately"),
     Rule("data.num_prompts_per_dataloader", lambda value: value is None, "drawing from each dataset separately"),
@@ -165,6 +184,79 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+@cache
+def _file() -> dict[str, Any]:
+    return parse_document(FILE.read_text(encoding="utf-8"), FILE.name).values
+
+
+def usual_values(kind: Kind) -> dict[str, Any]:
+    """The values that NeMo RL's own files give to keys that posttrain does not read."""
+    return _without_marks(_of_kind(kind))
+
+
+@cache
+def vocabulary_of(kind: Kind) -> Node:
+    """Every key that a file may have: those of the schema, and those of NeMo RL."""
+    node = _with_foreign(schema_of(kind), _of_kind(kind))
+    data = node.children["data"]
+    names = dict.fromkeys(_file()["dataset"])
+    datasets = {key: _with_foreign(data.children[key], names) for key in DATASETS if key in data.children}
+    return replace(node, children={**node.children, "data": replace(data, children={**data.children, **datasets})})
+
+
+def _of_kind(kind: Kind) -> dict[str, Any]:
+    shared = {} if kind == "eval" else _file()["training"]
+    return overlay(Tree(shared), Tree(_file().get(kind, {})), lambda path: True).values
+
+
+def _with_foreign(node: Node, foreign: Mapping[str, Any]) -> Node:
+    children = dict(node.children)
+    for key, value in foreign.items():
+        if key in children and isinstance(value, dict):
+            children[key] = _with_foreign(children[key], value)
+        elif key != OPEN_MARK:
+            children[key] = _foreign_node(value)
+    return replace(node, children=children, open=node.open or OPEN_MARK in foreign)
+
+
+def _foreign_node(value: Any) -> Node:
+    if isinstance(value, dict):
+        return _with_foreign(Node("section", nullable=False), value)
+    return Node("free" if value is None or isinstance(value, list) else "value", nullable=True)
+
+
+def _without_marks(values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {key: _without_marks(value) for key, value in values.items() if key != OPEN_MARK}
+
+
+def separate(kind: Kind, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values that belong to the schema, and those that do not."""
+    own, foreign = _separated(schema_of(kind), values)
+    return own or {}, foreign or {}
+
+
+def _separated(node: Node, values: Any) -> tuple[Any, Any]:
+    if isinstance(values, list) and node.listed:
+        pairs = [_separated(node, item) for item in values]
+        foreign = {str(index): other for index, (_, other) in enumerate(pairs) if other}
+        return [own for own, _ in pairs], foreign or None
+    if not isinstance(values, dict) or node.shape == "free":
+        return values, None
+    own: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in values.items():
+        child = node.child(str(key))
+        if child is None:
+            others[key] = value
+            continue
+        own[key], other = _separated(child, value)
+        if other:
+            others[key] = other
+    return own, others or None
+
+
 def every_value(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Like `leaves`, but also inside lists of maps."""
     inner: Mapping[str, Any] | None = None
@@ -185,33 +277,33 @@ def rule_for(key: str) -> Rule | None:
 
 
 def review(
-    resolved: dict[str, Any], tree: Tree, is_default: Callable[[Path, Any], bool]
+    own: dict[str, Any], foreign: dict[str, Any], tree: Tree, is_default: Callable[[Path, Any], bool]
 ) -> tuple[list[str], list[str]]:
     """(errors, warnings) for what is not implemented. Only values that the user set can be mentioned."""
     errors: list[str] = []
     ignored: dict[str, list[str]] = {}
-    for path, value in every_value(resolved):
+    for path, value in [*every_value(own), *every_value(foreign)]:
         rule = rule_for(dotted(path))
         if rule is None:
             continue
         if not rule.accepts(value):
             errors.append(f"{tree.origin(path)}: `{dotted(path)}` = {value!r} is not implemented: {rule.note}")
-        elif rule.ignores and not is_default(path, value):
+        elif rule.ignores and value is not None and not is_default(path, value):
             ignored.setdefault(rule.note, []).append(dotted(path))
-    warnings = [f"{_listed(keys)}: {note}" for note, keys in ignored.items()]
-    if "policy" not in resolved:
-        return errors, warnings
-    generation = resolved["policy"].get("generation") or {}
+    return errors, [f"{_listed(keys)}: {note}" for note, keys in ignored.items()]
+
+
+def substitutions(own: dict[str, Any], foreign: dict[str, Any]) -> Iterator[str]:
+    """Settings that are accepted and mean something else here."""
+    if "policy" not in own:
+        return
+    generation = own["policy"].get("generation") or {}
     if generation.get("backend") == "vllm":
-        warnings.insert(
-            0, "policy.generation.backend: vllm is not installed as an engine here; the native engine samples instead"
-        )
-    lora = resolved["policy"]["dtensor_cfg"]["lora_cfg"]
-    if lora["enabled"] and lora["dropout"] and lora["dropout_position"] == "post":
-        warnings.append(
-            "policy.dtensor_cfg.lora_cfg.dropout_position: adapters drop their input (pre), not their output (post)"
-        )
-    return errors, warnings
+        yield "policy.generation.backend: vllm is not supported in training yet; the native engine samples instead"
+    lora = own["policy"]["dtensor_cfg"]["lora_cfg"]
+    position = Tree(foreign).get(("policy", "dtensor_cfg", "lora_cfg", "dropout_position"))
+    if lora["enabled"] and lora["dropout"] and position == "post":
+        yield "policy.dtensor_cfg.lora_cfg.dropout_position: adapters drop their input (pre), not their output (post)"
 
 
 def foreign_environments(tree: Tree) -> dict[Path, str]:

@@ -1,8 +1,4 @@
-"""Who answers the problems: an engine in this process, or a server with OpenAI's API. Both give `Answer`s.
-
-An engine never fails for one answer; a server may. A request that failed after all attempts is an `Answer` without a
-completion: it becomes an unscored sample, never a wrong one.
-"""
+"""A server with OpenAI's API as the model under evaluation: requests, retries, and what its replies mean."""
 
 from __future__ import annotations
 
@@ -12,13 +8,12 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from posttrain.config.evaluation import OpenAiConfig
 from posttrain.engines.native.noise import sequence_key
 from posttrain.errors import InputError
-from posttrain.evaluation.problems import EvalProblem
-from posttrain.roles import Engine, Progress
+from posttrain.roles import Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
@@ -33,56 +28,21 @@ class ServerError(InputError):
 
 
 @dataclass(frozen=True)
-class Answer:
-    completion: Completion | None  # None: none came
-    num_tokens: int | None  # None: the server did not say
-    error: str | None = None
+class ServedCompletion(Completion):
+    """An answer as text: a server gives no token ids."""
 
-
-class AnswerSource(Protocol):
-    def answer(
-        self, problems: Sequence[EvalProblem], num_samples: int, progress: Progress | None = None
-    ) -> list[list[Answer]]:
-        """For each problem `num_samples` answers, in sample order."""
-        ...
-
-    def task(self, problem: EvalProblem) -> Task:
-        """The problem as the judge sees it."""
-        ...
-
-
-@dataclass(frozen=True)
-class EngineAnswers:
-    """Any `roles.Engine`; `tasks` are the problems in tokens, by index."""
-
-    generator: Engine
-    tasks: Sequence[Task]
-    sampling: Sampling
-    seed: int
-
-    def answer(
-        self, problems: Sequence[EvalProblem], num_samples: int, progress: Progress | None = None
-    ) -> list[list[Answer]]:
-        tasks = [self.tasks[problem.index] for problem in problems]
-        try:
-            sampled = self.generator.generate(tasks, num_samples, self.sampling, NoiseKey(self.seed, 0), progress)
-        except FloatingPointError as error:  # a model that says nothing is bad input here, not a crash
-            raise InputError(f"generation.model_name: the model cannot be evaluated: {error}") from error
-        return [[Answer(completion, completion.num_sampled) for completion in samples] for samples in sampled]
-
-    def task(self, problem: EvalProblem) -> Task:
-        return self.tasks[problem.index]
+    num_tokens: int | None = None  # as the server counts them; None if it does not
 
 
 @dataclass
-class ServerAnswers:
-    """A server with OpenAI's chat or text completions, asked through a bounded number of connections."""
+class OpenAiServer:
+    """A `roles.Engine`: OpenAI's chat or text completions, through a bounded number of connections.
+
+    A request that failed after all attempts is a completion with `error`: it stays unscored and is never a wrong answer.
+    """
 
     url: str
     config: OpenAiConfig
-    sampling: Sampling
-    seed: int
-    environment: str
     first_wait_s: float = 0.5  # before the second attempt; doubles each time
     model: str = ""
     _client: Any = field(default=None, repr=False)
@@ -132,47 +92,42 @@ class ServerAnswers:
             return f"put the key into the environment variable {self.config.api_key_env_var}"
         return "the address of an OpenAI-compatible API usually ends in /v1"
 
-    def answer(
-        self, problems: Sequence[EvalProblem], num_samples: int, progress: Progress | None = None
-    ) -> list[list[Answer]]:
-        def one(place: tuple[EvalProblem, int]) -> Answer:
-            found = self._ask(*place)
+    def generate(
+        self,
+        tasks: Sequence[Task],
+        num_samples: int,
+        sampling: Sampling,
+        key: NoiseKey,
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        def one(place: tuple[Task, int]) -> Completion:
+            found = self._ask(*self._request(*place, sampling, key))
             if progress is not None and not self._stopped.is_set():
                 progress(1)
             return found
 
-        places = [(problem, sample) for problem in problems for sample in range(num_samples)]
+        places = [(task, sample) for task in tasks for sample in range(num_samples)]
         try:
             answers = _in_threads(one, places, self.config.num_concurrent)
         except BaseException:
             self._stopped.set()  # wakes those that wait for their next attempt
             raise
-        if all(answer.completion is None for answer in answers):
+        if all(answer.error is not None for answer in answers):
             raise ServerError(
                 f"{self.url}: none of {len(answers)} requests was answered ({answers[0].error}); what was finished before "
                 "is saved, and the same command goes on with the rest"
             )
         return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
 
-    def task(self, problem: EvalProblem) -> Task:
-        return Task(
-            draw=problem.index,
-            id=problem.id,
-            prompt=problem.messages[-1]["content"],
-            prompt_ids=(),
-            reference=problem.expected,
-            environment=self.environment,
-            messages=problem.messages,
-            metadata=problem.metadata,
-        )
+    def release(self) -> None:
+        """The memory is the server's own."""
 
     def close(self) -> None:
         self._client.close()
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, problem: EvalProblem, sample: int) -> Answer:
-        path, body = self._request(problem, sample)
+    def _ask(self, path: str, body: dict[str, Any]) -> Completion:
         error = ""
         for attempt in range(self.config.max_retries + 1):
             if self._hopeless.is_set() or self._stopped.is_set():
@@ -184,7 +139,7 @@ class ServerAnswers:
                 break
             if attempt < self.config.max_retries:
                 self._stopped.wait(max(wait_s, min(_LONGEST_WAIT_S, self.first_wait_s * 2**attempt)))
-        return Answer(None, 0, error=f"request failed: {error or 'the server refuses all of them'}")
+        return _failed(error or "the server refuses all of them")
 
     def _attempt(self, path: str, body: dict[str, Any]) -> tuple[Any, float | None, str]:
         """The reply, or how long to wait at least before the next attempt (None: there is no point), and what went wrong."""
@@ -204,23 +159,22 @@ class ServerAnswers:
         wait_s = float(asked) if re.fullmatch(r"\d+(\.\d+)?", asked) else 0.0
         return None, min(wait_s, _LONGEST_WAIT_S), _said(response)
 
-    def _request(self, problem: EvalProblem, sample: int) -> tuple[str, dict[str, Any]]:
-        sampling = self.sampling
+    def _request(self, task: Task, sample: int, sampling: Sampling, key: NoiseKey) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "seed": sequence_key(self.seed, 0, problem.index, sample) & 0x7FFF_FFFF,
+            "seed": sequence_key(key.seed, key.step, task.draw, sample) & 0x7FFF_FFFF,
         }
         if sampling.top_k:
             body["top_k"] = sampling.top_k  # not OpenAI's own, but vLLM's and ours
         if sampling.stop_strings:
             body["stop"] = list(sampling.stop_strings)
         if self.config.api == "chat":
-            path, body["messages"] = "/chat/completions", [dict(message) for message in problem.messages]
+            path, body["messages"] = "/chat/completions", [dict(message) for message in task.messages]
         else:
-            path, body["prompt"] = "/completions", "\n\n".join(m["content"] for m in problem.messages)
+            path, body["prompt"] = "/completions", "\n\n".join(m["content"] for m in task.messages)
         return path, {**body, **self.config.extra_body}
 
 
@@ -259,7 +213,7 @@ def _in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], num_th
     return [found[place] for place in range(len(items))]
 
 
-def _read(reply: Any) -> Answer:
+def _read(reply: Any) -> Completion:
     try:
         choice = reply["choices"][0]
         text = _text_of(choice["message"]["content"] if "message" in choice else choice["text"])
@@ -267,10 +221,14 @@ def _read(reply: Any) -> Answer:
         given = (reply.get("usage") or {}).get("completion_tokens")
         num_tokens = given if isinstance(given, int) and given >= 0 else None
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        return Answer(None, 0, error=f"request failed: the reply has no answer in it: {str(reply)[:200]}")
+        return _failed(f"the reply has no answer in it: {str(reply)[:200]}")
     if reason not in ("stop", "length"):
-        return Answer(None, 0, error=f"request failed: the server ended it with finish_reason {reason!r}")
-    return Answer(Completion((), (), text, reason), num_tokens)
+        return _failed(f"the server ended it with finish_reason {reason!r}")
+    return ServedCompletion((), (), text, reason, num_tokens=num_tokens)
+
+
+def _failed(reason: str) -> Completion:
+    return Completion((), (), "", "stop", error=f"request failed: {reason}")
 
 
 def _text_of(content: Any) -> str:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import ALL_KINDS, ConfigError, load_config
-from posttrain.config.schema import known_keys, schema_of
+from posttrain.config.foreign_keys import RULES, rule_for, vocabulary_of
+from posttrain.config.schema import known_keys
 from posttrain.config.tree import dotted
-from posttrain.config.unimplemented import RULES, rule_for
 
 REFUSED = [
     "grpo.async_grpo.enabled=true",
@@ -135,7 +135,7 @@ def test_settings_that_follow_the_config_in_a_file_are_not_mentioned(tmp_path: P
 def test_vllm_is_accepted_and_says_who_samples() -> None:
     loaded = load_config("grpo", None, ["policy.generation.backend=vllm"])
     assert loaded.warnings == [
-        "policy.generation.backend: vllm is not installed as an engine here; the native engine samples instead"
+        "policy.generation.backend: vllm is not supported in training yet; the native engine samples instead"
     ]
     assert loaded.config.policy.generation.backend == "vllm"
 
@@ -164,7 +164,7 @@ def test_keys_that_other_versions_have_under_megatron_are_carried_along() -> Non
 
 
 def test_every_rule_is_about_a_key_of_the_schema() -> None:
-    keys = {dotted(key) for kind in ALL_KINDS for key in known_keys(schema_of(kind))}
+    keys = {dotted(key) for kind in ALL_KINDS for key in known_keys(vocabulary_of(kind))}
     keys |= {f"{key}.x" for key in keys} | {
         f"policy.dtensor_cfg.automodel_kwargs.{x}" for x in ("force_hf", "backend.x")
     }
