@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from posttrain.evaluation.results import Evaluation
-    from posttrain.gate import GateResult, Rule
+    from posttrain.gate import BoundResult, GateResult
 
 STYLES = {"pass": "green", "fail": "red", "undecided": "yellow", "skipped": "bright_black"}
 VERDICT_STYLES = {"promote": "bold green", "reject": "bold red", "needs_more_samples": "bold yellow"}
@@ -144,7 +144,7 @@ def _show_result(result: GateResult) -> None:
         console.print(f"  note: {note}", style="bright_black")
 
 
-def _cells(rule: Rule) -> list[str | Text]:
+def _cells(rule: BoundResult) -> list[str | Text]:
     from rich.text import Text
 
     from posttrain.gate.report import OUTCOMES

@@ -1,4 +1,4 @@
-"""What the gate can measure of an evaluation: one number per problem, for every metric that a check may name.
+"""The metrics that a check may name: one number per problem of an evaluation.
 
     pass@k, cons@k           as in `metrics.py`, for k up to the samples of each problem
     avg@n, reward            mean reward
@@ -10,8 +10,8 @@
                              number of problems averages out (gate.speed_noise)
     kl_from_base             what `posttrain gate measure-kl` stored: nats per token
 
-Refusals are recognised by their wording and nothing else: a polite evasion is missed, and a story in which somebody says
-"I'm sorry, but I can't" counts if it begins the answer.
+Refusals are recognised by their wording alone: a polite evasion is missed, and a story that begins with a character's
+"I'm sorry, but I can't" counts.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ REFUSAL_PATTERNS = (
     r"\bas an AI(?: language model| assistant)?,? I (?:can't|can ?not|am not able|am unable|do not|don't)\b",
     r"^\s*(?:sorry|apologies),? (?:but )?(?:I )?(?:can't|can ?not)\b",
 )
-_REFUSES_WITHIN = 300  # characters; what comes later is a caveat
-_APOSTROPHES = str.maketrans("\u2018\u2019\u02bc", "'''")  # as typographers write them, and models too
+_REFUSES_WITHIN = 300  # characters; a later phrase is a caveat
+_APOSTROPHES = str.maketrans("\u2018\u2019\u02bc", "'''")  # the typographic forms
 _THINKING = re.compile(r"^\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 class MeasureError(InputError):
-    """A check that asks for something that the evaluation does not hold."""
+    """A check names a metric that the evaluation does not have."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Measurement:
     """A metric of one evaluation. Problems without any measured sample are absent."""
 
     values: Mapping[str, float]  # problem -> value; equal keys are the same problem in both evaluations
-    value_range: Range  # what values can be, as far as anybody knows
+    value_range: Range  # of possible values, as far as it is known
     num_absent: int
 
     @property
@@ -70,8 +70,8 @@ def measure(evaluation: Evaluation, check: CheckConfig, where: str) -> Measureme
     values = {key: value for key, value in zip(keys, measured, strict=True) if value is not None}
     if not values:
         raise MeasureError(
-            f"{where}: {check.metric} of {evaluation.folder}: not one of its {len(keys)} problems has a value; were all "
-            "of its answers unscored?"
+            f"{where}: {check.metric} of {evaluation.folder}: none of its {len(keys)} problems has a value; are all of its "
+            "answers unscored?"
         )
     return Measurement(values, _range(check.metric, list(values.values())), len(keys) - len(values))
 
@@ -81,7 +81,7 @@ def problem_key(problem: ProblemResult) -> str:
 
 
 def direction_of(check: CheckConfig, where: str) -> Direction:
-    """Which way is better."""
+    """Whether higher or lower values are better."""
     if check.better is not None:
         return check.better
     if check.metric in (LENGTH, TRUNCATION, UNSCORED, COST, KL):
@@ -116,9 +116,9 @@ def measured_metrics(evaluation: Evaluation) -> list[str]:
 
 
 def check_before_measuring(check: CheckConfig, where: str, *, num_samples: int, has_price: bool) -> None:
-    """MeasureError for a check that no evaluation with so many samples per problem, and with or without a price, could answer.
+    """MeasureError for a check that no evaluation with `num_samples` per problem, and with or without a price, can decide.
 
-    What only answers can tell, such as the parts that a reward will have, is not asked here.
+    What depends on the answers, such as the parts of a reward, is not checked here.
     """
     known = [f"{kind}@{k}" for kind in ("pass", "cons") for k in range(1, num_samples + 1)]
     known += [f"avg@{num_samples}", REWARD, LENGTH, TRUNCATION, UNSCORED, REFUSAL, FORMAT, KL]
@@ -163,7 +163,7 @@ def _values(evaluation: Evaluation, check: CheckConfig, where: str) -> list[floa
 
 
 def beginning(text: str) -> str:
-    """Where a refusal would stand: the first sentences after the model's thinking, with plain apostrophes."""
+    """The text searched for a refusal: the first sentences after the model's thinking, with plain apostrophes."""
     return _THINKING.sub("", text, count=1)[:_REFUSES_WITHIN].translate(_APOSTROPHES)
 
 
@@ -204,9 +204,9 @@ def _advice(metric: str) -> str:
     if metric == KL:
         return ". `posttrain gate measure-kl FOLDER --base MODEL` measures it"
     if metric == LENGTH:
-        return ". The server that answered reports no `usage`, so nobody knows how long its answers are"
+        return ". The server that answered reports no `usage`, so the lengths of its answers are unknown"
     if metric == COST:
-        return ". Evaluations know a cost if eval.gpu_hour_price is set"
+        return ". An evaluation has a cost if eval.gpu_hour_price is set"
     if "@" in metric:
         return ". More samples per problem: eval.num_tests_per_prompt"
     return ""
@@ -217,7 +217,8 @@ def _shares(problems: Sequence[ProblemResult], counts: Callable[[SampleResult], 
 
 
 def _costs(evaluation: Evaluation) -> list[float | None]:
-    """A problem's share of the cost, per answer. Its mean over problems of equally many samples is the cost per answer."""
+    """The share of the cost of each problem, per answer. The mean over problems is the cost per answer if all of them
+    have the same number of samples."""
     summary = evaluation.summary
     assert summary.cost is not None
     lengths = [[sample.num_tokens for sample in problem.samples] for problem in evaluation.problems]
@@ -229,8 +230,8 @@ def _costs(evaluation: Evaluation) -> list[float | None]:
 
 
 def _range(metric: str, values: Sequence[float]) -> Range:
-    """Rates are between 0 and 1, and so are most rewards; lengths, costs and divergences are not below 0. What was seen
-    beyond that is possible too."""
+    """Rates and most rewards are between 0 and 1; lengths, costs and divergences are at least 0. Observed values beyond
+    that extend the range."""
     natural = (0.0,) if metric in (LENGTH, COST, KL) else RATE
     return min(*natural, *values), max(*natural, *values)
 

@@ -1,4 +1,4 @@
-"""A verdict as JSON, and as one HTML page that needs nothing but itself."""
+"""A verdict as JSON, and as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from posttrain import __version__
 from posttrain.config.gate import GateConfig
 from posttrain.evaluation.results import Evaluation
-from posttrain.gate.verdict import Evaluations, GateResult, Rule
+from posttrain.gate.verdict import BoundResult, Evaluations, GateResult
 from posttrain.reporting.charts import interval_mark
 from posttrain.reporting.pages import Html, bullets, header, join, note, page, section, table, tag, when
 from posttrain.reporting.scales import label
 
 FORMAT_VERSION = 1
 WORDS = {"promote": "promote", "reject": "reject", "needs_more_samples": "needs more samples"}
-OUTCOMES = {"pass": "holds", "fail": "does not hold", "undecided": "cannot be told", "skipped": "skipped"}
+OUTCOMES = {"pass": "holds", "fail": "does not hold", "undecided": "undecided", "skipped": "skipped"}
 _STYLE = """
 .verdict-promote { background: var(--good-wash); } .verdict-promote b { color: var(--good); }
 .verdict-reject { background: var(--bad-wash); } .verdict-reject b { color: var(--bad); }
@@ -49,14 +49,14 @@ def as_json(
     }
 
 
-def _finite(value: Any) -> Any:
-    """null for a bound that is infinite (of a single problem): JSON has no word for it."""
+def _finite(value: object) -> object:
+    """null for the infinite bounds of a single problem: JSON has no infinity."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _identity(evaluation: Evaluation) -> dict[str, Any]:
+def _identity(evaluation: Evaluation) -> dict[str, object]:
     summary = evaluation.summary
     return {
         "folder": str(evaluation.folder),
@@ -98,10 +98,10 @@ def _rules(result: GateResult) -> Html:
         "Of a comparison the estimate is the difference to production."
     )
     headings = ("check", "demand", "outcome", "candidate", "production", "problems", "estimate and threshold")
-    return section("Checks", note(explanation), table(headings, map(_rule_row, result.rules), numbers=(3, 4, 5)))
+    return section("Checks", note(explanation), table(headings, map(_result_row, result.rules), numbers=(3, 4, 5)))
 
 
-def _rule_row(rule: Rule) -> tuple[object, ...]:
+def _result_row(rule: BoundResult) -> tuple[object, ...]:
     return (
         join((tag("b", rule.check), Html("<br>"), f"{rule.metric} of {rule.evaluation}")),
         rule.demand,
@@ -113,7 +113,7 @@ def _rule_row(rule: Rule) -> tuple[object, ...]:
     )
 
 
-def _mark(rule: Rule) -> Html:
+def _mark(rule: BoundResult) -> Html:
     estimate, threshold = rule.estimate, rule.threshold
     if estimate is None or threshold is None or not math.isfinite(estimate.high - estimate.low):
         return Html()

@@ -253,7 +253,7 @@ def _quoted(label: str, text: str, max_characters: int) -> list[Line]:
 
 
 @dataclass(frozen=True)
-class Summary:
+class MetricSummary:
     """First, last and best of what a run is about, from its rows. `metric` is empty when there is no row with it."""
 
     metric: str
@@ -263,12 +263,12 @@ class Summary:
     best_step: int = 0
 
 
-def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False) -> Summary:
+def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False) -> MetricSummary:
     points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     if not points:
-        return Summary("")
+        return MetricSummary("")
     best_step, best = min(points, key=lambda point: point[1] if lower_is_better else -point[1])
-    return Summary(metric, points[0][1], points[-1][1], best, best_step)
+    return MetricSummary(metric, points[0][1], points[-1][1], best, best_step)
 
 
 def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
