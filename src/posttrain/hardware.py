@@ -1,4 +1,4 @@
-"""What accelerators can do at best, to say how much of it is used."""
+"""Peak throughput of accelerators, to report how much of it is used."""
 
 from __future__ import annotations
 

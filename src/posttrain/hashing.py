@@ -86,7 +86,7 @@ class FileHashes:
         if not self._new or not self._memory.parent.is_dir():
             return
         with _locked(self._memory.with_suffix(".lock")):
-            # Others may have written since: what they know is kept, what is gone from the disk is not.
+            # Others may have written since: their entries are kept, those of removed files are not.
             merged = {**_read_memory(self._memory), **self._new}
             kept = {name: row for name, row in merged.items() if os.path.exists(name)}
             durable.write_text(self._memory, json.dumps(kept))
@@ -98,14 +98,14 @@ class FileHashes:
 
 
 def hash_files(files: Sequence[Path], say: Callable[[str], None] | None = None) -> list[str]:
-    """With the memory that all of the user's commands share. `say` hears of it if it takes long."""
+    """With the cache that all of the user's commands share. `say` gets a message if it takes long."""
     try:
         memory = cache_folder() / "file_hashes.json"
     except RuntimeError:  # a user without a home
         memory = Path(os.devnull) / "file_hashes.json"
     hashes = FileHashes(memory, min_bytes=_LARGE_BYTES)
     if say is not None and (unknown := hashes.unknown_bytes(files)) > _LONG_BYTES:
-        say(f"hashing {unknown / 2**30:.0f} GiB of files; the hashes are remembered for the next time")
+        say(f"hashing {unknown / 2**30:.0f} GiB of files; the hashes are kept for the next time")
     found = hashes.of_all(files)
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from posttrain.checkpointing import durable
 
-Write = Callable[[Callable[[], bool]], None]  # is given a function that says whether to give up
+Write = Callable[[Callable[[], bool]], None]  # its argument returns True once the run has failed
 _PERIOD_S = 0.05
 _GRACE_S = 60.0  # for ranks that may be gone
 
@@ -35,7 +35,7 @@ class BackgroundWrite:
         assert self.is_over, "one write at a time"
         self._over.clear()
         self._given_up.clear()
-        # A process that is told to end at once does not wait for it: what it leaves behind is not called a checkpoint.
+        # A daemon: a process that ends at once does not wait for it, and leaves a folder without its final name.
         threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
 
     def _run(self, write: Write) -> None:
@@ -99,7 +99,7 @@ def wait_for_marks(folder: Path, num_ranks: int, is_given_up: Callable[[], bool]
 def _has_written(folder: Path, rank: int) -> bool:
     mark = _mark(folder, rank)
     if _bare_mark(folder, rank).exists():
-        problem = "it could not even say why; is the disk full?"
+        problem = "it could not write the reason; is the disk full?"
     elif mark.exists():
         problem = mark.read_text(encoding="utf-8")
     else:

@@ -114,7 +114,7 @@ def _differences(saved: Any, current: Any, name: str) -> Iterator[str]:
 
 
 def _unknown(saved: Any, current: Any, name: str) -> bool:
-    """One side does not say. For LoRA that means none, and is a difference; elsewhere (a field that another version of
+    """Missing on one side. For LoRA that means none, and is a difference; elsewhere (a field that another version of
     `transformers` did not write) there is nothing to compare."""
     return not name.startswith("lora") and (saved is None or current is None)
 

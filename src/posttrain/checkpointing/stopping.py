@@ -21,7 +21,7 @@ _FORM = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
 
 class Interruption:
-    """While it is entered, the first SIGTERM or SIGINT is remembered and answered with a line on stderr.
+    """While it is entered, the first SIGTERM or SIGINT is stored and answered with a line on stderr.
 
     A second SIGINT raises KeyboardInterrupt at once; further SIGTERMs change nothing. Python delivers signals to the main
     thread only, so in any other thread entering does nothing and `active` stays False.
@@ -57,7 +57,7 @@ class Interruption:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
-            # A forked child inherits this handler, but not the loop that would act on it. It must die when it is told to.
+            # A forked child inherits this handler, but not the loop that would act on it. It must end at the signal.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -74,7 +74,7 @@ class Interruption:
 
 
 class SaveDeadline:
-    """Says when one more step might not fit: elapsed time plus the mean time of a step reaches the limit.
+    """When one more step might not fit: elapsed time plus the mean time of a step reaches the limit.
 
     The time that saving takes is not foreseen: choose a limit that leaves room for it.
     """

@@ -1,6 +1,6 @@
 """A run's checkpoint folder: writing checkpoints, finding the newest good one, removing the surplus.
 
-The names say the state, so that a kill at any instant leaves something that can be told apart:
+The name gives the state, so that what a kill leaves behind is recognised:
 
     step_N            complete; every file listed in its checksums.json
     tmp_step_N        being written
@@ -10,7 +10,7 @@ The names say the state, so that a kill at any instant leaves something that can
 One process writes to a folder, any number may read. Readers (`latest`, `steps`) change nothing on the disk; what a killed
 writer left behind is put in order when the next one starts to write.
 
-The store does not know what is in a checkpoint, except for the metric in `training_info.json` that retention goes by.
+The store reads nothing of a checkpoint but the metric in `training_info.json` that retention uses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
 _STEP = re.compile(r"(old_)?step_(0|[1-9]\d*)")
 _LEFTOVER = re.compile(r"(tmp|removing)_(old_)?step_\d+")
-_WORTH_A_LINE_BYTES = 2**30  # verifying more than this takes long enough to say so
+_WORTH_A_LINE_BYTES = 2**30  # verifying more than this takes long enough for a message
 _MAX_LOOKS = 100  # at a checkpoint that is replaced while it is looked at
 
 
@@ -114,7 +114,7 @@ class CheckpointStore:
         durable.sync_folder(self.folder)
 
     def _tidy_up_after(self, step: int) -> None:
-        """What follows a complete checkpoint. It must not fail a run whose state is safe, so it says what went wrong."""
+        """What follows a complete checkpoint. It must not fail a run whose state is safe, so errors become messages."""
         status = {
             "last_checkpoint_step": step,
             "last_successful_ckpt_save_completion": time.time(),
@@ -159,7 +159,7 @@ class CheckpointStore:
         try:
             shutil.rmtree(folder)
         except OSError as error:
-            # Network filesystems keep files that somebody has open. The next save tries again.
+            # Network filesystems keep files that are open. The next save tries again.
             self._say(f"{folder} could not be removed: {error}")
 
     # --- reading ---

@@ -1,7 +1,7 @@
-"""From hidden states to logits: the last step of a causal language model, on the rows that are asked for and no others.
+"""From hidden states to logits: the last step of a causal language model, on the requested rows only.
 
 The sampler and the trainer both use `OutputHead`, so their logits are the same arithmetic. It reproduces what model
-families do after the output projection (Gemma's soft cap, Cohere's and Granite's factor) and refuses what it does not know:
+families do after the output projection (Gemma's soft cap, Cohere's and Granite's factor) and refuses anything else:
 a factor forgotten here would train, quietly, a different model. `check_logits` compares with the model's own forward pass.
 """
 
@@ -82,7 +82,7 @@ class OutputHead:
         spread = float(theirs.abs().max())
         if float((ours - theirs).abs().max()) > tolerance * max(spread, 1e-6):
             raise UnsupportedModelError(
-                "this model changes its logits after the output head in a way that posttrain does not know "
+                "this model changes its logits after the output head in a way that posttrain does not support "
                 f"(largest logit {spread:.4g} in the model's own forward pass, {float(ours.abs().max()):.4g} in ours)"
             )
 
@@ -148,7 +148,7 @@ def _factor(config: Any) -> float:
     if divisor is not None and float(divisor) != 1.0:
         if not str(config.model_type).startswith(_DIVIDED_BY_LOGITS_SCALING):
             raise UnsupportedModelError(
-                f"{config.model_type}: config.logits_scaling is {divisor}; posttrain knows the meaning of this field for "
+                f"{config.model_type}: config.logits_scaling is {divisor}; posttrain supports this field for "
                 f"{', '.join(_DIVIDED_BY_LOGITS_SCALING)} only"
             )
         factor /= float(divisor)

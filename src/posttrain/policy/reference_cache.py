@@ -46,7 +46,7 @@ Logprobs = NDArray[np.float32]
 
 
 class CachedReference:
-    """`folder` None keeps the cache in memory alone; `max_bytes` 0 has none. `warn` is told when the file fails."""
+    """`folder` None keeps the cache in memory alone; `max_bytes` 0 has none. `warn` gets a message when the file fails."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class CachedReference:
             return
         if self._num_bytes + size > self._max_bytes:
             self._is_full = True
-            entries, size = {}, 0  # an empty record says so to a run that resumes
+            entries, size = {}, 0  # an empty record marks this for a run that resumes
         self._num_bytes += size
         # Copies: a slice would keep the whole batch alive, and the caller may do with it what he likes.
         self._known.update({key: values.copy() for key, values in entries.items()})

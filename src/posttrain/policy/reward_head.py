@@ -58,7 +58,7 @@ class RewardHead:
         if float((ours - theirs).abs().max()) > tolerance * max(float(hidden.abs().max()), 1.0):
             raise UnsupportedModelError(
                 f"this model's own score of a token is {float(theirs[0]):.4g}, where the last hidden state and its linear "
-                f"layer give {float(ours[0]):.4g}: it does something in between that posttrain does not know"
+                f"layer give {float(ours[0]):.4g}: it does something in between that posttrain does not support"
             )
 
 
@@ -104,7 +104,7 @@ def load_reward_model(
             dtype=dtype,
             attn_implementation=ATTENTION,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, with our words
+            ignore_mismatched_sizes=True,  # reported below
             **dict(overrides or {}),
         )
     except OSError as error:

@@ -121,9 +121,9 @@ class PolicyTrainer:
         return add_lora(model, lora, setup.seed, task_type="SEQ_CLS" if setup.reward_model else "CAUSAL_LM")
 
     def _recomputes_activations(self, setup: RankSetup) -> bool:
-        said = setup.policy.dtensor_cfg.activation_checkpointing
-        if said != "auto" or self.device.type != "cuda":
-            return said is True
+        configured = setup.policy.dtensor_cfg.activation_checkpointing
+        if configured != "auto" or self.device.type != "cuda":
+            return configured is True
         return setup.trains and should_checkpoint(
             base_config(self.model).to_dict(),
             setup.policy,
@@ -143,8 +143,8 @@ class PolicyTrainer:
         if mesh is not None:
             layers: Any = root.head.decoder.layers
             shard(root, list(layers), mesh)
-            # FSDP wants the first forward pass to enter at the root; the engine enters at the decoder. The root's own
-            # parameters stay whole after a pass, and the optimizer must not take hold of them as such.
+            # FSDP requires the first forward pass to enter at the root; the engine enters at the decoder. The root's own
+            # parameters stay whole after a pass, and the optimizer must get the sharded ones.
             self._score(root, [None])
             reshard(root)
         return root
@@ -240,7 +240,7 @@ class PolicyTrainer:
         """The same under the frozen reference: the base model under the adapters, or the copy made at the start."""
         if self.reference is not None:
             return self._score(self.reference, parts)
-        assert is_adapted(self.model), "a reference was not asked for when this worker was built"
+        assert is_adapted(self.model), "this trainer was built without a reference"
         self.model.eval()
         with without_adapters(self.model):
             return self._score(self.forward, parts)

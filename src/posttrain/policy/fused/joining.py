@@ -1,7 +1,7 @@
 """Parameters that meet the same input, one below the other in memory: then one matrix product serves them all.
 
 Whether some are joined is read off the parameters themselves, each time, and nothing else remembers it. So an optimizer
-that writes into them, a copy of the model or a checkpoint loaded into it need to know nothing of this; parameters that have
+that writes into them, a copy of the model or a checkpoint loaded into it need no special case; parameters that have
 lost each other (copied, moved, given other data) are joined again when they are next used.
 """
 

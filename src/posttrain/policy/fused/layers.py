@@ -66,7 +66,7 @@ def _fuse(layer: nn.Module, rotary: nn.Module, may_join: bool) -> bool:
         return False
     try:
         observed = Observed(layer, rotary)
-    except (TypeError, IndexError):  # layer or rotation want other arguments than the pattern's
+    except (TypeError, IndexError):  # layer or rotation take other arguments than the pattern's
         return False
     fused = FusedLayer(layer, observed, may_join)
     if observed.num_rotated != fused.head_dim or not observed.agrees(fused):
@@ -99,7 +99,7 @@ def _defer_sums(decoder: Any) -> None:
     weight = decoder.norm.weight
     try:
         plain = trial_pass(decoder, weight)
-    except (TypeError, ValueError, AttributeError, IndexError):  # it wants other arguments
+    except (TypeError, ValueError, AttributeError, IndexError):  # it takes other arguments
         return
     for forward in (*fused, decoder.norm.forward):
         forward.pending = pending

@@ -1,7 +1,7 @@
 """Linear modules that take the same input, as one matrix product; some of them may have a low-rank adapter.
 
 With adapters the input meets the base weights in one product and all matrices A in another, and each B adds its part to
-the columns it belongs to: scaling and sum happen inside the product, and are rounded once. Plain torch; knows neither of
+the columns it belongs to: scaling and sum happen inside the product, and are rounded once. Plain torch, independent of
 models nor of peft (`adapters.py`), nor of what comes before a product (`ops.py`).
 """
 

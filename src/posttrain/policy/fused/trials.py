@@ -19,7 +19,7 @@ _TRIAL_TOKENS = 8
 
 
 class Observed:
-    """One pass of a layer's own forward over a few tokens: what it asks of attention, and what comes out."""
+    """One pass of a layer's own forward over a few tokens: which options it passes to attention, and its output."""
 
     @torch.no_grad()
     def __init__(self, layer: Any, rotary: nn.Module) -> None:

@@ -13,7 +13,7 @@ from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, scheduler: Any, seed: int) -> MixedPrecisionOptimizer:
-    """The optimizer that `policy.optimizer` asks for, over the trainable parameters."""
+    """The optimizer of the config section `policy.optimizer`, over the trainable parameters."""
     form = StateFormat(config.state_dtype, config.master_weights != "none", config.offload_states)
     if form.is_plain:
         return MixedPrecisionOptimizer(model, config.name, config.kwargs, scheduler)

@@ -103,10 +103,9 @@ class CompactOptimizer(MixedPrecisionOptimizer):
             self.optimizer.put_state(name, self._with_master(name, state))
 
     def _with_master(self, name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A checkpoint of an fp32 run has no masters, one of a bf16 run has some that an fp32 run is not in need of."""
+        """A checkpoint of an fp32 run has no masters, one of a bf16 run has some that an fp32 run does not need."""
         weight = local_part(self.parameters[name].detach())
-        wants = self.form.masters and weight.dtype != torch.float32
-        if wants:
+        if self.form.masters and weight.dtype != torch.float32:
             master = state.get("master", weight.float())
             weight.copy_(master)
             return {**state, "master": master}

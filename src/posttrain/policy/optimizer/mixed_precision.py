@@ -231,7 +231,7 @@ class MixedPrecisionOptimizer:
     def check_kinds(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError if a saved state is that of another optimizer or schedule: it would mean nothing here."""
         current = self._kinds()
-        saved = {**current, **ORDINARY, **state.get("kinds", {})}  # older checkpoints do not say
+        saved = {**current, **ORDINARY, **state.get("kinds", {})}  # not in older checkpoints
         for setting, names in current.items():
             if saved[setting] != names:
                 was, now = (", then ".join(kinds) or "none" for kinds in (saved[setting], names))

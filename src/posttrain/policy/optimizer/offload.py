@@ -1,7 +1,4 @@
-"""Work on a device over data that lives in host memory: fetch a piece, compute, take it back, three pieces at a time.
-
-Knows nothing of what is computed.
-"""
+"""Computes on a device over data in host memory: fetch a piece, compute, write it back, three pieces at a time."""
 
 from __future__ import annotations
 
