@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path, PurePath
-from typing import Any
 from uuid import UUID
 
 from posttrain.checkpointing import durable
@@ -30,12 +29,12 @@ _LARGE_BYTES = 1 << 20
 _LONG_BYTES = 8 << 30
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """One SHA-256 for plain values, whatever the order of their keys. Of others, such as images, the bytes count."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """Never the text of an object, which may hold where it lies in memory."""
     if isinstance(value, bytes | bytearray | memoryview):
         return hashlib.sha256(value).hexdigest()
@@ -52,8 +51,8 @@ class FileHashes:
     def __init__(self, memory: Path, *, min_bytes: int = 0) -> None:
         self._memory = memory
         self._min_bytes = min_bytes
-        self._known: dict[str, list[Any]] = _read_memory(memory)
-        self._new: dict[str, list[Any]] = {}
+        self._known: dict[str, list[int | str]] = _read_memory(memory)
+        self._new: dict[str, list[int | str]] = {}
 
     def of(self, file: Path) -> str:
         try:
@@ -135,7 +134,7 @@ def _mark(status: os.stat_result) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
-def _read_memory(memory: Path) -> dict[str, list[Any]]:
+def _read_memory(memory: Path) -> dict[str, list[int | str]]:
     try:
         known = json.loads(memory.read_text(encoding="utf-8"))
     except (OSError, ValueError):

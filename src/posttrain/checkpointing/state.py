@@ -25,18 +25,18 @@ _FORMAT = 1
 @dataclass(frozen=True)
 class TrainingState:
     step: int  # steps that were finished when this was saved
-    stream_state: dict[str, Any]
+    stream_state: dict[str, object]
     rng: dict[str, Any]  # for `restore_rng`
-    extra: dict[str, Any]
+    extra: dict[str, int]
 
 
 def save_training_state(
     folder: Path,
     *,
     step: int,
-    stream_state: Mapping[str, Any],
-    rng: Mapping[str, Any],
-    extra: Mapping[str, Any] | None = None,
+    stream_state: Mapping[str, object],
+    rng: Mapping[str, object],
+    extra: Mapping[str, int] | None = None,
 ) -> None:
     """Write `train_dataloader.pt` into a checkpoint's folder. `rng` comes from `capture_rng`."""
     state = {
@@ -95,13 +95,13 @@ def restore_rng(state: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(device_state, device)
 
 
-def _require_plain(value: Any, name: str) -> None:
+def _require_plain(value: object, name: str) -> None:
     """Fail while saving, with the name of the value, rather than while resuming."""
     if type(value) is dict:
         for key, item in value.items():
             _require_plain(key, f"a key of {name}")
             _require_plain(item, f"{name}.{key}")
-    elif type(value) in (list, tuple):
+    elif isinstance(value, list | tuple) and type(value) in (list, tuple):
         for index, item in enumerate(value):
             _require_plain(item, f"{name}[{index}]")
     elif value is not None and type(value) not in (bool, int, float, str, bytes, torch.Tensor):

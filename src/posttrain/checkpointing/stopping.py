@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
 
 _EXIT_CODES = {signal.SIGTERM: 85, signal.SIGINT: 130}
 _FIELD = "checkpointing.checkpoint_must_save_by"
@@ -32,7 +31,7 @@ class Interruption:
         self.active = False
         self._num_sigints = 0
         self._owner = 0
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     @property
     def exit_code(self) -> int:

@@ -94,7 +94,7 @@ class CheckpointStore:
         self._damaged.discard(step)
         self._tidy_up_after(step)
 
-    def save_info(self, tmp: Path, info: Mapping[str, Any]) -> None:
+    def save_info(self, tmp: Path, info: Mapping[str, object]) -> None:
         """Write `training_info.json`. Numbers that JSON has no name for (NaN, infinities) become null."""
         text = json.dumps(_plain(info), indent=2, allow_nan=False)
         (tmp / INFO).write_text(text + "\n", encoding="utf-8")
@@ -281,7 +281,7 @@ class CheckpointStore:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """`value` as JSON can hold it: one-element tensors and numpy scalars as numbers, what is not finite as null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -24,7 +24,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -194,7 +193,7 @@ _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", 
 _CHUNK_BYTES = 2**24  # hashed in parallel; part of the definition
 
 
-def model_fingerprint(model: nn.Module, config: Mapping[str, Any], temperature: float) -> str:
+def model_fingerprint(model: nn.Module, config: Mapping[str, object], temperature: float) -> str:
     """SHA-256 of the weights under any adapters, their precision, the architecture and the temperature.
 
     A collective when the weights are sharded: every rank calls it. The answer is that of rank 0; the others return "".

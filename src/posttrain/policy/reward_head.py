@@ -86,7 +86,7 @@ def load_reward_model(
     name: str,
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, object] | None = None,
     *,
     seed: int | None,
     pad_token_id: int | None,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ class RankSetup:
 class ModelFacts:
     """What the driver reports of the model, without holding it."""
 
-    config: dict[str, Any]  # `to_dict()` of the model's config
+    config: dict[str, object]  # `to_dict()` of the model's config
     num_parameters: int
     device: str
     device_name: str
@@ -141,7 +141,7 @@ class PolicyTrainer:
             root = TokenLogprobs(model, self.config.logprob_chunk_size)
         fuse_layers(root.head.decoder, may_join=mesh is None)
         if mesh is not None:
-            layers: Any = root.head.decoder.layers
+            layers = cast(nn.ModuleList, root.head.decoder.layers)
             shard(root, list(layers), mesh)
             # FSDP requires the first forward pass to enter at the root; the engine enters at the decoder. The root's own
             # parameters stay whole after a pass, and the optimizer must get the sharded ones.
@@ -170,8 +170,8 @@ class PolicyTrainer:
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
         )
 
-    def _model_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = base_config(self.model).to_dict()
+    def _model_config(self) -> dict[str, object]:
+        config: dict[str, object] = base_config(self.model).to_dict()
         # A reward model has no output table, so there is none to share with the input's.
         return {**config, "tie_word_embeddings": False} if self._scores_answers else config
 

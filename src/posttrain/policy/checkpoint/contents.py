@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ def base_config(model: nn.Module) -> PreTrainedConfig:
     return model.get_base_model().config if is_adapted(model) else model.config  # type: ignore[operator]
 
 
-def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     lora = None
     if is_adapted(model):
         lora = {
@@ -135,12 +134,12 @@ class KeptGenerationConfig(GenerationConfig):
         kept.__dict__.update(config.__dict__)
         return kept
 
-    def validate(self, strict: bool = False, **details: Any) -> None:
+    def validate(self, strict: bool = False, **details: object) -> None:
         if not strict:  # only saving is strict
             super().validate(**details)
 
 
-def keep_generation_config(model: Any) -> None:
+def keep_generation_config(model: nn.Module) -> None:
     """Let the model be saved with the generation settings that it was loaded with; some kinds of model have none."""
     if isinstance(getattr(model, "generation_config", None), GenerationConfig):
         model.generation_config = KeptGenerationConfig.copy_of(model.generation_config)

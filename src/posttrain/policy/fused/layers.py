@@ -198,10 +198,10 @@ class FusedLayer:
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: object = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **options: Any,
+        **options: object,
     ) -> Tensor:
         pending = self.pending.take(hidden_states)
         if len(hidden_states) != 1 or past_key_values is not None or position_embeddings is None:

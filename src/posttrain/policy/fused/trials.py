@@ -37,7 +37,7 @@ class Observed:
         self.options = options
         return self.segments.attend(layer, query, key, value, **options)
 
-    def _run(self, forward: Callable[..., Any]) -> Tensor:
+    def _run(self, forward: Callable[..., Tensor]) -> Tensor:
         with evaluation_mode(self.layer), attention_context(self), _autocast(self.norm_weight):
             output = forward(self.states, position_embeddings=self.angles)
         return output[0] if isinstance(output, tuple) else output
@@ -48,7 +48,7 @@ class Observed:
         return self.angles[0].shape[-1]
 
     @torch.no_grad()
-    def agrees(self, forward: Callable[..., Any]) -> bool:
+    def agrees(self, forward: Callable[..., Tensor]) -> bool:
         """Whether `forward` makes of the same tokens what the layer's own makes, which used our attention."""
         return bool(self.options) and is_near(
             self._run(forward), self.output, self.norm_weight.dtype, spread=self.output - self.states

@@ -14,7 +14,13 @@ from torch.optim import Adam, AdamW, Optimizer
 from posttrain.errors import InputError
 from posttrain.policy.fused.accumulate import move_to_sum, sum_of
 from posttrain.policy.optimizer.compact_adam import CompactAdam, StateFormat
-from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, class_name, parameter_of, resolve
+from posttrain.policy.optimizer.mixed_precision import (
+    MixedPrecisionOptimizer,
+    SchedulerSpec,
+    class_name,
+    parameter_of,
+    resolve,
+)
 from posttrain.policy.parallel import as_shard, local_part
 
 
@@ -28,7 +34,7 @@ class CompactOptimizer(MixedPrecisionOptimizer):
         model: nn.Module,
         name: str,
         kwargs: Mapping[str, Any],
-        scheduler: Any,
+        scheduler: SchedulerSpec,
         form: StateFormat,
         seed: int,
     ) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ class CompactAdam(Optimizer):
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float | None = None,
-        **others: Any,
+        **others: object,
     ) -> None:
         unknown = sorted(name for name, value in others.items() if name not in _HOW_TO_COMPUTE and value)
         if unknown:
@@ -110,7 +110,7 @@ class CompactAdam(Optimizer):
         self._slice = _WHOLE if kernel is not None and not form.offload else _SLICE
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         assert closure is None, "gradients are there already"
         names = [name for name in self.named if name in self.gradients]
         if not names:
@@ -129,7 +129,7 @@ class CompactAdam(Optimizer):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def _state_of(self, name: str) -> dict[str, Any]:
+    def _state_of(self, name: str) -> dict[str, Tensor]:
         parameter = self.named[name]
         state = self.state[parameter]
         if "exp_avg" in state:

@@ -25,6 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from posttrain.errors import CheckpointError, InputError
 from posttrain.policy.fused.accumulate import begin_sum, move_to_sum, sum_of
 
+SchedulerSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None  # `policy.scheduler`
+
 
 def resolve(dotted: str, field: str) -> Any:
     """The object that a dotted name such as `torch.optim.AdamW` names."""
@@ -37,7 +39,7 @@ def resolve(dotted: str, field: str) -> Any:
         ) from error
 
 
-def build_scheduler(optimizer: Optimizer, spec: Any) -> LRScheduler | None:
+def build_scheduler(optimizer: Optimizer, spec: SchedulerSpec) -> LRScheduler | None:
     """None, one {name, kwargs}, or a list of them ending with {milestones: […]}, which run one after another."""
     if not spec:
         return None
@@ -76,7 +78,7 @@ class MixedPrecisionOptimizer:
         None  # called before weights or state change: something may be reading them
     )
 
-    def __init__(self, model: nn.Module, name: str, kwargs: Mapping[str, Any], scheduler: Any) -> None:
+    def __init__(self, model: nn.Module, name: str, kwargs: Mapping[str, object], scheduler: SchedulerSpec) -> None:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters = self._make_masters()
         try:
@@ -92,7 +94,7 @@ class MixedPrecisionOptimizer:
     def _make_masters(self) -> dict[str, nn.Parameter]:
         return {n: p if p.dtype == torch.float32 else _master(p) for n, p in self.parameters.items()}
 
-    def _make(self, name: str, kwargs: Mapping[str, Any]) -> Optimizer:
+    def _make(self, name: str, kwargs: Mapping[str, object]) -> Optimizer:
         made: Optimizer = resolve(name, "policy.optimizer.name")(list(self.masters.values()), **kwargs)
         return made
 
@@ -207,7 +209,7 @@ class MixedPrecisionOptimizer:
                 self.optimizer.state[master][key.rpartition("/")[2]] = tensor
         self._round_back()
 
-    def schedule_state(self) -> dict[str, Any]:
+    def schedule_state(self) -> dict[str, object]:
         """The schedule and the hyperparameters it has changed. Plain values."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         return {
