@@ -33,7 +33,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 def make_tasks(count: int = 3) -> list[Task]:
-    random = torch.Engine().manual_seed(7)
+    random = torch.Generator().manual_seed(7)
     lengths = [5, 12, 2, 9][:count]
     prompts = [tuple(torch.randint(3, VOCAB_SIZE, (n,), generator=random).tolist()) for n in lengths]
     return [Task(100 + draw, f"t:{draw}", TOKENIZER.decode(ids), ids) for draw, ids in enumerate(prompts)]

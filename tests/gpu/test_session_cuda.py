@@ -39,7 +39,7 @@ def requests() -> list[SessionRequest]:
     return found
 
 
-def test_every_request_gets_what_the_engine_gives_it_alone() -> None:
+def test_session_equals_the_engine_alone() -> None:
     """fp32, so that the order of a sum changes no draw. Adapters are on the model before the engine sees it."""
     config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
     model: Any = get_peft_model(tiny_model("llama"), config, adapter_name="one")

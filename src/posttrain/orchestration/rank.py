@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.engines.native import NativeEngine, native_settings
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
 from posttrain.roles import Objective, Progress
@@ -31,10 +31,8 @@ def build_engine(trainer: PolicyTrainer) -> NativeEngine | None:
     config = trainer.config
     if config.generation is None:
         return None
-    settings = NativeSettings(
-        **config.generation.native_cfg.model_dump(),
-        max_total_tokens=config.max_total_sequence_length,
-        deterministic=config.deterministic,
+    settings = native_settings(
+        config.generation.native_cfg, config.max_total_sequence_length, deterministic=config.deterministic
     )
     return NativeEngine(trainer.model, trainer.tokenizer, settings)
 

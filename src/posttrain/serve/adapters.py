@@ -134,7 +134,7 @@ def warn_of_unused_template(
     base = load_tokenizer(main.tokenizer, f"model {main.text!r}")
     if (tokenizer.chat_template, tokenizer.eos_token) != (base.chat_template, base.eos_token):
         say(
-            f"warning: adapter {name} brought a chat template of its own, and vLLM asks every adapter in that of {main.text}: "
+            f"warning: adapter {name} has its own chat template, and vLLM uses that of {main.text} for every adapter: "
             "its answers may be worse than they should be; --backend native uses the adapter's own"
         )
 

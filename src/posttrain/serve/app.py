@@ -1,4 +1,4 @@
-"""The HTTP side: routes, keys, sizes, streams. What is served is in `service.py`."""
+"""The HTTP layer: routes, API keys, body limits, streams. The models are in `service.py`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from posttrain.serve.service import Job, Service, Ticket
 
 log = logging.getLogger("posttrain.serve")
 
-# Of a body that is too large, so much is read and thrown away: a client that is still sending would not hear why.
+# Bytes of an oversized body that are read and discarded: a client that is still sending would miss the error.
 MOST_BYTES_TO_DISCARD = 32 * 2**20
-SLOW_READER_S = 30.0  # beyond the time limit of a request, for a client to read the end of its stream
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what logs call a client that went away
+SLOW_READER_S = 30.0  # after the time limit of a request, for a client to read the end of its stream
+CLIENT_CLOSED_REQUEST = 499  # for logs only: the client has disconnected
 
 
 def create_app(service: Service) -> FastAPI:
-    """The caller starts and stops the engine of `service`."""
+    """The caller starts and stops `service.engine`."""
     app = FastAPI(title="posttrain", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def api_error(_request: Request, error: Exception) -> Response:
@@ -62,7 +62,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    @app.api_route("/health", methods=["GET", "HEAD"])  # load balancers ask either way
+    @app.api_route("/health", methods=["GET", "HEAD"])  # load balancers use either
     async def health() -> Response:
         return _health(service)
 
@@ -78,7 +78,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Response:
         _authorise(service, request)
-        service.version_for(name, "")  # raises if there is none
+        service.version_for(name, "")  # raises if it does not exist
         return JSONResponse(_model(service, name))
 
     @app.post("/v1/chat/completions")
@@ -97,7 +97,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({"id": body.id, "version": service.rate(body.id, body.score), "score": body.score})
 
 
-# -- before an answer --------------------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 def _authorise(service: Service, request: Request) -> None:
@@ -116,7 +116,7 @@ def _authorise(service: Service, request: Request) -> None:
 
 
 async def _read(service: Service, request: Request) -> bytes:
-    """The body, once the key is right, and no more of it than is allowed."""
+    """The body, after the API key was checked, up to the size limit."""
     _authorise(service, request)
     limit = service.limits.max_body_bytes
     parts, size = [], 0
@@ -140,7 +140,7 @@ async def _read(service: Service, request: Request) -> bytes:
 
 
 def _key(request: Request) -> str | None:
-    """Who asks, where the body does not name a user."""
+    """The client, if the body does not name a user."""
     return request.headers.get("x-request-id")
 
 
@@ -172,14 +172,14 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
 
 
 async def _pieces(ticket: Ticket) -> AsyncIterator[Piece]:
-    """What the client is to hear, in order of arrival."""
+    """Pieces of the choices in order of arrival."""
     choices = choices_of(ticket.job)
     async for batch in ticket.batches():
         pieces: dict[int, Piece] = {}
         for event in batch:
             choice = choices[event.request_id, event.sample]
             if choice.finish_reason is not None:
-                continue  # its stop string was seen in the text before the engine saw it
+                continue  # its stop string was found in the text before the engine found it
             piece = choice.push(event)
             ticket.num_completion_tokens += 1
             pieces[choice.index] = pieces[choice.index].then(piece) if choice.index in pieces else piece
@@ -202,7 +202,7 @@ async def _events(ticket: Ticket, writer: ResponseWriter, includes_usage: bool) 
         async for piece in _pieces(ticket):
             yield writer.chunk(piece)
     except ApiError as error:
-        # The status has been sent long ago. OpenAI's clients raise on an event that holds an error.
+        # The status was sent already. OpenAI's clients raise on an event with an error.
         yield server_sent(error.body)
         return
     if includes_usage:
@@ -211,7 +211,7 @@ async def _events(ticket: Ticket, writer: ResponseWriter, includes_usage: bool) 
 
 
 async def _unless_disconnected(request: Request, answer: Any) -> dict[str, Any] | None:
-    """The answer, or None as soon as the client has gone."""
+    """The answer, or None as soon as the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -227,8 +227,8 @@ async def _unless_disconnected(request: Request, answer: Any) -> dict[str, Any] 
 
 
 class _Stream(StreamingResponse):
-    """Gives the place in the engine back however the stream ends: at its end, by an error, because the client left, or
-    because it does not read what is sent to it."""
+    """Closes the ticket however the stream ends: complete, by an error, because the client disconnected, or because it
+    stopped reading."""
 
     def __init__(self, ticket: Ticket, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
@@ -244,7 +244,7 @@ class _Stream(StreamingResponse):
             self._ticket.close()
 
 
-# -- what is here ------------------------------------------------------------------------------------------------------
+# -- status ------------------------------------------------------------------------------------------------------------
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From names on a command line to a service: finds models, loads them, shares the memory out, and puts versions together."""
+"""Builds a service from the options of the command line: resolves and loads models, shares memory, assembles versions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
     other = None
     if options.canary and not canary_is_adapter:
         other = resolve_registered_model(options.canary, registry=options.registry)
-    # Before any weights: what does not fit together is said in seconds, not after minutes of loading.
+    # Before loading weights: incompatible tokenizers are reported in seconds, not after minutes.
     tokenizers = {name: load_adapter_tokenizer(name, adapter, main, say) for name, adapter in adapters.items()}
 
     say(f"loading {main.text}")
@@ -83,7 +83,7 @@ def _adapter(name: str, text: str, main: ResolvedModel, say: Say, registry: str 
 
 
 def _adapted(base: Version, name: str, adapter: ServedAdapter, tokenizer: Any | None) -> Version:
-    """With the chat template that the adapter was trained with, where it brought one."""
+    """With the chat template of the adapter, if it has one."""
     version = replace(base, name=name, source=adapter.source, adapter=name)
     return version if tokenizer is None else replace(version, tokenizer=tokenizer, chat=ChatFormat(tokenizer))
 
@@ -117,7 +117,7 @@ def _memory_share(engines: Sequence[NativeEngine], options: EngineOptions) -> di
 
 
 def _on_rollback(canary: ResolvedModel | None, registry: str | None, say: Say) -> Callable[[str], None]:
-    """Say it; and if the canary came from the registry, take it out of the stage there. Nobody waits for the registry."""
+    """Report the rollback. A canary from the registry is also removed from its stage there, in a thread."""
 
     def write(name: str, number: int, reason: str) -> None:
         from posttrain.registry import Registry
@@ -126,9 +126,9 @@ def _on_rollback(canary: ResolvedModel | None, registry: str | None, say: Say) -
             store = Registry(registry)
             if store.get(name, number).stage == CANARY:
                 store.rollback(name, stage=CANARY, why=f"rolled back by the server: {reason}", by="posttrain serve")
-                say(f"registry: version {number} of {name} is no canary any more")
+                say(f"registry: version {number} of {name} is no longer a canary")
         except Exception as error:
-            log.error("the registry could not be told of the rollback: %s", error)
+            log.error("the rollback could not be written to the registry: %s", error)
 
     def on_rollback(reason: str) -> None:
         say(f"canary rolled back: {reason}")

@@ -1,4 +1,4 @@
-"""Models by whatever name a user gives them, loaded for answering. Shared by the server and the chat in the terminal."""
+"""Models and adapters by name, loaded for serving. Shared by the server and the chat in the terminal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`posttrain serve --backend vllm`: the same command line, answered by vLLM's own server, which takes this process over.
+"""`posttrain serve --backend vllm`: the same command line, served by vLLM's own server, which replaces this process.
 
-posttrain finds the model and translates the options. From then on everything is vLLM's: its API, its limits, its metrics. An
-option that vLLM's server has no counterpart for is refused, most by the command line, so that nobody relies on a limit that
-is not there.
+posttrain resolves the model and translates the options. API, limits and metrics are vLLM's. Options without a counterpart in
+vLLM's server are refused, most of them by the command line.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 
 
 def vllm_arguments(options: ServeOptions, host: str, port: int, say: Say) -> tuple[list[str], dict[str, str]]:
-    """Arguments of `vllm serve`, and variables for its environment. The key goes there: arguments are for all to see."""
+    """Arguments of `vllm serve`, and variables for its environment. The API key goes there: other users can see arguments."""
     _refuse(options)
     model, engine = resolve_registered_model(options.model, registry=options.registry), options.engine
     adapters = {name: str(_adapter(name, text, model, options, say)) for name, text in options.adapters.items()}
@@ -47,7 +46,7 @@ def vllm_arguments(options: ServeOptions, host: str, port: int, say: Say) -> tup
 
 
 def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:
-    """Replaces this process; returns only if that fails."""
+    """Replace this process by vLLM's server. Returns only if that fails."""
     beside = Path(sys.executable).with_name("vllm")
     program = str(beside) if beside.exists() else shutil.which("vllm")
     if program is None:
@@ -61,7 +60,7 @@ def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:
 
 
 def _adapter(name: str, text: str, main: ResolvedModel, options: ServeOptions, say: Say) -> Path:
-    """The folder of an adapter, with a warning where vLLM will not ask it as it was trained."""
+    """The folder of an adapter, with a warning if vLLM ignores its chat template."""
     adapter = find_adapter(name, text, main, say, options.registry)
     tokenizer = load_adapter_tokenizer(name, adapter, main, say)
     if tokenizer is not None:
@@ -70,17 +69,17 @@ def _adapter(name: str, text: str, main: ResolvedModel, options: ServeOptions, s
 
 
 def _refuse(options: ServeOptions) -> None:
-    strange = ["--device cpu"] if options.engine.device == "cpu" else []
+    unsupported = ["--device cpu"] if options.engine.device == "cpu" else []
     if len(options.api_keys) > 1:
-        strange.append("more than one API key")
-    if strange:
+        unsupported.append("more than one API key")
+    if unsupported:
         raise InputError(
-            f"vLLM's server has no counterpart for {', '.join(strange)}: leave it out, or use --backend native"
+            f"vLLM's server has no counterpart for {', '.join(unsupported)}: leave it out, or use --backend native"
         )
 
 
 def _rank(adapter: Path) -> int:
-    """vLLM wants to know the largest rank, from a list of its own."""
+    """The smallest rank that vLLM supports and that holds the adapter."""
     config = read_json(adapter / "adapter_config.json")
     largest = max([int(config.get("r", 16)), *(config.get("rank_pattern") or {}).values()])
     return next((rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= largest), largest)

@@ -77,9 +77,7 @@ def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> 
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 64])
-def test_one_step_ahead_samples_what_step_by_step_samples(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, batch: int
-) -> None:
+def test_running_ahead_equals_running_in_step(model: nn.Module, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     expected = NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, SAMPLING, KEY)
     reasons = {completion.finish_reason for group in expected for completion in group}
     assert reasons == {"stop", "length"}

@@ -80,14 +80,16 @@ def test_settings_do_not_change_what_is_sampled(
 
 
 @pytest.mark.parametrize("num_pages", [14, 20, 31])
-def test_running_out_of_pages_loses_nothing(model: nn.Module, expected: list[list[Completion]], num_pages: int) -> None:
+def test_preemption_does_not_change_completions(
+    model: nn.Module, expected: list[list[Completion]], num_pages: int
+) -> None:
     settings = NativeSettings(page_size=4, kv_cache_gib=num_pages * PAGE_BYTES / GIB)
     engine = NativeEngine(model, TOKENIZER, settings)
     assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)
     assert engine.num_preemptions > 0
 
 
-def test_order_and_company_do_not_change_what_is_sampled(model: nn.Module, expected: list[list[Completion]]) -> None:
+def test_order_and_batch_do_not_change_what_is_sampled(model: nn.Module, expected: list[list[Completion]]) -> None:
     engine = NativeEngine(model, TOKENIZER)
     tasks = make_tasks()
     assert_same(engine.generate(tasks[::-1], 4, SAMPLING, KEY)[::-1], expected)
@@ -106,13 +108,13 @@ def test_reading_pages_in_place_equals_the_dense_copy(
     assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)
 
 
-def test_a_cache_too_small_for_one_sequence_is_refused(model: nn.Module) -> None:
+def test_cache_too_small_for_one_sequence_is_refused(model: nn.Module) -> None:
     engine = NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, kv_cache_gib=10 * PAGE_BYTES / GIB))
     with pytest.raises(KvCacheTooSmallError, match="kv_cache_gib"):
         engine.generate(make_tasks(), 1, SAMPLING, KEY)
 
 
-def test_memory_of_the_cache_is_given_back(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_memory_is_freed(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[PagedKvCache]] = []
 
     class Watched(PagedKvCache):
@@ -128,7 +130,7 @@ def test_memory_of_the_cache_is_given_back(model: nn.Module, monkeypatch: pytest
     assert alive[0]() is None
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_model_is_unchanged_after_sampling() -> None:
     model = tiny_model("llama", attention_dropout=0.5).train()
     frozen = model.get_decoder().layers[0]
     frozen.eval()
@@ -148,7 +150,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_the_mode_comes_back_after_an_error(model: nn.Module) -> None:
+def test_training_mode_is_restored_after_an_error(model: nn.Module) -> None:
     model = tiny_model("llama").train()
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
@@ -157,7 +159,7 @@ def test_the_mode_comes_back_after_an_error(model: nn.Module) -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_new_weights_are_sampled_without_telling_the_engine() -> None:
+def test_weights_changed_in_place_are_sampled() -> None:
     model = tiny_model("llama")
     engine = NativeEngine(model, TOKENIZER)
     before = engine.generate(make_tasks(), 2, SAMPLING, KEY)
@@ -191,7 +193,7 @@ def test_bf16_runs_in_bf16() -> None:
     assert all(len(completion.token_ids) == 20 for group in completions for completion in group)
 
 
-def test_padding_of_the_vocabulary_is_never_sampled() -> None:
+def test_vocabulary_padding_is_never_sampled() -> None:
     model = tiny_model("llama", vocab_size=400)  # the tokenizer has 260
     completions = NativeEngine(model, TOKENIZER).generate(make_tasks(), 8, SAMPLING, KEY)
     highest = max(max(completion.token_ids) for group in completions for completion in group)
@@ -241,7 +243,7 @@ def test_impossible_settings_are_refused_by_name(settings: dict[str, Any]) -> No
         NativeSettings(**settings)
 
 
-def test_rows_are_filled_and_only_long_prompts_are_cut() -> None:
+def test_prefill_rows_are_filled_and_only_long_prompts_are_split() -> None:
     jobs = [Prefill(list(range(length)), 0, ()) for length in (3, 4, 5, 23, 2)]
     rows = [[(jobs.index(job), begin, end) for job, begin, end in row] for row in packed_rows(jobs, 10)]
     assert rows == [[(0, 0, 3), (1, 0, 4)], [(2, 0, 5)], [(3, 0, 10)], [(3, 10, 20)], [(3, 20, 23), (4, 0, 2)]]

@@ -123,7 +123,7 @@ def test_every_sample_finishes_and_sees_only_its_own_tokens(
     assert all(len(sample.token_ids) == sample.group.max_new_tokens for sample in samples)
 
 
-def test_each_prompt_is_computed_once_when_there_is_room() -> None:
+def test_each_prompt_is_computed_once_with_enough_pages() -> None:
     simulation = Simulation(samples_of([(17, 9), (8, 4), (3, 30)], 8), num_pages=400, page_size=4, max_batch_size=5)
     simulation.run()
     assert simulation.num_prompts_computed == 3
@@ -151,7 +151,7 @@ def test_nothing_is_copied_when_the_prompt_fills_its_pages() -> None:
     scheduler.reserve_step()
 
 
-def test_finished_samples_make_room_at_once() -> None:
+def test_finished_samples_free_their_slots_at_once() -> None:
     samples = samples_of([(4, 5)] * 4, 1)
     scheduler = scheduler_of(samples, num_pages=100, page_size=4, max_batch_size=2)
     assert scheduler.admit().samples == samples[:2]
@@ -161,7 +161,7 @@ def test_finished_samples_make_room_at_once() -> None:
     assert scheduler.active == [samples[1], samples[2]]
 
 
-def test_the_youngest_waits_when_pages_run_out_and_keeps_its_tokens() -> None:
+def test_newest_sample_is_preempted_and_keeps_its_tokens() -> None:
     samples = samples_of([(4, 8), (4, 8)], 1)
     scheduler = scheduler_of(samples, num_pages=5, page_size=4, max_batch_size=2)
     scheduler.admit()
@@ -182,7 +182,7 @@ def test_the_youngest_waits_when_pages_run_out_and_keeps_its_tokens() -> None:
     assert [(prefill.token_ids, prefill.start) for prefill in admission.resumed.values()] == [([1, 2, 3, 4], 4)]
 
 
-def test_a_prompt_nobody_runs_on_goes_before_a_running_sample() -> None:
+def test_idle_prompt_is_dropped_before_an_active_sample_is_preempted() -> None:
     samples = samples_of([(8, 12), (8, 12)], 2)
     scheduler = scheduler_of(samples, num_pages=12, page_size=4, max_batch_size=3)
     scheduler.admit()

@@ -79,7 +79,7 @@ def test_tokens_in_and_tokens_out_with_their_logprobs(vllm: FakeVllm) -> None:
     assert [p.max_tokens for _, p in vllm.requests] == [7, 7, 8, 8], "prompt and answer fit max_model_len"
 
 
-def test_noise_is_keyed_by_draw_and_sample_and_by_nothing_else(vllm: FakeVllm) -> None:
+def test_noise_is_keyed_by_draw_and_sample_only(vllm: FakeVllm) -> None:
     engine = VllmEngine("m", "t", max_model_len=9)
     engine.generate(TASKS, 2, SAMPLING, NoiseKey(1, 0))
     engine.generate(TASKS[::-1], 1, SAMPLING, NoiseKey(1, 0))
@@ -89,7 +89,7 @@ def test_noise_is_keyed_by_draw_and_sample_and_by_nothing_else(vllm: FakeVllm) -
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_ignoring_the_end_ignores_all_ends(vllm: FakeVllm) -> None:
+def test_ignore_eos_ignores_all_stops(vllm: FakeVllm) -> None:
     VllmEngine("m", "t", max_model_len=9).generate(
         TASKS, 1, Sampling(4, stop_strings=("X",), ignore_eos=True), NoiseKey(1, 0)
     )
@@ -97,7 +97,7 @@ def test_ignoring_the_end_ignores_all_ends(vllm: FakeVllm) -> None:
     assert (parameters.stop, parameters.stop_token_ids, parameters.ignore_eos) == (None, None, True)
 
 
-def test_an_adapter_goes_along(vllm: FakeVllm) -> None:
+def test_adapter_is_passed_to_vllm(vllm: FakeVllm) -> None:
     engine = VllmEngine("m", "t", max_model_len=9, adapter=Path("adapter"), adapter_rank=20)
     engine.generate(TASKS, 1, SAMPLING, NoiseKey(1, 0))
     assert vllm.lora == ("adapter", 1, "adapter")
@@ -113,7 +113,7 @@ def test_settings_become_arguments_of_vllm(vllm: FakeVllm) -> None:
     assert vllm.arguments["logprobs_mode"] == "processed_logprobs"
 
 
-def test_prompts_that_do_not_fit_and_replies_that_broke_off_are_errors(vllm: FakeVllm) -> None:
+def test_too_long_prompts_and_aborted_requests_are_errors(vllm: FakeVllm) -> None:
     with pytest.raises(VllmError, match="task 'a' has 2 prompt tokens: between 1 and 1 fit"):
         VllmEngine("m", "t", max_model_len=2).generate(TASKS, 1, SAMPLING, NoiseKey(1, 0))
     vllm.finish_reason = "abort"
@@ -121,7 +121,7 @@ def test_prompts_that_do_not_fit_and_replies_that_broke_off_are_errors(vllm: Fak
         VllmEngine("m", "t", max_model_len=9).generate(TASKS, 1, SAMPLING, NoiseKey(1, 0))
 
 
-def test_without_vllm_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(VllmError, match=r"pip install 'posttrain\[vllm\]', or use generation.backend=native"):
         VllmEngine("m", "t", max_model_len=9)

@@ -50,7 +50,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load_engine", load)
 
 
-def test_tokens_that_were_added_are_named_and_not_used(
+def test_added_tokens_are_reported_and_not_used(
     model: Path, tokenizer: Any, adapter_with: Callable[[Any], Path]
 ) -> None:
     base_ids = AutoTokenizer.from_pretrained(model).get_vocab()
@@ -67,7 +67,7 @@ def test_tokens_that_were_added_are_named_and_not_used(
     assert max(ids) < len(base_ids)
 
 
-def test_the_end_of_a_text_is_the_adapters(model: Path, tokenizer: Any, adapter_with: Callable[[Any], Path]) -> None:
+def test_eos_token_is_the_adapters(model: Path, tokenizer: Any, adapter_with: Callable[[Any], Path]) -> None:
     tokenizer.add_tokens(["<more>"])
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(65)
     service = loading.build_service(options_for(model, adapters={"polite": str(adapter_with(tokenizer))}))
@@ -84,7 +84,7 @@ def test_the_end_of_a_text_is_the_adapters(model: Path, tokenizer: Any, adapter_
     ],
 )
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_an_adapter_that_needs_an_added_token_is_refused(
+def test_adapter_that_needs_an_added_token_is_refused(
     model: Path, tokenizer: Any, adapter_with: Callable[[Any], Path], template: str, special: dict[str, str]
 ) -> None:
     tokenizer.add_tokens(["<more>", "<not needed>"])
@@ -108,7 +108,7 @@ def _merged(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [_exchanged, _merged])
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_another_vocabulary_is_refused(
+def test_different_vocabulary_is_refused(
     model: Path, adapter_with: Callable[[Any], Path], change: Callable[[dict[str, Any]], None]
 ) -> None:
     import json

@@ -74,7 +74,7 @@ def said(content: str) -> list[dict[str, str]]:
         ({"messages": said("a" * CONTEXT * 100)}, "maximum context length"),
     ],
 )
-def test_what_can_never_run_is_refused_before_it_is_tokenised(
+def test_impossible_requests_are_refused_before_tokenising(
     service: Any, tokenizer: WatchedTokenizer, body: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ApiError, match=words) as refused:
@@ -84,7 +84,7 @@ def test_what_can_never_run_is_refused_before_it_is_tokenised(
 
 
 @pytest.mark.parametrize("name", ["prompt", "messages"])
-def test_long_texts_are_tokenised_beside_the_event_loop(service: Any, tokenizer: WatchedTokenizer, name: str) -> None:
+def test_long_texts_are_tokenised_in_a_thread(service: Any, tokenizer: WatchedTokenizer, name: str) -> None:
     for length, beside in ((50, False), (5000, True)):
         tokenizer.threads.clear()
         text = "a" * length
@@ -93,7 +93,7 @@ def test_long_texts_are_tokenised_beside_the_event_loop(service: Any, tokenizer:
         assert (tokenizer.threads[0] is not threading.main_thread()) == beside
 
 
-def test_who_names_no_number_of_tokens_gets_what_the_server_allows(service: Any) -> None:
+def test_default_number_of_tokens_is_the_servers_limit(service: Any) -> None:
     bodies: tuple[dict[str, Any], ...] = ({"prompt": "a"}, {"messages": said("a")})
     for limit, expected in ((9, [9, 9]), (100, [16, 100])):
         service.limits = replace(service.limits, max_completion_tokens=limit)
@@ -109,7 +109,7 @@ def test_who_names_no_number_of_tokens_gets_what_the_server_allows(service: Any)
         ({"messages": said("a"), "max_completion_tokens": 10}, "max_completion_tokens"),
     ],
 )
-def test_too_many_tokens_are_refused_by_the_name_that_was_sent(service: Any, body: dict[str, Any], field: str) -> None:
+def test_too_many_tokens_error_names_the_field_that_was_sent(service: Any, body: dict[str, Any], field: str) -> None:
     with pytest.raises(ApiError, match=f"{field} is 10: this server gives at most 9") as refused:
         job_of(service, **body)
     assert refused.value.param == field

@@ -72,7 +72,7 @@ class FakeRegistry:
 
 
 @pytest.mark.parametrize("stage", ["canary", "production"])
-def test_a_rollback_is_written_to_the_registry_if_the_canary_is_still_there(
+def test_rollback_is_written_to_the_registry_if_still_canary(
     model: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry, said = FakeRegistry(stage, []), []
@@ -94,7 +94,7 @@ def registered_adapter(model: Path, tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "registry"), "registry:polite-lora@1"
 
 
-def test_an_adapter_may_come_from_the_registry(model: Path, registered_adapter: tuple[str, str]) -> None:
+def test_adapter_from_the_registry(model: Path, registered_adapter: tuple[str, str]) -> None:
     registry, name = registered_adapter
     options = options_for(model, adapters={"polite": name}, registry=registry, canary="polite")
     assert loading.build_service(options).models["polite"].source == name
@@ -105,7 +105,7 @@ def test_an_adapter_may_come_from_the_registry(model: Path, registered_adapter: 
     assert registry in given
 
 
-def test_a_canary_that_is_an_adapter_of_the_registry_is_taken_out_of_its_stage(
+def test_registry_adapter_as_canary_is_removed_from_its_stage(
     model: Path, registered_adapter: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
@@ -115,7 +115,7 @@ def test_a_canary_that_is_an_adapter_of_the_registry_is_taken_out_of_its_stage(
     assert [(canary.registered, where) for canary, where in told] == [(("polite-lora", 1), registry)]
 
 
-def test_vllm_is_told_the_same(model: Path, adapter: Path) -> None:
+def test_vllm_gets_equivalent_arguments(model: Path, adapter: Path) -> None:
     engine = replace(options_for(model).engine, device="auto", kv_cache_gib=None, precision="bfloat16")
     options = options_for(model, engine=engine, api_keys=("sk-1",), adapters={"polite": str(adapter)})
     arguments, environment = vllm_arguments(options, "0.0.0.0", 9, ignore)
@@ -139,7 +139,7 @@ def test_vllm_serves_an_adapter_by_its_name(model: Path, adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}>"])
-def test_vllm_warns_of_a_chat_template_that_it_will_not_use(model: Path, tmp_path: Path, template: str | None) -> None:
+def test_vllm_warns_of_an_unused_chat_template(model: Path, tmp_path: Path, template: str | None) -> None:
     adapter = save_adapter(tmp_path / "polite", model, seed=1)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template or tokenizer.chat_template
@@ -157,7 +157,7 @@ def test_vllm_warns_of_a_chat_template_that_it_will_not_use(model: Path, tmp_pat
         ({"api_keys": ("a", "b")}, "more than one API key"),
     ],
 )
-def test_vllm_is_not_asked_for_what_it_does_not_do(model: Path, changes: dict[str, Any], words: str) -> None:
+def test_options_without_vllm_counterpart_are_refused(model: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         vllm_arguments(options_for(model, **{"engine": EngineOptions(), **changes}), "h", 1, ignore)
 
@@ -183,7 +183,7 @@ def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_pa
         AdapterSwitch({"fine": adapter, "alien": alien}).add_to(bare)
 
 
-def test_adapters_are_on_the_model_before_an_engine_looks_at_its_modules(
+def test_adapters_are_added_before_the_engine_is_built(
     model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the engine joins the weights of projections: adapters that came later would be passed over silently."""
@@ -199,7 +199,7 @@ def test_adapters_are_on_the_model_before_an_engine_looks_at_its_modules(
     assert seen == [True]
 
 
-def test_an_adapter_brings_its_own_chat_template(model: Path, tmp_path: Path) -> None:
+def test_adapter_uses_its_own_chat_template(model: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "polite", model, seed=1)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
@@ -212,7 +212,7 @@ def test_an_adapter_brings_its_own_chat_template(model: Path, tmp_path: Path) ->
     assert service.models["tiny"].chat.render(said) != polite.chat.render(said)
 
 
-def test_an_adapter_on_another_base_is_told(model: Path, adapter: Path, tmp_path: Path) -> None:
+def test_adapter_trained_on_another_base_gives_a_warning(model: Path, adapter: Path, tmp_path: Path) -> None:
     """Also where its own base is no more: the main model takes its place."""
     gone = save_adapter(tmp_path / "gone", tmp_path / "no longer here", seed=1)
     for folder, trained_on in ((adapter, None), (gone, "no longer here")):

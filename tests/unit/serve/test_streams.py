@@ -19,7 +19,7 @@ from posttrain.serve.service import Job, Ticket
 from posttrain.types import Sampling
 
 
-def test_a_client_that_does_not_read_its_stream_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_stops_reading_its_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "SLOW_READER_S", 0.05)
     closed: list[bool] = []
     ticket: Any = SimpleNamespace(
@@ -40,7 +40,7 @@ def test_a_client_that_does_not_read_its_stream_loses_its_place(monkeypatch: pyt
     assert closed == [True]
 
 
-def test_what_came_before_the_end_is_heard_before_it() -> None:
+def test_tokens_before_the_end_are_delivered_before_it() -> None:
     service: Any = SimpleNamespace(
         limits=ServerLimits(), metrics=ServeMetrics(), engine=SimpleNamespace(submit=lambda *order: None)
     )
@@ -64,7 +64,7 @@ def test_what_came_before_the_end_is_heard_before_it() -> None:
     assert asyncio.run(read(first, last)) == [7, 8], "an answer that is complete is no error"
 
 
-def test_a_client_that_leaves_while_it_sends_is_no_crash(caplog: pytest.LogCaptureFixture) -> None:
+def test_client_disconnect_during_upload_is_handled(caplog: pytest.LogCaptureFixture) -> None:
     service: Any = SimpleNamespace(limits=ServerLimits(), metrics=ServeMetrics(), api_keys=())
     messages = iter([{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}])
     sent: list[Any] = []

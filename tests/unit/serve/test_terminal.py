@@ -55,7 +55,7 @@ def play(
     return "".join(written), "".join(said)
 
 
-def test_answers_are_the_engines_and_the_conversation_goes_on(
+def test_answers_equal_the_engine_over_several_turns(
     conversation: TerminalChat, session: GenerationSession, tmp_path: Path
 ) -> None:
     written, _ = play(conversation, ["hello", "again"])
@@ -82,13 +82,13 @@ def test_commands(conversation: TerminalChat) -> None:
     assert conversation.messages == []
 
 
-def test_lines_of_a_pipe_are_messages_whatever_they_begin_with(conversation: TerminalChat) -> None:
+def test_lines_of_a_pipe_are_never_commands(conversation: TerminalChat) -> None:
     _, said = play(conversation, ["/exit", "/etc/hosts is a file"], has_commands=False)
     assert said == ""
     assert [message["content"] for message in conversation.messages[::2]] == ["/exit", "/etc/hosts is a file"]
 
 
-def test_a_seed_gives_the_same_chat_again(session: GenerationSession) -> None:
+def test_seed_reproduces_the_chat(session: GenerationSession) -> None:
     def texts(seed: int | None) -> str:
         made = TerminalChat(session, ChatFormat(session.tokenizer), Sampling(12), seed)
         return play(made, ["one", "two"])[0]
@@ -98,14 +98,14 @@ def test_a_seed_gives_the_same_chat_again(session: GenerationSession) -> None:
     assert texts(None) != texts(None)
 
 
-def test_the_oldest_turns_go_when_there_is_no_room(conversation: TerminalChat) -> None:
+def test_oldest_turns_are_dropped_when_the_context_is_full(conversation: TerminalChat) -> None:
     _, said = play(conversation, ["x" * 40, "y" * 40, "z" * 40])
     assert "oldest messages are forgotten" in said
     assert conversation.messages[-2]["content"] == "z" * 40
     assert len(conversation.messages) < 6
 
 
-def test_a_message_that_can_never_fit_is_refused_and_forgotten(conversation: TerminalChat) -> None:
+def test_message_that_cannot_fit_is_refused_and_dropped(conversation: TerminalChat) -> None:
     written, said = play(conversation, ["ok", "w" * 500, "fine"], all_answered=False)
     assert "at most 200 together" in said
     assert said.endswith("\n")
@@ -113,13 +113,13 @@ def test_a_message_that_can_never_fit_is_refused_and_forgotten(conversation: Ter
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["ok", "fine"]
 
 
-def test_what_is_forgotten_is_told_once(conversation: TerminalChat) -> None:
+def test_dropped_turns_are_reported_once(conversation: TerminalChat) -> None:
     _, said = play(conversation, ["x" * 40, "y" * 40, "z" * 40, "w" * 500], all_answered=False)
     assert said.count("oldest messages are forgotten") == 1
     assert conversation.num_forgotten == 0
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(conversation: TerminalChat) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(conversation: TerminalChat) -> None:
     def interrupt(text: str) -> None:
         raise KeyboardInterrupt
 
@@ -141,7 +141,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(conversation: TerminalC
     assert "Ctrl-D" in said_later
 
 
-def test_a_temperature_of_almost_nothing_is_greedy(
+def test_tiny_temperature_is_greedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(save_model(tmp_path / "m"))
@@ -153,7 +153,7 @@ def test_a_temperature_of_almost_nothing_is_greedy(
     assert written[0] == written[1] != ""
 
 
-def test_input_that_is_no_text_is_refused(
+def test_input_that_is_not_text_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
@@ -161,7 +161,7 @@ def test_input_that_is_no_text_is_refused(
     assert "standard input is no utf-8 text: invalid continuation byte at byte 3" in capsys.readouterr().err
 
 
-def test_a_model_whose_weights_are_damaged_ends_the_chat(tmp_path: Path) -> None:
+def test_nan_logits_end_the_chat(tmp_path: Path) -> None:
     engine, _ = load_for_sampling(str(save_model(tmp_path / "m")), device="cpu", max_total_tokens=200)
     with torch.no_grad():
         engine.forward.base.model.norm.weight[0] = float("nan")

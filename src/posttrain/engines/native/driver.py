@@ -282,7 +282,7 @@ def _draw_rows(sampler: TokenSampler, logits: Tensor, noise: Tensor) -> Tensor:
 def _model_logprobs(
     wanted: Mapping[int, int], logits: Tensor, tokens: Tensor, vocab_size: int
 ) -> dict[int, ModelLogprobs]:
-    """For each row in `wanted`: of its token, and of as many of the most probable tokens as are wanted."""
+    """For each row in `wanted`: of its token, and of the requested number of most probable tokens."""
     at = torch.tensor(list(wanted), device=logits.device)
     logprobs = logits[at].float().log_softmax(dim=-1)
     of_token = logprobs.gather(1, tokens[at].long()[:, None])[:, 0].tolist()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from pydantic import ConfigDict, PositiveInt
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedTokenizerBase
 
 from posttrain.config.generation import NativeConfig
 from posttrain.engines.native.attention import DenseDecode, PagedDecode
@@ -78,11 +78,13 @@ class NativeEngine:
     """`model` is a causal language model of `transformers`, loaded with `attn_implementation="posttrain"`, or a PeftModel of
     one. Adapters are active unless the caller has turned them off."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, settings: NativeSettings | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: NativeSettings | None = None
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings or NativeSettings()
-        # Sharded modules use streams of their own, which cannot be captured, and their weights change address.
+        # Sharded modules use other streams, which cannot be captured, and their weights change address.
         sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self.forward = ForwardPass(model)
         fuse_layers(self.forward.head.decoder, may_join=not sharded)

@@ -38,12 +38,12 @@ class ForwardPass:
         return weight
 
     def hidden(self, context: AttentionContext, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [tokens, hidden size] of one packed row; `context` decides who sees whom."""
+        """Hidden states [tokens, hidden size] of one packed row; `context` computes the attention."""
         with attention_context(context):
             return self.head.hidden(token_ids[None], positions[None])
 
     def next_logits(self, decode: DenseDecode | PagedDecode, samples: Sequence[Sample]) -> Tensor:
-        """[samples, vocabulary] after the newest token of each, whose keys and values go into its pages."""
+        """[samples, vocabulary] after the last token of each; the token's keys and values are written to its pages."""
         size = decode.cache.page_size
         last = [sample.token_ids[-1] for sample in samples]
         at = [sample.num_cached for sample in samples]
@@ -56,14 +56,14 @@ class ForwardPass:
         return self.head.logits(self.hidden(decode, inputs[0], inputs[1]))
 
     def layers(self) -> dict[int, LayerShape]:
-        """What each attention layer keeps of a token, seen by running one. Also compares our logits with the model's."""
+        """Shapes of keys and values per layer, found by running one token. Also compares our logits with the model's."""
         place = (self.device, self._embedding.dtype)
         if place not in self._layers:
             self._layers[place] = observe_layers(self.base, self.head)
         return self._layers[place]
 
     def working_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """About what a pass over `num_tokens` and the logits of `num_rows` take at their highest."""
+        """Estimated peak memory of a pass over `num_tokens` and of the logits of `num_rows`."""
         config = self.config
         widest = max(int(getattr(config, "intermediate_size", 0) or 0), config.hidden_size)
         per_token = 4 * config.hidden_size * 4 + 4 * widest * self._embedding.element_size()

@@ -21,7 +21,7 @@ from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, Staging, b
 from posttrain.engines.native.forward import ForwardPass
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample
-from posttrain.policy.fused.adapters import recorded_state
+from posttrain.policy.fused.adapters import capture_key
 
 # Rows of the device's state.
 _TOKEN, _POSITION, _KEY, _INDEX, _LIVE = range(5)
@@ -188,7 +188,7 @@ class DecodeGraphs:
         self._arrange(samples)
         self._send_table(samples)
         if self._model_state is None:  # not before the first prefill: it may move weights to another address
-            self._model_state = recorded_state(self.forward.base)
+            self._model_state = capture_key(self.forward.base)
         drawing = sampler.sampling
         settings = (drawing.temperature, drawing.top_p, drawing.top_k)
         key = (size, *settings, self._prefixes.samples_per_tile, self._model_state)

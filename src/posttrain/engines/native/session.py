@@ -163,7 +163,7 @@ class GenerationSession:
         self.driver.add(added)
 
     def _sampler(self, sampling: Sampling) -> TokenSampler:
-        """The same object for all settings that draw in the same way."""
+        """One sampler for all settings that draw alike."""
         if len(self._samplers) > 256:  # mostly settings of finished requests
             self._samplers.clear()
         drawing = Sampling(1, sampling.temperature, sampling.top_p, sampling.top_k)
