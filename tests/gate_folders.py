@@ -13,9 +13,9 @@ from posttrain.evaluation.results import (
     SUMMARY_FILE,
     Counts,
     Evaluation,
+    EvaluationSummary,
     ProblemResult,
     SampleResult,
-    Summary,
     hash_of,
     problem_row,
     read_evaluation,
@@ -63,7 +63,7 @@ def write_evaluation(
         for index, row in enumerate(rewards)
     ]
     samples = [sample for problem in problems for sample in problem.samples]
-    summary = Summary(
+    summary = EvaluationSummary(
         model=model,
         dataset="set",
         metric="pass@1",

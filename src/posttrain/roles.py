@@ -121,7 +121,7 @@ class WeightSync(Protocol):
 
 
 class Environment(Protocol):
-    """Judges completions. It never raises for a completion that cannot be judged: that one comes back unscored."""
+    """Scores completions. One that cannot be scored comes back unscored, with the reason: that is not an error."""
 
     def score(
         self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
@@ -131,16 +131,20 @@ class Environment(Protocol):
 
 
 class RolloutSource(Protocol):
-    """Hands out scored groups. Fresh, recorded, in several turns, filtered: that is the source's own affair."""
+    """Hands out scored groups: fresh, recorded, in several turns, or filtered."""
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
-        """`num_groups` groups for training step `step`, counted from 1; validation and evaluation give the last one."""
+        """`num_groups` scored groups for training step `step`, counted from 1.
+
+        In validation `step` is the last finished one, 0 before training; in an evaluation it is 0.
+        """
+        ...
 
 
 class Stateful(Protocol):
     """Something whose position is part of the checkpoint."""
 
-    def state_dict(self) -> dict[str, object]: ...
+    def state_dict(self) -> Mapping[str, object]: ...
 
     def load_state_dict(self, state: Mapping[str, object]) -> None: ...
 

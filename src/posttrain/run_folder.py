@@ -1,8 +1,8 @@
-"""The folder of a run: which one a command uses, and whether the run in it may go on with the settings given now.
+"""The folder of a run: which one a command uses, and whether the run in it may be resumed with the settings given now.
 
-The config that a folder's steps were trained with is never replaced. A run goes on only with equal settings, with settings
-that do not change training (`config.changes.FREE_TO_CHANGE`), or when the change is asked for; then it is on record from
-the step on from which it holds.
+The config that steps were trained with is never replaced. A run is resumed with equal settings, with changes that do not
+affect training (`config.changes.FREE_TO_CHANGE`), or with any change if the user asks for it. Changes are recorded with the
+first step trained with them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def run_folder(log_dir: str | None, checkpoint_dir: str) -> Path:
 
 @dataclass(frozen=True)
 class FolderState:
-    """What an earlier run left in a folder."""
+    """The state of the run in a folder."""
 
     checkpoints: Path
     step: int  # of the newest checkpoint; 0: there is none
-    config: Path | None  # the config that holds after that step
+    config: Path | None  # the config in force after that step
     is_finished: bool
 
     @property
@@ -63,7 +63,7 @@ def inspect_folder(log_dir: str | None, checkpoint_dir: str) -> FolderState:
         say=lambda line: None,
     )
     step = max(store.steps(), default=0)
-    # A change that was accepted after this checkpoint holds before the next one is saved.
+    # A change that was accepted after this checkpoint is in force although no checkpoint has it yet.
     places = (
         (folder / config_from_step(step + 1), checkpoints / f"step_{step}" / CONFIG_FILE, folder / CONFIG_FILE)
         if step
@@ -77,10 +77,10 @@ def inspect_folder(log_dir: str | None, checkpoint_dir: str) -> FolderState:
 
 
 def choose_checkpoint_dir(loaded: LoadedConfig, *, accept_changes: bool) -> tuple[str, list[str]]:
-    """The folder to use, and a line that says why where there was a choice.
+    """The folder to use, and a line with the reason if there was a choice.
 
     A folder that was given is used as given. The default is numbered: the newest of results/grpo, results/grpo-2, ... is
-    used if this command can go on with the run in it, and the next number otherwise.
+    used if this command can resume the run in it, and the next number otherwise.
     """
     base, log_dir = loaded.config.checkpointing.checkpoint_dir, loaded.config.logger.log_dir
     if loaded.origins.get(CHECKPOINT_DIR) != DEFAULT:
@@ -91,12 +91,12 @@ def choose_checkpoint_dir(loaded: LoadedConfig, *, accept_changes: bool) -> tupl
     if not state.holds_run:
         return newest, []
     if accept_changes:
-        return newest, [f"going on with the run in {newest}, the newest one: {FLAG} is given"]
+        return newest, [f"resuming the run in {newest}, the newest one: {FLAG} is given"]
     if obstacle := _obstacle(state, loaded):
         return f"{base}-{number + 1}", [f"a new run in {base}-{number + 1}: {newest} {obstacle}"]
     if state.step:
-        return newest, [f"going on with the run in {newest}: it is not finished, and its settings are the same"]
-    return newest, [f"starting again in {newest}: its settings are the same, and it has no checkpoint"]
+        return newest, [f"resuming the run in {newest}: it is not finished and has the same settings"]
+    return newest, [f"starting again in {newest}: it has the same settings and no checkpoint"]
 
 
 def _newest_number(base: Path) -> int:
@@ -106,7 +106,7 @@ def _newest_number(base: Path) -> int:
 
 
 def _obstacle(state: FolderState, loaded: LoadedConfig) -> str:
-    """Why a run is not to go on, as the end of a sentence about its folder."""
+    """Why the run in a default folder is not resumed, as the end of a sentence about the folder."""
     if state.is_finished:
         return f"holds a finished run ({CHECKPOINT_DIR}={state.checkpoints} names it)"
     try:
@@ -117,11 +117,11 @@ def _obstacle(state: FolderState, loaded: LoadedConfig) -> str:
     return f"holds a run with other settings ({training[0]}{more})" if training else ""
 
 
-# ------------------------------------------------------------------------------------------------- may it go on here?
+# ----------------------------------------------------------------------------------------------- resume or refuse
 
 
 def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]:
-    """Lines that name the settings which differ from those of the run in the folder.
+    """Lines that name the settings that differ from those of the run in the folder.
 
     Raises InputError if the run has a checkpoint, a setting that counts as training differs, and `accept_changes` is not
     given.
@@ -132,14 +132,14 @@ def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]
         changes = state.changes(loaded)
     except ConfigError as error:
         if not state.step:
-            return []  # there is nothing to go on from: what is there is put aside
+            return []  # there is nothing to resume: the files are archived
         raise InputError(f"{error}\n{_REMEDY_FOLDER}") from error
     training = [change for change in changes if change.is_training]
     if training and state.step and not accept_changes:
         raise InputError(
             f"{state.checkpoints} holds a run that was trained with other settings up to step {state.step}:\n"
             f"{_listed(training)}\n"
-            f"Give the settings of {state.config}, or {_REMEDY_FOLDER}, or go on from step {state.step} with the new "
+            f"Give the settings of {state.config}, or {_REMEDY_FOLDER}, or resume from step {state.step} with the new "
             f"settings: {FLAG}"
         )
     if not changes:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from posttrain.algorithms.clock import StageClock
 from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.pass_rates import ANY_POSITIVE_REWARD, reward_metrics
 from posttrain.algorithms.rollout_batches import (
@@ -29,6 +28,7 @@ from posttrain.algorithms.rollout_batches import (
     without_logprob_errors,
 )
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
+from posttrain.algorithms.step_reports import StageClock
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import RolloutSource, Trainer, WeightSync
 from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
@@ -56,12 +56,12 @@ class Grpo:
     def step(self, step: int) -> StepReport:
         clock = StageClock()
 
-        # Scored groups of completions, one group per prompt. Where they come from is the source's own affair.
+        # Scored groups of completions, one group per prompt: fresh, recorded, in several turns or filtered.
         taken = self.rollouts.take(self.settings.num_prompts_per_step, step)
         clock.add(taken.timings_s)
 
-        # What credit and the loss need to know beside the update's own forward pass, which is nothing more in the plain
-        # case: one update per step, no price of leaving the reference.
+        # Log-probabilities that credit and the loss need beside those of the update's own forward pass: none in the plain
+        # case of one update per step and no KL penalty.
         with clock("policy_and_reference_logprobs"):
             batch = rollout_batch(taken.groups, overlong_filtering=self.settings.overlong_filtering)
             is_off_policy = of_tokens(_off_policy_rows(taken.groups, step), batch)
@@ -103,7 +103,7 @@ class Grpo:
     def _with_logprobs(
         self, batch: TokenBatch, groups: Sequence[Group], is_off_policy: Tensor
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """The columns that this step needs: the reference's, the policy's as it is now."""
+        """The columns that this step needs: under the reference, and under the current policy."""
         if not batch.responses:
             return batch, {}
         settings = self.settings
@@ -128,7 +128,7 @@ class Grpo:
 
 
 def _recorded_rows(groups: Sequence[Group]) -> list[bool]:
-    """Which rows come from a record: the policy that sampled them is unknown."""
+    """Which rows are recorded answers: their behaviour policy is unknown."""
     return [not groups[g].rollouts[r].completion.logprobs for g, r in scored_places(groups)]
 
 

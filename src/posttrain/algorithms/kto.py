@@ -18,9 +18,9 @@ from typing import Protocol
 
 import torch
 
-from posttrain.algorithms.clock import StageClock
-from posttrain.algorithms.preference_metrics import Reference, with_accuracy
-from posttrain.algorithms.supervised_batches import batch_report, judged_batch, mismatched_batch
+from posttrain.algorithms.dpo import Reference
+from posttrain.algorithms.step_reports import StageClock, batch_report, with_accuracy
+from posttrain.algorithms.supervised_batches import judged_batch, mismatched_batch
 from posttrain.policy.objectives import KtoLoss
 from posttrain.roles import Trainer
 from posttrain.types import Judged, StepReport, TokenBatch

@@ -18,8 +18,8 @@ settings are given as key=value, with the names that NeMo RL uses:
 
 `posttrain config show {kind}` lists all of them. Without --config the built-in defaults apply. The run's folder
 (checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, with grpo, the samples of every step;
-the same command goes on from the newest checkpoint in it. The default folder is numbered: a command with other settings
-gets a new one. A run in a folder that is given goes on with other settings only with --resume-with-changes.
+the same command resumes from the newest checkpoint in it. The default folder is numbered: a command with other settings
+gets a new one. A run in a given folder is resumed with other training settings only with --resume-with-changes.
 """
 INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved last"
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume-with-changes",
         action="store_true",
-        help="go on with the run in the folder although settings of its training differ; the change is recorded",
+        help="resume the run in the folder although training settings differ; the changes are recorded",
     )
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override the file's")
 

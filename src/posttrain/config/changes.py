@@ -1,7 +1,7 @@
 """Which settings differ between the config of a run's folder and the config the run is started with now.
 
 The two are compared value by value, not as text. A default that a newer version of posttrain added, a key that it removed
-or renamed, and a path that is written in another way are no difference.
+or renamed, and another spelling of the same path are not differences.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from posttrain.config.schema import schema_of, unknown_keys
 from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
 
-# Settings that may change within a run: where, how long, how fast and how observably it trains. The sizes of
-# micro-batches change the order in which gradients are added up, not what is added. Every other setting counts as training.
+# Settings that may change within a run because they do not affect what is learnt. The sizes of micro-batches change the
+# order in which gradients are summed, and so at most the rounding. Every other setting counts as training.
 FREE_TO_CHANGE = (
     "preset",  # a name for settings that are compared themselves
     "logger.*",
@@ -55,7 +55,7 @@ class ConfigChange:
     key: str  # dotted
     old: str  # as JSON, or NOT_SET
     new: str
-    is_training: bool  # a run does not go on with it unless that is asked for
+    is_training: bool  # the run is only resumed with it if the user asks for that
 
     def __str__(self) -> str:
         return f"{self.key}: {_shortened(self.old)} -> {_shortened(self.new)}"
@@ -99,7 +99,7 @@ def _differences(
             if _is_default(path, new[path], loaded, defaults):
                 continue
         elif old[path] is None or old[path] == {}:
-            continue  # what is set below it now is named key by key
+            continue  # the settings below it are named one by one
         is_training = not _is_free_to_change(dotted(path)) and not _has_moved(old.get(path), new.get(path))
         yield path, ConfigChange(dotted(path), _shown(old, path), _shown(new, path), is_training)
 
@@ -130,7 +130,7 @@ def _is_free_to_change(key: str) -> bool:
 
 
 def _has_moved(old: object, new: object) -> bool:
-    """A file or folder that has kept its name. Data and model are compared with the checkpoint when they are loaded."""
+    """A file or folder that kept its name. Data and model are compared with the checkpoint when they are loaded."""
     if not isinstance(old, str) or not isinstance(new, str) or os.sep not in old + new:
         return False
     is_there = any(os.path.exists(os.path.expanduser(text)) for text in (new, new.rpartition(":")[0]))
@@ -138,7 +138,7 @@ def _has_moved(old: object, new: object) -> bool:
 
 
 def _follows(change: ConfigChange, changes: dict[str, ConfigChange], loaded: LoadedConfig) -> bool:
-    """Whether the value is computed from a setting that is named already, and as important."""
+    """Whether the value is computed from another changed setting that counts at least as much."""
     expression = loaded.expressions.get(change.key, "")
     others = [other for other in changes.values() if f"${{{other.key}}}" in expression]
     return any(other.is_training or not change.is_training for other in others)

@@ -1,6 +1,6 @@
-"""An evaluation from its config: the problems, who answers them, who judges them, and the folder they are saved in.
+"""An evaluation from its config: problems, engine, environment, and the folder of the results.
 
-What can be wrong with the config and the data is found before a model is loaded, and a finished evaluation loads none.
+Errors in the config and the data are found before a model is loaded. A finished evaluation loads none.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from posttrain.environments import build_environments, check_environments
 from posttrain.errors import InputError
 from posttrain.evaluation.answers import AnswerReader, answer_reader
 from posttrain.evaluation.folder import EvaluationFolder
-from posttrain.evaluation.identity import digest, files_digest, prompts_hash
-from posttrain.evaluation.judges import judge_of
+from posttrain.evaluation.identity import digest, files_digest, judge_of, prompts_hash
 from posttrain.evaluation.problems import ProblemSet, load_problems
-from posttrain.evaluation.results import ProblemResult, Summary, hash_of_tasks
+from posttrain.evaluation.results import EvaluationSummary, ProblemResult, hash_of_tasks
 from posttrain.evaluation.runner import EvaluationRunner, TaskQueue, unfinished_batches
 from posttrain.evaluation.server import OpenAiServer
 from posttrain.evaluation.summary import Facts, summarise
@@ -44,7 +43,7 @@ from posttrain.types import Sampling, Task
 
 DEFAULT_FOLDER = Path("results/eval")
 ANSWERS = "answers"  # what the progress bar counts
-# Samples in one batch where the config leaves it open: enough to keep the device busy, few enough not to lose much.
+# Samples in one batch by default: enough to keep the device busy, few enough to lose little when interrupted.
 _SAMPLES_PER_STEP = {"cuda": 1024, "cpu": 32, "server": 256}
 
 
@@ -70,10 +69,10 @@ class EvaluationBuild:
 
     @cached_property
     def environment_config(self) -> EnvironmentConfig:
-        """The judge. Multiple choice is judged as such, unless the config says how."""
+        """The environment that scores. Multiple choice gets its own verifier, unless the config names another."""
         config = self.config.env[self.config.judge]
-        says_how = config.type or config.rewards or config.function or config.verifier_type or config.turns
-        if self.problem_set.is_choice and not says_how:
+        is_given = config.type or config.rewards or config.function or config.verifier_type or config.turns
+        if self.problem_set.is_choice and not is_given:
             judge = self.problem_set.benchmark.judge
             return config.model_copy(update={"verifier_type": "english_multichoice" if judge == "math" else judge})
         return config
@@ -100,27 +99,27 @@ class EvaluationBuild:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Of the weights, where they are here; a name on the hub or a server stands for itself."""
+        """Of the weights, where they are local; a hub name or a server is identified by its name."""
         return None if self.reference is None else model_fingerprint(self.reference, self.say)
 
     @cached_property
     def server(self) -> OpenAiServer | None:
-        """The server that answers, if one does. It is asked for the name of its model, unless the config has it."""
+        """The server, if the model is one. It is asked for the name of its model, unless the config has it."""
         url = self.config.server_url
         return None if url is None else OpenAiServer(url, self.config.generation.openai_cfg)
 
     def _check_model(self) -> None:
-        """InputError if the model is not to be had, or the server does not answer."""
+        """InputError if the model is not available, or the server does not answer."""
         _ = self.server
         if self.reference is not None and (reason := why_unavailable(self.reference.model)) is not None:
             raise ModelReferenceError(f"generation.model_name: {reason}")
 
     def check_problems_and_judge(self) -> None:
-        """InputError if problems cannot be read, or what judges them is not there. The model need not be there yet."""
+        """InputError if problems cannot be read, or their environment is incomplete. The model may be missing still."""
         check_environments({self.config.judge: self.environment_config}, Path.cwd())
 
-    def identity(self) -> dict[str, Any]:
-        """What decides answers and rewards, and nothing that only decides how fast they come."""
+    def identity(self) -> dict[str, object]:
+        """Everything that determines answers and rewards, and nothing that only changes their speed."""
         config, generation = self.config, self.config.generation
         problems = self.problem_set.problems
         template = [config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs]
@@ -150,7 +149,7 @@ class EvaluationBuild:
             **({} if self.environment_config.turns is None else {"max_rollout_turns": config.eval.max_rollout_turns}),
         }
 
-    def _engine(self) -> list[Any]:
+    def _engine(self) -> list[object]:
         generation, vllm = self.config.generation, self.config.generation.vllm_cfg
         if self.server is not None:
             return ["openai_url"]
@@ -165,19 +164,19 @@ class EvaluationBuild:
         picked = max(1, _SAMPLES_PER_STEP[self.device] // self.config.eval.num_tests_per_prompt)
         return given if given > 0 else picked
 
-    def folder(self, identity: dict[str, Any]) -> Path:
+    def folder(self, identity: dict[str, object]) -> Path:
         if self.config.eval.save_path is not None:
             return Path(self.config.eval.save_path)
         model = re.sub(r"[^\w.-]+", "-", self.config.generation.model_name.strip("/.")).strip("-")[-60:]
         dataset = re.sub(r"[^\w.-]+", "-", self.problem_set.name)
         return DEFAULT_FOLDER / dataset / f"{model}-{digest(identity)[:8]}"
 
-    # -- doing it ------------------------------------------------------------------------------------------------------
+    # -- running -------------------------------------------------------------------------------------------------------
 
     def execute(
         self, show_progress: ShowProgress, *, retry_unscored: bool = False
-    ) -> tuple[Summary, list[ProblemResult], Path]:
-        """Answer what is not finished, and sum up."""
+    ) -> tuple[EvaluationSummary, list[ProblemResult], Path]:
+        """Answer the problems that are not finished, and summarise."""
         self._check_model()  # before data is fetched
         self.check_problems_and_judge()
         with ExitStack() as cleanup:
@@ -300,7 +299,7 @@ class EvaluationBuild:
         return engine, tokenizer
 
     def _own_tokenizer(self) -> Any:
-        """The one that the config names, if that is another than the model's."""
+        """The tokenizer that the config names, if it is not the model's."""
         from posttrain.models.loading import load_tokenizer
 
         name = self.config.tokenizer.name
@@ -355,7 +354,7 @@ def vllm_precision(generation: EvalGenerationConfig) -> str:
 
 
 def native_precision(generation: EvalGenerationConfig) -> str:
-    """NeMo RL's files name the precision under `vllm_cfg`; float32 said there is meant for every engine."""
+    """NeMo RL's files set the precision under `vllm_cfg`; float32 there holds for every engine."""
     if generation.precision == "auto" and generation.vllm_cfg.precision == "float32":
         return "float32"
     return generation.precision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.evaluation.comparison import Comparison, ProblemPair
+from posttrain.evaluation.comparison import EvaluationComparison, ProblemPair
 from posttrain.evaluation.results import Evaluation, ProblemResult
 from posttrain.reporting.pages import (
     Html,
@@ -34,14 +34,14 @@ details.problem { border: 1px solid var(--rule); border-radius: 10px; background
 """
 
 
-def render(comparison: Comparison) -> str:
+def render(comparison: EvaluationComparison) -> str:
     c = comparison
     title = f"{c.first.summary.dataset}: {c.second.summary.model} against {c.first.summary.model}"
     facts = f"{c.metric} · {len(c.pairs)} problems · {c.test}"
     return page(title, header(title, facts, c.verdict), _tiles(c), _win_loss(c), _sides(c), _changed(c), style=_STYLE)
 
 
-def _tiles(c: Comparison) -> Html:
+def _tiles(c: EvaluationComparison) -> Html:
     i = c.interval
     kind = ("good" if c.difference > 0 else "bad") if c.p_value < 1 - i.confidence else ""
     return tiles(
@@ -54,7 +54,7 @@ def _tiles(c: Comparison) -> Html:
     )
 
 
-def _win_loss(c: Comparison) -> Html:
+def _win_loss(c: EvaluationComparison) -> Html:
     parts = [("B better", c.wins, "--good"), ("equal", c.ties, "--c7"), ("B worse", c.losses, "--bad")]
     bar = "".join(
         f'<span style="flex:{count};background:var({colour})">{count}</span>' for _, count, colour in parts if count
@@ -64,7 +64,7 @@ def _win_loss(c: Comparison) -> Html:
     return section("Problem by problem", tag("div", Html(bar), kind="share"), table((), rows + left_out, numbers=(1,)))
 
 
-def _sides(c: Comparison) -> Html:
+def _sides(c: EvaluationComparison) -> Html:
     names = dict.fromkeys([*c.first.summary.metrics, *c.second.summary.metrics])
     rows = [(name, _value(c.first, name), _value(c.second, name)) for name in names]
     cautions = [note("Take care:"), bullets(c.cautions)] if c.cautions else []
@@ -78,7 +78,7 @@ def _value(evaluation: Evaluation, name: str) -> str:
     return f"{value:.4g}" + (f" [{interval.low:.4g}, {interval.high:.4g}]" if interval else "")
 
 
-def _changed(c: Comparison) -> Html:
+def _changed(c: EvaluationComparison) -> Html:
     changed = c.changed
     if not changed:
         return section("Changed problems", note("None."))

@@ -5,8 +5,8 @@
     identity.json    what is being measured, written first: going on after an interruption has to match it
     config.yaml      every setting in effect
 
-The order of the rows in `problems.jsonl` is that in which problems finished; `index` is the problem's place in its dataset
-and `read_evaluation` returns them in that order. How rewards become metrics is not known here: see `metrics.py`.
+Rows of `problems.jsonl` are in the order in which problems finished; `index` is the problem's place in its dataset, and
+`read_evaluation` returns them in that order. `metrics.py` computes metrics from them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ FORMAT_VERSION = 1
 
 
 class EvaluationError(InputError):
-    """An evaluation folder that cannot be read, or evaluations that cannot be set side by side."""
+    """An evaluation folder that cannot be read, or evaluations that cannot be compared."""
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    """One answer. `reward` None means unscored, and `error` then says why; it is never counted as wrong."""
+    """One answer. `reward` None means unscored, for the reason in `error`; it is never counted as wrong."""
 
     text: str
-    num_tokens: int | None  # None: a server that does not tell
+    num_tokens: int | None  # None: a server that does not report it
     finish_reason: str | None  # "stop" or "length"; None where no answer came (a request that failed)
     reward: float | None
     answer: str | None = None  # what was read out of the text; equal answers vote together in cons@k
@@ -59,7 +59,7 @@ class ProblemResult:
     index: int  # place in the dataset, from 0
     dataset: str
     prompt: str  # the problem as the dataset words it, before prompt file and chat template
-    expected: Any  # the answer as the dataset gives it
+    expected: object  # the answer as the dataset gives it
     samples: tuple[SampleResult, ...]
 
     @property
@@ -83,8 +83,8 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What an evaluation comes to. `metrics` holds the scores ("pass@1", "avg@16", "cons@16", …) and, beside them,
+class EvaluationSummary:
+    """The result of an evaluation. `metrics` holds the scores ("pass@1", "avg@16", "cons@16", …) and, beside them,
     "mean_length_tokens", "truncation_rate" and "unscored_rate"; `intervals` has the same names where one was computed.
     A metric that could not be measured (nothing was scored) is absent, never 0."""
 
@@ -118,7 +118,7 @@ class Evaluation:
     """A finished evaluation: `problems` in the order of the dataset."""
 
     folder: Path
-    summary: Summary
+    summary: EvaluationSummary
     problems: tuple[ProblemResult, ...]
 
 
@@ -149,7 +149,7 @@ def problem_row(problem: ProblemResult) -> dict[str, Any]:
     return row
 
 
-def summary_text(summary: Summary) -> str:
+def summary_text(summary: EvaluationSummary) -> str:
     row = {"format": FORMAT_VERSION, **asdict(summary)}
     return json.dumps(row, indent=2, allow_nan=False, default=str) + "\n"
 
@@ -167,7 +167,7 @@ def read_evaluation(folder: str | Path) -> Evaluation:
     path = folder / PROBLEMS_FILE
     if len(problems) != summary.counts.problems:
         raise EvaluationError(
-            f"{path}: {len(problems)} problems, but {SUMMARY_FILE} speaks of {summary.counts.problems}; "
+            f"{path}: {len(problems)} problems, but {SUMMARY_FILE} has {summary.counts.problems}; "
             "one of the two files was changed"
         )
     if hash_of(problems) != summary.problem_set_hash:
@@ -177,7 +177,7 @@ def read_evaluation(folder: str | Path) -> Evaluation:
     return Evaluation(folder, summary, tuple(sorted(problems, key=lambda problem: problem.index)))
 
 
-def read_summary(folder: str | Path) -> Summary:
+def read_summary(folder: str | Path) -> EvaluationSummary:
     path = Path(folder) / SUMMARY_FILE
     if not path.exists():
         if (path.parent / PROBLEMS_FILE).exists():
@@ -201,7 +201,7 @@ def read_summary(folder: str | Path) -> Summary:
     row["intervals"] = {
         name: _build(Interval, value, f"{where}: intervals.{name}") for name, value in intervals.items()
     }
-    summary = _build(Summary, row, where)
+    summary = _build(EvaluationSummary, row, where)
     for name, value in _mapping(summary.metrics, f"{where}: metrics").items():
         if not _is_finite(value):
             raise EvaluationError(f"{where}: metrics.{name} is {value!r}; expected a finite number")
@@ -260,7 +260,7 @@ def _sample(value: Any, where: str) -> SampleResult:
     if sample.reward is not None and not _is_finite(sample.reward):
         raise EvaluationError(f"{where}: reward is {sample.reward!r}; expected a finite number, or null if unscored")
     if sample.reward is None and not sample.error:
-        raise EvaluationError(f"{where}: reward is null without an error that says why")
+        raise EvaluationError(f"{where}: reward is null without an error that gives the reason")
     return sample
 
 

@@ -1,8 +1,8 @@
 """Runs an evaluation: problems in batches through a rollout source, each batch saved before the next begins.
 
-Batches are cut by the place of a problem in its dataset, never by what happens to be left, and a batch of which only a part
-was saved is done again as a whole. So a problem always meets the same neighbours in the engine, and an evaluation that was
-interrupted gives the same answers as one that was not.
+Batches are cut by the place of a problem in its dataset, whatever is finished already, and a batch of which only a part was
+saved is repeated as a whole. So a problem always shares a batch with the same others, and an interrupted evaluation gives
+the same answers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _num_tokens(completion: Completion) -> int | None:
 
 
 def _final_text(completion: Completion) -> str:
-    """What an answer is read from: the model's last turn."""
+    """The model's last turn, from which the answer is read."""
     if completion.conversation is None:
         return completion.text
-    said = [turn.text for turn in completion.conversation.utterances if turn.role == "assistant"]
-    return said[-1] if said else ""
+    turns = [turn.text for turn in completion.conversation.utterances if turn.role == "assistant"]
+    return turns[-1] if turns else ""

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.config.evaluation import OpenAiConfig
 from posttrain.engines.native.noise import sequence_key
@@ -16,9 +16,12 @@ from posttrain.errors import InputError
 from posttrain.roles import Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
+if TYPE_CHECKING:
+    import httpx
+
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-_HOPELESS = {401, 403, 404, 405}  # the next request would get the same: a wrong key, name or address
-_LONGEST_WAIT_S = 60.0
+_REFUSED = {401, 403, 404, 405}  # of every request: a wrong key, name or address
+_MAX_WAIT_S = 60.0
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -46,7 +49,7 @@ class OpenAiServer:
     first_wait_s: float = 0.5  # before the second attempt; doubles each time
     model: str = ""
     _client: Any = field(default=None, repr=False)
-    _hopeless: threading.Event = field(default_factory=threading.Event, repr=False)
+    _is_refused: threading.Event = field(default_factory=threading.Event, repr=False)
     _stopped: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +67,7 @@ class OpenAiServer:
         self.model = self.config.model or self._first_model()
 
     def _first_model(self) -> str:
-        """Also the proof that a server is there, before an hour is spent on retries."""
+        """Also checks that a server answers, before time is spent on retries."""
         import httpx
 
         try:
@@ -74,12 +77,12 @@ class OpenAiServer:
             return str(listed[0]["id"])
         except httpx.HTTPStatusError as error:
             raise ServerError(
-                f"{self.url}/models: {_said(error.response)}; {self._advice(error.response.status_code)}"
+                f"{self.url}/models: {_status_and_text(error.response)}; {self._advice(error.response.status_code)}"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServerError(
-                f"{self.url}: no answer ({_named(error)}); is the server there? A finished evaluation is summed up without it if "
-                "generation.openai_cfg.model names its model"
+                f"{self.url}: no answer ({_named(error)}); is the server there? A finished evaluation is summarised "
+                "without it if generation.openai_cfg.model names its model"
             ) from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ServerError(
@@ -127,10 +130,10 @@ class OpenAiServer:
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, path: str, body: dict[str, Any]) -> Completion:
+    def _ask(self, path: str, body: dict[str, object]) -> Completion:
         error = ""
         for attempt in range(self.config.max_retries + 1):
-            if self._hopeless.is_set() or self._stopped.is_set():
+            if self._is_refused.is_set() or self._stopped.is_set():
                 break
             reply, wait_s, error = self._attempt(path, body)
             if reply is not None:
@@ -138,11 +141,11 @@ class OpenAiServer:
             if wait_s is None:
                 break
             if attempt < self.config.max_retries:
-                self._stopped.wait(max(wait_s, min(_LONGEST_WAIT_S, self.first_wait_s * 2**attempt)))
+                self._stopped.wait(max(wait_s, min(_MAX_WAIT_S, self.first_wait_s * 2**attempt)))
         return _failed(error or "the server refuses all of them")
 
-    def _attempt(self, path: str, body: dict[str, Any]) -> tuple[Any, float | None, str]:
-        """The reply, or how long to wait at least before the next attempt (None: there is no point), and what went wrong."""
+    def _attempt(self, path: str, body: dict[str, object]) -> tuple[Any, float | None, str]:
+        """The reply, or the shortest wait before the next attempt (None: do not retry), and the error."""
         import httpx
 
         try:
@@ -151,16 +154,16 @@ class OpenAiServer:
                 return response.json(), 0.0, ""
         except (httpx.HTTPError, ValueError) as error:
             return None, 0.0, _named(error)
-        if response.status_code in _HOPELESS:
-            self._hopeless.set()
+        if response.status_code in _REFUSED:
+            self._is_refused.set()
         if response.status_code not in _RETRIED:
-            return None, None, _said(response)
+            return None, None, _status_and_text(response)
         asked = response.headers.get("retry-after", "")
         wait_s = float(asked) if re.fullmatch(r"\d+(\.\d+)?", asked) else 0.0
-        return None, min(wait_s, _LONGEST_WAIT_S), _said(response)
+        return None, min(wait_s, _MAX_WAIT_S), _status_and_text(response)
 
-    def _request(self, task: Task, sample: int, sampling: Sampling, key: NoiseKey) -> tuple[str, dict[str, Any]]:
-        body: dict[str, Any] = {
+    def _request(self, task: Task, sample: int, sampling: Sampling, key: NoiseKey) -> tuple[str, dict[str, object]]:
+        body: dict[str, object] = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -181,8 +184,8 @@ class OpenAiServer:
 def _in_threads(work: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> list[_Result]:
     """`work` of every item, in their order; the first error ends it.
 
-    As ThreadPoolExecutor.map, but Ctrl-C waits for nothing: these threads do not keep the process alive, while a request may be
-    under way for as long as its time-out allows.
+    As ThreadPoolExecutor.map, but Ctrl-C does not wait: these are daemon threads, while a request may run for as long as its
+    time-out allows.
     """
     found: dict[int, _Result] = {}
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # what each thread ended with
@@ -232,7 +235,7 @@ def _failed(reason: str) -> Completion:
 
 
 def _text_of(content: Any) -> str:
-    """Some servers give an answer in parts, of which the thinking is no part of the answer; TypeError for what is no text."""
+    """Some servers send an answer in parts; only those of type text belong to it. TypeError for anything but text."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part["type"] == "text")
     if not isinstance(content, str | None):
@@ -244,6 +247,6 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _said(response: Any) -> str:
+def _status_and_text(response: httpx.Response) -> str:
     text = " ".join(str(response.text).split())[:200]
     return f"HTTP {response.status_code} {text}".strip()

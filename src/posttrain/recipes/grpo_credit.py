@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from posttrain.algorithms.advantages import (
-    AdvantagesPerReward,
-    Estimator,
-    GroupAdvantages,
-    RewardsThemselves,
-    Spread,
-    Whitening,
-)
+from posttrain.algorithms.advantages import ESTIMATORS, EstimatorOptions, Spread, Whitening
 from posttrain.algorithms.credit import Credit, KlInReward
 from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, RewardStep
 from posttrain.config import AdvEstimatorConfig, GrpoRunConfig
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.recipes.recipe import options
 from posttrain.roles import RolloutSource, Stateful
-from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
-
-# What a null in the config stands for, by estimator; every other one has the first.
-WHITENED_OVER = {"reinforce_plus_plus": "tokens", "gdpo": "rollouts"}
-WHITENED_BY = {"reinforce_plus_plus": Spread(0, 1e-8, "variance_floor"), "gdpo": Spread(1, 0.0, "std_plus")}
-KL_CHARGED_TO = {"reinforce_plus_plus": "token", "gdpo": "token"}
+from posttrain.rollouts.dynamic_sampling import DynamicSampling
+from posttrain.rollouts.surplus import StreamAndSurplus
 
 
 def build_position(config: GrpoRunConfig, stream: Stateful) -> Stateful:
@@ -43,7 +31,7 @@ def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position
         num_per_batch=int(grpo.num_prompts_per_step * grpo.batch_multiplier),
         max_batches=grpo.dynamic_sampling_max_gen_batches,
         keeps_surplus=grpo.dynamic_sampling_surplus == "keep",
-        looks_at_parts=grpo.adv_estimator.name == "gdpo",
+        looks_at_parts=ESTIMATORS[grpo.adv_estimator.name].credits_parts,
         scaling=_scaling(config),
     )
 
@@ -51,7 +39,9 @@ def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position
 def build_credit(config: GrpoRunConfig) -> Credit:
     estimator = config.grpo.adv_estimator
     return Credit(
-        _estimator(estimator),
+        ESTIMATORS[estimator.name].build(
+            EstimatorOptions(**options(estimator, EstimatorOptions)), _spread(estimator, Spread())
+        ),
         reward_steps=_reward_steps(config),
         whitening=_whitening(estimator),
         kl=_kl_in_reward(config),
@@ -64,35 +54,16 @@ def build_objective(config: GrpoRunConfig) -> ClippedPolicyGradient:
     objective = ClippedPolicyGradient(**options(config.loss_fn, ClippedPolicyGradient))
     if config.loss_fn.use_kl_in_reward:
         objective = replace(objective, reference_policy_kl_penalty=0.0)
-    if config.grpo.adv_estimator.name == "dr_grpo" and config.loss_fn.loss_normalizer is None:
-        objective = replace(objective, loss_normalizer="max_tokens")
+    normalizer = ESTIMATORS[config.grpo.adv_estimator.name].loss_normalizer
+    if normalizer is not None and config.loss_fn.loss_normalizer is None:
+        objective = replace(objective, loss_normalizer=normalizer)
     return objective
 
 
-def _estimator(config: AdvEstimatorConfig) -> Estimator:
-    spread = _spread(config, Spread())
-
-    def compared(normalize: bool, leave_one_out: bool) -> GroupAdvantages:
-        return GroupAdvantages(normalize, leave_one_out, config.std_over, spread, config.group_of_one)
-
-    if config.name == "reinforce_plus_plus":
-        return compared(False, False) if config.minus_baseline else RewardsThemselves()
-    if config.name == "rloo":
-        return compared(False, True)
-    if config.name == "dr_grpo":
-        return compared(False, False)
-    own = compared(config.normalize_rewards, config.use_leave_one_out_baseline)
-    if config.name == "gdpo":
-        return AdvantagesPerReward(own, tuple(config.reward_weights) if config.reward_weights is not None else None)
-    assert config.name == "grpo", f"{config.name} is refused when the config is loaded"
-    return own
-
-
 def _whitening(config: AdvEstimatorConfig) -> Whitening | None:
-    over: Any = config.whiten_advantages or WHITENED_OVER.get(config.name, "none")
-    if over == "none":
-        return None
-    return Whitening(over, _spread(config, WHITENED_BY.get(config.name, Spread())))
+    form = ESTIMATORS[config.name]
+    over = config.whiten_advantages or form.whiten_over
+    return None if over == "none" else Whitening(over, _spread(config, form.whiten_by))
 
 
 def _spread(config: AdvEstimatorConfig, own: Spread) -> Spread:
@@ -107,10 +78,9 @@ def _kl_in_reward(config: GrpoRunConfig) -> KlInReward | None:
     loss, estimator = config.loss_fn, config.grpo.adv_estimator
     if not loss.use_kl_in_reward:
         return None
-    charged_to: Any = estimator.kl_in_reward or KL_CHARGED_TO.get(estimator.name, "sequence")
     return KlInReward(
         loss.reference_policy_kl_penalty,
-        charged_to,
+        estimator.kl_in_reward or ESTIMATORS[estimator.name].kl_charged_to,
         loss.reference_policy_kl_type,
         loss.kl_input_clamp_value,
         loss.kl_output_clamp_value,

@@ -92,7 +92,7 @@ class Frame:
 
 
 def path_of(points: Sequence[tuple[float, float] | None]) -> str:
-    """The `d` of a path; None lifts the pen. A point between two gaps becomes a line of no length: a round dot."""
+    """The `d` of a path; None is a gap. A point between two gaps becomes a line of length zero, drawn as a dot."""
     commands, pen_down = [], False
     for point in points:
         if point is not None:
@@ -133,7 +133,7 @@ def _curve(frame: Frame, points: Sequence[Bucket], index: int, chart_id: str, sm
     parts = [_band(frame, points, index)]
     parts.append(f'<path class="raw s{index}{" under" if smooth else ""}" d="{path_of(pixels)}"/>')
     if smooth:
-        # A spike beyond the axis counts as far as the axis goes, or it would drag its neighbours along.
+        # A spike is clipped to the axis, or it would distort its neighbours.
         low, high = frame.y.low, frame.y.high
         means = scales.smoothed([None if p.mean is None else min(max(p.mean, low), high) for p in points])
         line = [
@@ -232,7 +232,7 @@ def _figure(
         f"<b>{'–' if value is None else label(value) + unit}</b></span>"
         for index, (name, value) in enumerate(names)
     )
-    # Nothing in a JSON script element may end it: metric names are data.
+    # Metric names are data and must not end the script element.
     numbers = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     caption = f'<p class="note">{escape(note.strip())}</p>' if note.strip() else ""
     return Html(
@@ -243,7 +243,7 @@ def _figure(
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits are enough to read, and keep the page small."""
+    """Six digits, to keep the page small."""
     return None if value is None else float(f"{value:.6g}")
 
 
@@ -268,7 +268,7 @@ def interval_mark(low: float, estimate: float, high: float, threshold: float) ->
 
 
 def picture(title: str, size: tuple[int, int], body: str) -> Html:
-    """An SVG document that needs no style sheet from outside: it may stand in a README."""
+    """An SVG document with its own style sheet, for example for a README."""
     width, height = size
     return Html(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'

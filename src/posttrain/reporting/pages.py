@@ -1,7 +1,7 @@
-"""The parts of an HTML page that needs nothing but itself: skeleton, header, tiles, sections, tables.
+"""The parts of a self-contained HTML page: skeleton, header, tiles, sections, tables.
 
 No network, no fonts, no library: one style sheet for every page, and on request one small script. Text is escaped unless
-it is `Html`, so that what a model, a dataset or a config contains cannot become part of the page.
+it is `Html`, so that text of models, datasets and configs cannot inject markup.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ CHARTS = (
     ChartSpec(
         "KL to the reference",
         (("train/kl_penalty", "KL"),),
-        "Per token. 0.01 to 0.1 is usual; above 0.5 the policy is running away.",
+        "Per token. 0.01 to 0.1 is usual; above 0.5 the policy is diverging.",
     ),
     ChartSpec(
         "Mean generation length",
@@ -36,7 +36,7 @@ CHARTS = (
     ChartSpec(
         "Signal and truncation",
         (("train/groups_with_signal", "groups with signal"), ("train/truncation_rate", "truncated answers")),
-        "Only a group whose rewards differ teaches anything. A truncated answer ended at the length limit.",
+        "Only groups with different rewards give a gradient. A truncated answer ended at the length limit.",
     ),
     ChartSpec(
         "Gradient norm", (("train/grad_norm", "norm"),), "Before clipping. Spikes above 10 are a sign of instability."
@@ -45,7 +45,7 @@ CHARTS = (
     ChartSpec(
         "Approximate entropy",
         (("train/approx_entropy", "entropy"),),
-        "Per token. A fall to zero means that exploration ends.",
+        "Per token. Near zero there is no exploration.",
     ),
     ChartSpec(
         "Sampler against trainer",
@@ -66,7 +66,7 @@ CHARTS = (
 
 
 def write_report(folder: Path) -> Path:
-    """Renders the report of the run in `folder` into that folder, and returns where it is."""
+    """Write the report of the run in `folder` into that folder. Returns its path."""
     target = folder / REPORT_FILE
     write_whole(target, render(load_run(folder)).encode("utf-8", "backslashreplace"))
     return target
@@ -169,7 +169,7 @@ def _charts(run: RunData) -> tuple[Html, set[str]]:
     charts = [headline, reward_parts, *(chart for chart in CHARTS if chart.curves != headline.curves)]
     charts = [chart for chart in charts if not logged.isdisjoint(chart.keys)]
     if len(charts) > 2 and len(charts) % 2 == 0:
-        charts.pop()  # one wide chart, then pairs: what would stand alone goes to the other metrics
+        charts.pop()  # one wide chart, then pairs: the chart without a partner goes to the other metrics
     figures = [
         line_chart(
             chart.title,
@@ -180,7 +180,7 @@ def _charts(run: RunData) -> tuple[Html, set[str]]:
         )
         for index, chart in enumerate(charts)
     ]
-    shown = {key for chart in charts for key in chart.keys} | {"train/unscored"}  # which has its own section
+    shown = {key for chart in charts for key in chart.keys} | {"train/unscored"}  # in a section of its own
     if not any(figures):
         return tag("section", note("No step has been recorded yet.")), shown
     toggle = Html('<label class="toggle"><input type="checkbox" id="smooth" checked> smooth</label>')
@@ -208,7 +208,7 @@ def _timing(run: RunData) -> Html:
 
 
 def _other_metrics(run: RunData, shown: set[str]) -> Html:
-    """Every other number that was logged, so that nothing has to be looked up in the file."""
+    """A chart of every other metric that was logged."""
     groups: tuple[str, ...] = ("train/", "validation", "performance/", "timing/")
     keys = [key for prefix in groups for key in run.keys if key.startswith(prefix) and key not in shown]
     keys = [key for key in keys if _varies(run.series(key).values)]
@@ -219,7 +219,7 @@ def _other_metrics(run: RunData, shown: set[str]) -> Html:
 
 
 def _varies(values: Sequence[float | None]) -> bool:
-    """A curve that is zero throughout says nothing; a constant that is not zero does."""
+    """Whether a curve is worth showing: not zero throughout."""
     return any(value for value in values)
 
 

@@ -1,4 +1,4 @@
-"""Samples on the report of a run: what the model was asked, what it answered, what that was worth, what was not scored."""
+"""The samples of a run on its report: prompts, answers and rewards, and the rollouts without a score."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _step_samples(path: Path, words: str, *, num_groups: int, is_open: bool = Fa
     groups = groups_of(path)
     if not groups:
         return Html()
-    # Groups whose rewards differ are the ones that teach; they are shown first.
+    # Groups with different rewards, which give a gradient, are shown first.
     mixed_first = sorted(groups, key=lambda group: len(set(_rewards(group))) < 2)
     rewards = [reward for group in groups for reward in _rewards(group)]
     low, high = min(rewards, default=0.0), max(rewards, default=1.0)

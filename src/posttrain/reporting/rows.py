@@ -1,4 +1,4 @@
-"""What a step leaves on the disk: one flat row of `metrics.jsonl`, in NeMo RL's key names, and the rollouts of the step.
+"""The rows of a step on disk: one flat row of `metrics.jsonl`, with NeMo RL's key names, and the rollouts of the step.
 
 Throughput follows NeMo RL's definitions: tokens are those of the full sequences (prompt and response of every sample) in
 every stage, generation included; end to end is tokens / total_step_time / devices. The key names say `per_gpu` on every
@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsFloat
 
 from posttrain.reporting.run_files import Row, write_whole
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 TOTAL_STEP = "total_step_time"
 TOTAL_VALIDATION = "total_validation_time"
-PEAK_MEMORY = "peak_gib_"  # a property of the machine, not of what is learnt: not under `train/`
-BACKGROUND = ("checkpoint_write",)  # times of threads beside the run
+PEAK_MEMORY = "peak_gib_"  # a property of the machine: not under `train/`
+BACKGROUND = ("checkpoint_write",)  # times of background threads
 LOGPROB_STAGES = ("policy_and_reference_logprobs", "policy_logprobs", "reference_logprobs", "previous_logprobs")
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What throughput is divided by. `flops_per_token` is that of training: forward and backward."""
+    """The denominators of throughput. `flops_per_token` is that of training: forward and backward."""
 
     num_devices: int
     peak_flops_per_device: float | None = None
@@ -53,16 +53,16 @@ def validation_row(step: int, report: StepReport) -> Row:
 
 
 def without_non_finite(row: Row) -> tuple[Row, dict[str, float]]:
-    """The row with null for NaN and infinity, and what was replaced."""
+    """The row with null for NaN and infinity, and the replaced values."""
     bad = {key: value for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     return {key: None if key in bad else value for key, value in row.items()}, bad
 
 
-def _prefixed(prefix: str, values: Mapping[str, Any]) -> Row:
+def _prefixed(prefix: str, values: Mapping[str, SupportsFloat | None]) -> Row:
     return {f"{prefix}/{name}": _number(value) for name, value in values.items()}
 
 
-def _number(value: Any) -> float | int | None:
+def _number(value: SupportsFloat | None) -> float | int | None:
     """A Python number: counts stay whole, tensors and NumPy scalars of any kind become floats."""
     if value is None or type(value) is int:
         return value
@@ -70,8 +70,8 @@ def _number(value: Any) -> float | int | None:
 
 
 def top_level_stages(timings_s: Mapping[str, float]) -> dict[str, float]:
-    """The stages that add up: `a/b` is inside `a`, or inside `a/total` where that is timed; totals are left out, and what ran
-    in the background."""
+    """The stages that add up to a step. `a/b` is inside `a`, or inside `a/total` where that is timed. Totals and background
+    work are left out."""
     stages = {}
     for name, seconds in timings_s.items():
         parent = name.split("/", 1)[0]
@@ -90,7 +90,7 @@ def total_seconds(timings_s: Mapping[str, float], total_name: str) -> float:
 
 
 def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
-    """Throughputs per device. A stage that did not happen in this step has none."""
+    """Throughputs per device. A stage that did not run in this step has none."""
     tokens, timings_s = report.num_tokens, report.timings_s
     total_s = total_seconds(timings_s, TOTAL_STEP)
     training_s = float(timings_s.get("policy_training", 0.0))
@@ -118,7 +118,7 @@ def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
 
 
 def _is_all_recorded(report: StepReport) -> bool:
-    """Whether nothing was sampled: handing out a record has no speed worth knowing."""
+    """Whether no answer was sampled, so that there is no generation speed."""
     rollouts = [rollout for group in report.groups for rollout in group.rollouts]
     return bool(rollouts) and not any(rollout.completion.logprobs for rollout in rollouts)
 
@@ -127,7 +127,7 @@ def _is_all_recorded(report: StepReport) -> bool:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no word for NaN and infinity; null it is."""
+    """null for NaN and infinity, which JSON does not have."""
     return None if value is None or not math.isfinite(value) else value
 
 
@@ -159,15 +159,15 @@ def _completion_row(rollout: Rollout) -> Row:
 
 
 def _turns_row(conversation: Conversation | None) -> Row:
-    """Who said what, for people: only where the environment took turns with the model."""
+    """The turns of a conversation with the environment."""
     if conversation is None:
         return {}
-    said = [{"role": u.role, "text": u.text, "num_tokens": u.num_tokens} for u in conversation.utterances]
-    return {"turns": said, "counts": {name: _finite(value) for name, value in conversation.counts.items()}}
+    turns = [{"role": u.role, "text": u.text, "num_tokens": u.num_tokens} for u in conversation.utterances]
+    return {"turns": turns, "counts": {name: _finite(value) for name, value in conversation.counts.items()}}
 
 
-def _plain(value: Any) -> Any:
-    """A reference is whatever the dataset holds; what JSON cannot say becomes its text."""
+def _plain(value: object) -> object:
+    """A reference as JSON: it may be any value of a dataset, and what JSON does not have becomes its text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

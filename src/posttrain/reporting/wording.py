@@ -1,7 +1,7 @@
-"""What a run says in words: the step block, the one-line form, validation, samples, the final summary.
+"""The text of a run's console output: step blocks, one-line steps, validation, samples, the final summary.
 
-Pure functions from rows and groups to lines of text; where and in which colours they are shown is `console.py`'s business.
-The block follows the order that NeMo RL's users know: results, timing with percent, performance.
+Pure functions from rows and groups to lines of text; `console.py` shows them. A block has NeMo RL's order: results, timing with
+percentages, performance.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ THROUGHPUTS = (
 
 
 def number(value: float | None) -> str:
-    """Four decimals where they say something, an exponent where they would not."""
+    """Four decimals, or an exponent for very small and very large numbers."""
     if value is None or not math.isfinite(value):
         return "n/a"
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
@@ -75,7 +75,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of a model or a traceback, with everything that would steer a terminal shown instead of obeyed."""
+    """Text with control characters replaced by their escape sequences."""
     return "".join(
         char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else _visible(char)
         for char in text
@@ -110,7 +110,7 @@ def step_block(
             lines.append(Line(f"  • {metric.name}: {number(row[f'train/{metric.key}'])}"))
         if metric.key == "reward":
             lines += _part_lines(row, "train/")
-    # Zero where the policy learns from its own fresh answers; what to watch where it learns from a record.
+    # Zero on-policy; worth watching when training on recorded answers.
     lines += [Line(f"  • {words}: {number(row[key])}") for key, words in SHIFTS if row.get(key)]
     lines += _unscored_lines(row, groups)
     lines += _timing_lines(row, eta_s)
@@ -135,8 +135,8 @@ def _unscored_lines(row: Row, groups: Sequence[Group]) -> list[Line]:
     return [Line(text, "warning" if count else "plain")]
 
 
-# A save follows the row of its step and is told with the next one.
-_NO_PART_OF_A_STEP = {"checkpointing": "after the step before", "checkpoint_write": "in the background"}
+# A save follows the row of its step, so its time is in the next row.
+_OUTSIDE_A_STEP = {"checkpointing": "after the step before", "checkpoint_write": "in the background"}
 
 
 def _timing_lines(row: Row, eta_s: float | None) -> list[Line]:
@@ -146,7 +146,7 @@ def _timing_lines(row: Row, eta_s: float | None) -> list[Line]:
     lines = [Line("Timing:", "title"), Line(f"  • Total step time: {duration(total)}")]
     for stage, seconds in sorted(timings.items(), key=lambda item: -item[1]):
         percent = 100 * seconds / total if total > 0 else 0.0
-        share = _NO_PART_OF_A_STEP.get(stage, f"{percent:.1f}%")
+        share = _OUTSIDE_A_STEP.get(stage, f"{percent:.1f}%")
         lines.append(Line(f"  • {stage}: {duration(seconds)} ({share})"))
     if eta_s is not None:
         lines.append(Line(f"  • Left for the run: about {duration(eta_s)}"))
@@ -178,7 +178,7 @@ def _rate(value: float) -> str:
 
 
 def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: float | None) -> Line:
-    """One short step on one line; columns keep their width so that the eye can run down them."""
+    """One short step on one line, in columns of fixed width."""
     width = len(str(max_steps))
     parts = [f"step {row['step']:>{width}}/{max_steps}"]
     for metric in results:
@@ -195,13 +195,13 @@ def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: f
 
 
 def validation_block(row: Row, num_samples: int) -> list[Line]:
-    """What a validation is read for; all of its metrics are in the file."""
+    """The main results of a validation; all of its metrics are in the file."""
     found = {key.removeprefix("validation/"): value for key, value in row.items() if key.startswith("validation/")}
     lines = [Line(f"Validation Results (step {row['step']}):", "title")]
     for name, words in VALIDATION_RESULTS:
         if name in found and not (name == "reward" and "accuracy" in found):
             parts = _part_lines(row, "validation/")
-            # A weighted sum of several parts is no share of right answers.
+            # A weighted sum of several parts is not an accuracy.
             words = "Avg Reward" if name == "accuracy" and parts else words
             lines.append(Line(f"  • {words}: {number(found[name])}", "good" if name == "accuracy" else "plain"))
             lines += parts if name in ("accuracy", "reward") else []
@@ -221,7 +221,7 @@ def validation_block(row: Row, num_samples: int) -> list[Line]:
 
 
 def sample_lines(groups: Sequence[Group], count: int, max_characters: int = 600) -> list[Line]:
-    """The first rollout of the first `count` groups: what the model was asked, what it said, what that was worth."""
+    """Prompt, answer and reward of the first rollout of the first `count` groups."""
     lines: list[Line] = []
     for index, group in enumerate(groups[:count], start=1):
         if not group.rollouts:
@@ -230,19 +230,19 @@ def sample_lines(groups: Sequence[Group], count: int, max_characters: int = 600)
         verdict = number(rollout.score.reward) if rollout.score.scored else f"unscored: {rollout.score.error}"
         lines.append(Line(f"Sample {index} ({group.task.id}), reward {verdict}", "title"))
         lines += _quoted("prompt", group.task.prompt, max_characters)
-        for label, text in _said(rollout.completion):
+        for label, text in _texts(rollout.completion):
             lines += _quoted(label, text, max_characters)
         if group.task.reference is not None:
             lines += _quoted("expected", str(group.task.reference), max_characters)
     return lines
 
 
-def _said(completion: Completion) -> list[tuple[str, str]]:
-    """The answer; where the environment took turns with the model, turn by turn."""
+def _texts(completion: Completion) -> list[tuple[str, str]]:
+    """The answer, or each turn of a conversation with the environment, with a label."""
     if completion.conversation is None:
         return [("answer", completion.text)]
-    said = completion.conversation.utterances
-    return [("answer" if utterance.role == "assistant" else utterance.role[:8], utterance.text) for utterance in said]
+    turns = completion.conversation.utterances
+    return [("answer" if turn.role == "assistant" else turn.role[:8], turn.text) for turn in turns]
 
 
 def _quoted(label: str, text: str, max_characters: int) -> list[Line]:
@@ -254,7 +254,7 @@ def _quoted(label: str, text: str, max_characters: int) -> list[Line]:
 
 @dataclass(frozen=True)
 class MetricSummary:
-    """First, last and best of what a run is about, from its rows. `metric` is empty when there is no row with it."""
+    """First, last and best value of a metric. `metric` is empty if no row has it."""
 
     metric: str
     first: float = math.nan
@@ -272,7 +272,7 @@ def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False
 
 
 def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
-    """The validation metric to put first: accuracy where there is one."""
+    """The main validation metric, and whether less is better: accuracy if it was measured."""
     keys = {key for row in rows for key, value in row.items() if key.startswith("validation/") and value is not None}
     for name, lower_is_better in (("accuracy", False), ("reward", False), ("loss", True)):
         if f"validation/{name}" in keys:

@@ -11,42 +11,21 @@ that ratios are taken against the policy that sampled them. The surplus is part 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from posttrain.algorithms.advantages import has_signal
 from posttrain.algorithms.reward_shaping import RewardScaling, shaped
 from posttrain.algorithms.rollout_metrics import num_generated_tokens
 from posttrain.errors import InputError
-from posttrain.roles import RolloutSource, Stateful
-from posttrain.rollouts.group_state import from_plain, to_plain
-from posttrain.types import Group, Rollout, TakenGroups
-
-SURPLUS = "dynamic_sampling"  # key in the checkpoint's state
-UNKNOWN_VERSION = -1  # of a surplus in a checkpoint from before versions were saved
-
-
-@dataclass
-class StreamAndSurplus:
-    """The position in the data and the groups kept for the next step, as one part of a checkpoint."""
-
-    stream: Stateful
-    surplus: list[Group] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, object]:
-        return {**self.stream.state_dict(), SURPLUS: {"surplus": [to_plain(group) for group in self.surplus]}}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        self.stream.load_state_dict(state)
-        # A run that began without dynamic sampling has kept nothing.
-        saved = state.get(SURPLUS)
-        rows = saved["surplus"] if isinstance(saved, Mapping) else []
-        self.surplus = [_with_versions(from_plain(row)) for row in rows]
+from posttrain.roles import RolloutSource
+from posttrain.rollouts.surplus import StreamAndSurplus
+from posttrain.types import Group, TakenGroups
 
 
 @dataclass
 class DynamicSampling:
-    """A `RolloutSource` over another one. What a step leaves over comes first in the next one."""
+    """A `RolloutSource` over another one. The surplus of a step comes first in the next one."""
 
     source: RolloutSource
     position: StreamAndSurplus
@@ -107,15 +86,3 @@ class DynamicSampling:
             "answers per prompt (grpo.num_generations_per_prompt), train on fewer prompts per step, or raise "
             "grpo.dynamic_sampling_max_gen_batches"
         )
-
-
-def _with_versions(group: Group) -> Group:
-    """Sampled completions without a version come from a checkpoint of an older posttrain, and are of an earlier step."""
-
-    def marked(rollout: Rollout) -> Rollout:
-        completion = rollout.completion
-        if completion.versions or not completion.logprobs:
-            return rollout
-        return replace(rollout, completion=replace(completion, versions=((0, UNKNOWN_VERSION),)))
-
-    return replace(group, rollouts=tuple(map(marked, group.rollouts)))

@@ -1,11 +1,12 @@
 """Rollouts of several turns: the model and an environment take turns until one of them, or a limit, ends the conversation.
 
-In each round all open conversations of all groups are sampled in one call, then stepped in one call. A conversation is one
-completion: its tokens are everything after the first prompt, and its mask tells the model's from the environment's. Sampling
-noise is keyed by the place of a token in that completion, so it neither repeats in a later turn nor depends on the others.
+In each turn all open conversations of all groups are sampled in one call, then stepped in one call. A conversation is one
+completion: its tokens are everything after the first prompt, and its mask separates the model's from the environment's.
+Sampling noise is keyed by the position of a token in that completion, so it neither repeats in a later turn nor depends on
+the other conversations.
 
-Rewards given on the way are added up. A final answer that the environment hands on is judged when all rollouts are scored, by
-the judge of the block under `env:`, and added too. A conversation whose environment failed is unscored, with the reason.
+The rewards of the turns are added up. A final answer that the environment returns is scored together with all rollouts, by
+the judge of its block under `env:`, and added as well. A conversation whose environment failed is unscored, with the reason.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from posttrain.environments.turns.interface import EndReason, TurnTask
 from posttrain.environments.turns.messages import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
-from posttrain.rollouts.fresh import Draft, FreshRollouts
+from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.next_turn import Exchange, NextTurn
 from posttrain.types import Completion, Conversation, FinishReason, NoiseKey, Score, Task, Utterance
 
 
 @dataclass(eq=False)
 class Dialogue:
-    """One sample's conversation in the making."""
+    """The open conversation of one sample."""
 
     task: Task
     sample: int
@@ -34,7 +35,7 @@ class Dialogue:
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     utterances: list[Utterance] = field(default_factory=list)
-    said: list[Exchange] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     parts: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=lambda: Counter(out_of_turns=0, out_of_tokens=0))
@@ -47,7 +48,7 @@ class Dialogue:
         self.finish_reason = turn.finish_reason
 
     def add_observation(self, exchange: Exchange, token_ids: Sequence[int], default_role: str) -> None:
-        self.said.append(exchange)
+        self.exchanges.append(exchange)
         role = exchange.messages[0]["role"] or default_role
         text = "\n".join(message["content"] for message in exchange.messages)
         self._add(token_ids, [0.0] * len(token_ids), role, text, is_model=False)
@@ -67,7 +68,7 @@ class Dialogue:
             self.counts[name] += value  # type: ignore[assignment]
 
     def next_task(self) -> Task:
-        """The request for the next turn: all tokens so far, and the names of its noise."""
+        """The request for the next turn: all tokens so far, and the key of its noise."""
         ids = (*self.task.prompt_ids, *self.token_ids)
         return replace(self.task, prompt_ids=ids, first_sample=self.sample, first_token=len(self.token_ids))
 
@@ -81,7 +82,9 @@ class Dialogue:
             return Score(None, error=f"the rewards of the turns add up to {total}: a finite number is needed")
         return Score(total, parts=dict(self.parts))
 
-    def draft(self, renderer: NextTurn, versions: tuple[tuple[int, int], ...], *, has_judge: bool) -> Draft:
+    def unscored(
+        self, renderer: NextTurn, versions: tuple[tuple[int, int], ...], *, has_judge: bool
+    ) -> UnscoredRollout:
         completion = Completion(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
@@ -93,12 +96,12 @@ class Dialogue:
         )
         score = self.score()
         if self.answer is None or not score.scored:
-            return Draft(completion, None, score)
+            return UnscoredRollout(completion, None, score)
         if not has_judge:
             name = self.task.environment
             problem = f"env.{name} has no judge for the final answer: set its `type` or `function`"
-            return Draft(completion, None, Score(None, error=problem))
-        return Draft(completion, replace(completion, text=self.answer), score)
+            return UnscoredRollout(completion, None, Score(None, error=problem))
+        return UnscoredRollout(completion, replace(completion, text=self.answer), score)
 
 
 @dataclass
@@ -111,7 +114,7 @@ class MultiTurnRollouts(FreshRollouts):
     max_total_tokens: int = field(kw_only=True)  # of first prompt and conversation
     judged: frozenset[str] = field(kw_only=True)  # environments with a judge for the final answer
 
-    def sample(self, tasks: Sequence[Task], step: int) -> list[list[Draft]]:
+    def sample(self, tasks: Sequence[Task], step: int) -> list[list[UnscoredRollout]]:
         key = NoiseKey(self.seed, step)
         dialogues = [
             [Dialogue(task, sample) for sample in range(self.num_samples)]
@@ -129,15 +132,17 @@ class MultiTurnRollouts(FreshRollouts):
                 dialogue.add_turn(turn)
         self._converse([d for group in dialogues for d in group if d.failure is None], key)
         return [
-            [self._draft(dialogue, step) for dialogue in group] if group else [Draft.of(c) for c in single[place]]
+            [self._unscored(dialogue, step) for dialogue in group]
+            if group
+            else [UnscoredRollout.of(c) for c in single[place]]
             for place, group in enumerate(dialogues)
         ]
 
-    def _draft(self, dialogue: Dialogue, step: int) -> Draft:
+    def _unscored(self, dialogue: Dialogue, step: int) -> UnscoredRollout:
         has_judge = dialogue.task.environment in self.judged
-        return dialogue.draft(self.renderer, self.versions(step), has_judge=has_judge)
+        return dialogue.unscored(self.renderer, self.versions(step), has_judge=has_judge)
 
-    # -- rounds --------------------------------------------------------------------------------------------------------
+    # -- turns ---------------------------------------------------------------------------------------------------------
 
     def _reset(self, groups: Sequence[list[Dialogue]], key: NoiseKey) -> None:
         """One state for all samples of a task."""
@@ -157,7 +162,7 @@ class MultiTurnRollouts(FreshRollouts):
                     dialogue.failure = outcome
 
     def _converse(self, active: list[Dialogue], key: NoiseKey) -> None:
-        """Environment and model by turns, until no conversation is open. The model has had its first turn."""
+        """Environment and model take turns until no conversation is open. The model has had its first turn."""
         for turn in range(1, self.max_turns + 1):
             limits = [
                 (dialogue, self._continue(dialogue, exchange, turn))
@@ -172,7 +177,7 @@ class MultiTurnRollouts(FreshRollouts):
                 dialogue.add_turn(answer)
 
     def _step(self, active: Sequence[Dialogue], turn: int, key: NoiseKey) -> list[tuple[Dialogue, Exchange]]:
-        """Let the environments answer. Those that want to go on, with what the model is to read."""
+        """Let the environments answer. Returns the conversations that go on, with what the model reads next."""
         calls = [
             (d.task.environment, TurnItem("step", _noise_key(d, turn, key), None, d.state, d.utterances[-1].text))
             for d in active
@@ -191,13 +196,13 @@ class MultiTurnRollouts(FreshRollouts):
         return unfinished
 
     def _continue(self, dialogue: Dialogue, exchange: Exchange, turn: int) -> EndReason | None:
-        """Append the observation, or say which limit forbids it."""
-        if dialogue.finish_reason == "length":  # the turn was cut off: the model has not finished what it wanted to say
+        """Append the observation, or return the limit that forbids it."""
+        if dialogue.finish_reason == "length":  # the turn was cut off
             return "tokens"
         if turn == self.max_turns:
             return "turns"
         sampled = dialogue.token_ids[len(dialogue.token_ids) - dialogue.utterances[-1].num_tokens :]
-        ids = self.renderer.ids(dialogue.task.messages, [*dialogue.said, exchange], sampled)
+        ids = self.renderer.ids(dialogue.task.messages, [*dialogue.exchanges, exchange], sampled)
         if len(dialogue.task.prompt_ids) + len(dialogue.token_ids) + len(ids) >= self.max_total_tokens:
             dialogue.finish_reason = "length"
             return "tokens"
@@ -205,7 +210,7 @@ class MultiTurnRollouts(FreshRollouts):
         return None
 
     def _end(self, stopped: Sequence[tuple[Dialogue, EndReason]], key: NoiseKey) -> None:
-        """The environments wanted to go on and may not: what is it worth so far?"""
+        """A limit ends conversations that their environments would continue: their rewards so far."""
         calls = [
             (d.task.environment, TurnItem("end", _noise_key(d, 0, key), None, d.state, reason=reason))
             for d, reason in stopped
@@ -224,5 +229,5 @@ def _reset_item(task: Task, key: NoiseKey) -> TurnItem:
 
 
 def _noise_key(dialogue: Dialogue, turn: int, key: NoiseKey) -> str:
-    """Noise in an environment has a name too: a resumed run sees the same."""
+    """Randomness in an environment is keyed as well, so that a resumed run repeats it."""
     return f"{key.seed}\0{key.step}\0{dialogue.task.draw}\0{dialogue.sample}\0{turn}"

@@ -1,6 +1,6 @@
-"""Groups from a record: answers that were given and judged elsewhere, handed out again as if they had just been sampled.
+"""Groups of recorded answers, which were sampled and scored elsewhere.
 
-The sampler's log-probabilities of such an answer are not known. The algorithm puts those of the starting policy in their
+The behaviour policy of such an answer is unknown. The algorithm uses the log-probabilities of the starting policy in its
 place. With `fresh`, newly sampled answers join the recorded ones of their prompt, and all of them share one baseline.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.algorithms.clock import StageClock
+from posttrain.algorithms.step_reports import StageClock
 from posttrain.data.shuffling import keyed_order
 from posttrain.rollouts.fresh import FreshRollouts, TaskStream
 from posttrain.types import Group, Rollout, TakenGroups, Task
@@ -16,7 +16,7 @@ from posttrain.types import Group, Rollout, TakenGroups, Task
 
 @dataclass
 class RecordedRollouts:
-    """Hands out at most `num_recorded` recorded answers of each prompt, and after them the fresh ones."""
+    """A `RolloutSource`: at most `num_recorded` recorded answers of each prompt, then the fresh ones."""
 
     stream: TaskStream
     num_recorded: int
@@ -24,7 +24,7 @@ class RecordedRollouts:
     fresh: FreshRollouts | None = None
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
-        """Recorded answers keep the reward that they came with; fresh ones are judged."""
+        """Recorded answers keep their recorded reward; fresh ones are scored."""
         clock = StageClock()
         with clock("generation"):
             tasks = list(self.stream.take(num_groups))
@@ -33,12 +33,11 @@ class RecordedRollouts:
             fresh = self.fresh.roll_out(tasks, step, clock)
             groups = [Group(old.task, old.rollouts + new.rollouts) for old, new in zip(groups, fresh, strict=True)]
         else:
-            with clock("reward_calculation"):  # the stage is reported, though nothing is left to do in it
-                pass
+            clock.add({"reward_calculation": 0.0})  # every step reports the stage
         return TakenGroups(tuple(groups), tuple(groups), clock.spans)
 
     def chosen(self, task: Task) -> tuple[Rollout, ...]:
-        """The task's own record, or as many of it as are wanted: others at each visit, the same ones after a restart."""
+        """All recorded answers of the task, or `num_recorded` of them: others in each epoch, the same after a restart."""
         if len(task.recorded) <= self.num_recorded:
             return task.recorded
         picked = keyed_order(len(task.recorded), self.seed, task.draw)[: self.num_recorded]

@@ -1,4 +1,4 @@
-"""The rollouts of a run in which an environment takes turns with the model."""
+"""Builds rollouts of several turns from the config of their environments, for training, validation and evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.rollouts.tool_prompts import ToolPrompts
 
 @dataclass(frozen=True)
 class TurnTaking:
-    """Makes a source of single turns one of conversations."""
+    """Turns a source of single turns into one of conversations."""
 
     router: TurnRouter
     renderer: NextTurn
@@ -32,7 +32,7 @@ class TurnTaking:
     def over(self, fresh: FreshRollouts) -> MultiTurnRollouts:
         return MultiTurnRollouts(
             ToolPrompts(fresh.stream, self.chat, self.router.names, self.router.tools),
-            fresh.generator,
+            fresh.engine,
             fresh.environment,
             fresh.num_samples,
             fresh.sampling,

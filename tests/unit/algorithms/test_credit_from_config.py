@@ -6,7 +6,7 @@ from fakes import ScriptedRollouts
 from posttrain.algorithms.advantages import (
     AdvantagesPerReward,
     GroupAdvantages,
-    RewardsThemselves,
+    NoBaseline,
     Spread,
     Whitening,
 )
@@ -16,7 +16,8 @@ from posttrain.config import load_config
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
 from posttrain.roles import RolloutSource
-from posttrain.rollouts.dynamic_sampling import DynamicSampling, StreamAndSurplus
+from posttrain.rollouts.dynamic_sampling import DynamicSampling
+from posttrain.rollouts.surplus import StreamAndSurplus
 
 ESTIMATOR = "grpo.adv_estimator"
 KL = "loss_fn.use_kl_in_reward=true"
@@ -31,7 +32,7 @@ CREDITS = {
     (f"{ESTIMATOR}.name=rloo",): Credit(GroupAdvantages(False, True)),
     (f"{ESTIMATOR}.name=dr_grpo",): Credit(MEAN),
     (f"{ESTIMATOR}.name=reinforce_plus_plus",): Credit(MEAN, whitening=RFPP),
-    (f"{ESTIMATOR}={{name: reinforce_plus_plus, minus_baseline: false}}",): Credit(RewardsThemselves(), whitening=RFPP),
+    (f"{ESTIMATOR}={{name: reinforce_plus_plus, minus_baseline: false}}",): Credit(NoBaseline(), whitening=RFPP),
     (f"{ESTIMATOR}={{name: reinforce_plus_plus, whiten_advantages: none}}",): Credit(MEAN),
     (f"{ESTIMATOR}={{name: gdpo, reward_weights: [2, 1]}}", SEVERAL): Credit(
         AdvantagesPerReward(GroupAdvantages(), (2.0, 1.0)), whitening=Whitening("rollouts", Spread(1, 0.0))

@@ -17,9 +17,9 @@ from posttrain.evaluation.results import (
     Counts,
     Evaluation,
     EvaluationError,
+    EvaluationSummary,
     ProblemResult,
     SampleResult,
-    Summary,
     hash_of,
 )
 
@@ -30,7 +30,7 @@ def evaluation(name: str, rewards: Sequence[Sequence[float | None]], **config: o
         for i, row in enumerate(rewards)
     )
     num_samples = len(rewards[0])
-    summary = Summary(
+    summary = EvaluationSummary(
         model=name,
         dataset="sums",
         metric="pass@1",

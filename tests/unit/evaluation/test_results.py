@@ -10,10 +10,10 @@ import pytest
 from posttrain.evaluation.results import (
     Counts,
     EvaluationError,
+    EvaluationSummary,
     Interval,
     ProblemResult,
     SampleResult,
-    Summary,
     hash_of,
     problem_row,
     read_evaluation,
@@ -29,7 +29,7 @@ def problem(index: int, reward: float | None = 1.0) -> ProblemResult:
 def write(folder: Path, problems: list[ProblemResult], *, edit: dict[str, object] | None = None) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "problems.jsonl").write_text("".join(json.dumps(problem_row(p)) + "\n" for p in problems))
-    summary = Summary(
+    summary = EvaluationSummary(
         model="m",
         dataset="sums",
         metric="pass@1",
@@ -69,7 +69,7 @@ def test_the_hash_is_of_the_set_and_its_content() -> None:
     [
         (
             {"counts": {"problems": 3, "samples": 1, "unscored": 0, "truncated": 0}},
-            "1 problems, but summary.json speaks of 3",
+            "1 problems, but summary.json has 3",
         ),
         ({"problem_set_hash": "0"}, "other content hash"),
         ({"format": 9}, "format 9; this version of posttrain reads format 1"),

@@ -15,7 +15,7 @@ from posttrain.types import StepReport
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 
 
-def test_every_metric_shown_by_name_is_explained() -> None:
+def test_every_metric_shown_by_name_is_documented() -> None:
     timings = {"generation": 1.0, "policy_training": 1.0, "policy_and_reference_logprobs": 1.0}
     shown = [recipe.presentation for recipe in (GrpoRecipe, DpoRecipe, RewardModelRecipe, SftRecipe)]
     keys = {f"train/{metric.key}" for presentation in shown for metric in presentation.results}

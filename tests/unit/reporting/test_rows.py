@@ -39,7 +39,7 @@ def test_flops_are_tera_per_device_and_mfu_is_a_share_of_the_peak() -> None:
     assert "train_flops_per_gpu" not in performance(report, Hardware(4, 1e13, None))
 
 
-def test_a_stage_that_did_not_happen_has_no_rate() -> None:
+def test_stage_that_did_not_run_has_no_rate() -> None:
     rates = performance(StepReport({}, {"policy_training": 2.0, "generation": 0.0}, (), 1000, 0), Hardware(1))
     assert set(rates) == {
         "tokens_per_sec_per_gpu",
@@ -49,7 +49,7 @@ def test_a_stage_that_did_not_happen_has_no_rate() -> None:
     assert performance(StepReport({}, {}), Hardware(1)) == {}
 
 
-def test_the_total_is_the_sum_of_the_stages_that_are_not_inside_others() -> None:
+def test_total_is_the_sum_of_top_level_stages() -> None:
     timings = {
         "generation": 4.0,
         "policy_training": 2.0,
@@ -88,7 +88,7 @@ def test_keys_have_nemo_rl_prefixes_and_values_are_python_numbers() -> None:
     }
 
 
-def test_a_non_finite_metric_is_null_in_the_file_and_named_once(bench: Any, report: Any) -> None:
+def test_non_finite_metric_is_null_in_the_file_and_named_once(bench: Any, report: Any) -> None:
     recorder = bench.recorder()
     for step in (1, 2):
         recorder.record_step(step, report(step, kl_penalty=math.nan, grad_norm=math.inf), None)
@@ -98,7 +98,7 @@ def test_a_non_finite_metric_is_null_in_the_file_and_named_once(bench: Any, repo
     assert "NaN" not in (bench.folder / "metrics.jsonl").read_text()
 
 
-def test_floats_come_back_as_they_went_in(bench: Any, report: Any) -> None:
+def test_floats_are_read_back_exactly(bench: Any, report: Any) -> None:
     values = [1 / 3, 1e-300, 0.1 + 0.2, float(torch.tensor(0.1)), -0.0]
     recorder = bench.recorder()
     for step, value in enumerate(values, start=1):

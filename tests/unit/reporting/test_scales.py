@@ -14,7 +14,7 @@ numbers = st.floats(-1e9, 1e9).filter(lambda value: value == 0 or abs(value) > 1
 
 
 @given(st.lists(numbers, min_size=1, max_size=20))
-def test_an_axis_holds_its_values_and_has_a_few_round_ticks(values: list[float]) -> None:
+def test_axis_covers_its_values_with_a_few_round_ticks(values: list[float]) -> None:
     low, high = scales.value_range(values)
     assert low < high
     slack = 1e-6 * (high - low)
@@ -70,7 +70,7 @@ def test_smoothing_equals_a_slow_weighted_line_fit() -> None:
     assert [v for v in smooth if v is not None] == pytest.approx([v for v in slow if v is not None])
 
 
-def test_smoothing_leaves_a_straight_line_alone_up_to_both_ends() -> None:
+def test_smoothing_keeps_a_straight_line() -> None:
     line: list[float | None] = [0.5 * i - 3 for i in range(50)]
     assert scales.smoothed(line) == pytest.approx(line)
 

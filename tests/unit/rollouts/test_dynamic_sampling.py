@@ -19,8 +19,8 @@ from posttrain.errors import InputError
 from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.roles import RolloutSource
-from posttrain.rollouts.dynamic_sampling import SURPLUS, DynamicSampling, StreamAndSurplus
-from posttrain.rollouts.group_state import from_plain, to_plain
+from posttrain.rollouts.dynamic_sampling import DynamicSampling
+from posttrain.rollouts.surplus import SURPLUS, StreamAndSurplus, from_plain, to_plain
 from posttrain.types import (
     Completion,
     Conversation,

@@ -159,9 +159,9 @@ def test_a_template_that_rewrites_earlier_turns_is_noticed_and_what_was_sampled_
     assert "hard" not in chat.render(thinking), "the template itself would have dropped it"
 
 
-def test_a_template_that_forgets_what_was_said_is_refused(tokenizer: Any) -> None:
+def test_template_without_earlier_turns_is_refused(tokenizer: Any) -> None:
     chat = ChatFormat(tokenizer, FORGETFUL)
-    with pytest.raises(DataError, match="leaves out what the assistant has said before"):
+    with pytest.raises(DataError, match="leaves out earlier turns of the assistant"):
         NextTurn(chat)
 
 

@@ -1,4 +1,4 @@
-"""Which folder a command uses, and whether the run in it goes on."""
+"""Which folder a command uses, and whether the run in it is resumed."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_default_folder_of_the_first_run_has_no_number() -> None:
     assert choose_checkpoint_dir(load(), accept_changes=False) == ("results/sft", [])
 
 
-def test_unfinished_run_with_equal_settings_goes_on() -> None:
+def test_unfinished_run_with_equal_settings_is_resumed() -> None:
     save_run("results/sft", step=4)
     folder, notes = choose_checkpoint_dir(load(), accept_changes=False)
     assert folder == "results/sft"
-    assert notes == ["going on with the run in results/sft: it is not finished, and its settings are the same"]
+    assert notes == ["resuming the run in results/sft: it is not finished and has the same settings"]
 
 
-def test_longer_run_goes_on_in_its_default_folder() -> None:
+def test_longer_run_is_resumed_in_its_default_folder() -> None:
     save_run("results/sft", step=4)
     assert chosen("sft.max_num_steps=50") == "results/sft"
 
@@ -65,7 +65,7 @@ def test_other_settings_get_the_next_default_folder() -> None:
     save_run("results/sft-2", f"{LR}=1e-3", step=4)
     assert chosen(f"{LR}=1e-3") == "results/sft-2"
     assert chosen(f"{LR}=1e-4") == "results/sft-3"
-    assert chosen() == "results/sft-3", "only the newest run goes on"
+    assert chosen() == "results/sft-3", "only the newest run is resumed"
 
 
 def test_finished_run_is_not_used_again() -> None:
@@ -82,7 +82,7 @@ def test_numbers_are_compared_as_numbers() -> None:
     assert chosen() == "results/sft-11"
 
 
-def test_accepted_changes_go_on_in_the_newest_default_folder() -> None:
+def test_accepted_changes_resume_the_newest_default_folder() -> None:
     save_run("results/sft", step=4, status="finished")
     assert chosen(f"{LR}=1e-3", accept_changes=True) == "results/sft"
 
@@ -132,7 +132,7 @@ def test_checkpoint_counts_and_not_a_config_that_was_replaced_later() -> None:
         check_run_folder(load(f"{LR}=1e-4"), accept_changes=False)
 
 
-def test_change_that_was_accepted_after_the_checkpoint_holds() -> None:
+def test_change_accepted_after_the_checkpoint_is_in_force() -> None:
     save_run("results/sft", f"{LR}=1e-3", step=4)
     Path("results/sft/config_from_step_5.yaml").write_text(load(f"{LR}=1e-4").to_yaml())
     assert check_run_folder(load(f"{LR}=1e-4"), accept_changes=False) == []
