@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.checkpointing import BackgroundWrite
-from posttrain.checkpointing import marks as marks_module
+from posttrain.checkpointing import background as background_module
 from posttrain.checkpointing.background import leave_mark, wait_for_marks
 
 
@@ -116,14 +116,14 @@ def test_a_rank_whose_mark_does_not_fit_on_the_disk_is_heard(tmp_path: Path, mon
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(marks_module.durable, "write_text", full)
+    monkeypatch.setattr(background_module.durable, "write_text", full)
     leave_mark(tmp_path, 0, "OSError: No space left on device")
     with pytest.raises(RuntimeError, match="rank 0 could not write its part"):
         wait_for_marks(tmp_path, 1, never)
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks_module, "_GRACE_S", 0.1)
+    monkeypatch.setattr(background_module, "_GRACE_S", 0.1)
     leave_mark(tmp_path, 0, "")
     with pytest.raises(RuntimeError, match="rank 1 has not written"):
         wait_for_marks(tmp_path, 2, lambda: True)
