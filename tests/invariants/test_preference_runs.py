@@ -206,7 +206,7 @@ def test_another_optimizer_or_schedule_cannot_go_on_from_a_checkpoint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = copy_until(2, finished["dpo"], tmp_path / "changed")
-    assert run(arguments("dpo", model, data, folder, *change)) == 64
+    assert run([*arguments("dpo", model, data, folder, *change), "--resume-with-changes"]) == 64
     message = capsys.readouterr().err
     for part in parts:
         assert part in message
