@@ -1,7 +1,7 @@
-"""SHA-256 of values and of files, the latter remembered, so that looking at a large, unchanged file again costs nothing.
+"""SHA-256 of values and of files, the latter cached, so that hashing a large, unchanged file again costs nothing.
 
-A file is known again by its path, size, time and inode. One that was written a moment ago is not remembered: it might change
-once more within the same tick of the clock, and then nothing would tell the two apart.
+A file is identified by its path, size, time and inode. One that was written a moment ago is not cached: it might change once
+more within the same tick of the clock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def digest(value: object) -> str:
 
 
 def _plain(value: object) -> str:
-    """Never the text of an object, which may hold where it lies in memory."""
+    """Never the text of an object, which may contain its address."""
     if isinstance(value, bytes | bytearray | memoryview):
         return hashlib.sha256(value).hexdigest()
     if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal | UUID | PurePath):
@@ -46,7 +46,7 @@ def _plain(value: object) -> str:
 
 
 class FileHashes:
-    """`memory` is a file; losing it costs time only. Files below `min_bytes` are quicker hashed than remembered."""
+    """`memory` is a file; losing it costs time only. Files below `min_bytes` are hashed faster than looked up."""
 
     def __init__(self, memory: Path, *, min_bytes: int = 0) -> None:
         self._memory = memory
@@ -115,7 +115,7 @@ def hash_files(files: Sequence[Path], say: Callable[[str], None] | None = None) 
 
 
 def cache_folder() -> Path:
-    """Of what can be had again at the price of time: POSTTRAIN_CACHE, or ~/.cache/posttrain."""
+    """For what can be computed or fetched again: POSTTRAIN_CACHE, or ~/.cache/posttrain."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "posttrain")
 
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint while training goes on: one thread, at most one write at a time, and every error is reported.
+"""Writing a checkpoint while training continues: one thread, at most one write at a time, and every error is reported.
 
 Ranks in other processes report the end of their part by a file in the checkpoint's folder, its mark. The folder is shared
 anyway, and a rank that is busy with the next step cannot answer calls.
@@ -15,7 +15,7 @@ from posttrain.checkpointing import durable
 
 Write = Callable[[Callable[[], bool]], None]  # its argument returns True once the run has failed
 _PERIOD_S = 0.05
-_GRACE_S = 60.0  # for ranks that may be gone
+_GRACE_S = 60.0  # for ranks that may have ended
 
 
 class BackgroundWrite:
@@ -60,7 +60,7 @@ class BackgroundWrite:
         return error
 
     def give_up(self) -> None:
-        """The run has failed: its write may end well, but does not wait for others that may be gone."""
+        """The run has failed: its write may still complete, but stops waiting for ranks that may have ended."""
         self._given_up.set()
 
     def take_write_s(self) -> float | None:
@@ -80,7 +80,7 @@ def leave_mark(folder: Path, rank: int, problem: str) -> None:
 
 
 def wait_for_marks(folder: Path, num_ranks: int, is_given_up: Callable[[], bool]) -> None:
-    """Return when every rank has left its mark, and take the marks away. RuntimeError with the problem of the first that failed.
+    """Return when every rank has left its mark, and remove the marks. RuntimeError with the problem of the first that failed.
 
     Once `is_given_up`, the run has failed, and ranks have a minute left: they may have failed with it.
     """

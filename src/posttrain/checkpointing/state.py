@@ -78,13 +78,13 @@ def capture_rng() -> dict[str, Any]:
             "cached_gaussian": float(cached_gaussian),
         },
         "torch": torch.get_rng_state(),
-        # Asking a process that does not use CUDA would create a context on every device.
+        # In a process that does not use CUDA this would create a context on every device.
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put the generators where `capture_rng` found them. Devices that are not here any more are left out."""
+    """Restore the generators to the state of `capture_rng`. Devices that no longer exist are left out."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"]), python["gauss_next"]))
     keys = numpy["keys"].numpy().astype(np.uint32)

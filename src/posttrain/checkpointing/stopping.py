@@ -75,7 +75,7 @@ class Interruption:
 class SaveDeadline:
     """When one more step might not fit: elapsed time plus the mean time of a step reaches the limit.
 
-    The time that saving takes is not foreseen: choose a limit that leaves room for it.
+    The time of saving is not included: choose a limit that leaves room for it.
     """
 
     def __init__(self, limit: str | None, clock: Callable[[], float] = time.monotonic) -> None:

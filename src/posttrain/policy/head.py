@@ -2,7 +2,7 @@
 
 The sampler and the trainer both use `OutputHead`, so their logits are the same arithmetic. It reproduces what model
 families do after the output projection (Gemma's soft cap, Cohere's and Granite's factor) and refuses anything else:
-a factor forgotten here would train, quietly, a different model. `check_logits` compares with the model's own forward pass.
+a missing factor would silently train a different model. `check_logits` compares with the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OutputHead:
 
     @torch.no_grad()
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
-        """Refuse the model if its own forward pass made `expected` of `hidden` and we would make something else."""
+        """Refuse the model if its own forward pass gives `expected` for `hidden` and ours would not."""
         ours, theirs = self.logits(hidden).float(), expected.float()
         tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
         spread = float(theirs.abs().max())

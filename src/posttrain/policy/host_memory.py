@@ -1,4 +1,4 @@
-"""Large pieces of host memory that a GPU can copy to and from at full speed, without holding up its other work.
+"""Large pieces of host memory that a GPU can copy to and from at full speed, without blocking its other work.
 
 Memory is allocated in huge pages and touched by several threads at once, then registered with CUDA ("pinned"). torch's own
 pinned memory is rounded up to a power of two, which is too much for tens of gigabytes. Without CUDA it is ordinary memory.
@@ -36,7 +36,7 @@ _mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()  # by addr
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """Bytes of memory of this process, each page of it there already. Makes no call to CUDA, so any thread may do it."""
+    """Bytes of memory of this process, with every page mapped. Makes no call to CUDA, so any thread may call it."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     mapped = _Mapping(-1, num_bytes)
@@ -52,7 +52,7 @@ def allocate(num_bytes: int) -> Tensor:
 
 
 def register(buffer: Tensor) -> bool:
-    """Pin memory from `allocate`, until it is freed. False if CUDA refuses: copies then work, but hold up the caller.
+    """Pin memory from `allocate`, until it is freed. False if CUDA refuses: copies then work, but block the caller.
 
     Not while another thread captures a CUDA graph: capturing forbids this call.
     """

@@ -57,7 +57,7 @@ class RankSetup:
     policy: PolicyConfig
     seed: int
     needs_reference: bool
-    chat_template: str | None = None  # the one the data was written with: it travels with the checkpoints
+    chat_template: str | None = None  # the one that the data was formatted with: saved with the checkpoints
     trains: bool = True  # False: no optimizer, for sampling and evaluation only
     reward_model: bool = False  # a score for each answer, instead of a log-probability for each token
     answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
@@ -246,7 +246,7 @@ class PolicyTrainer:
             return self._score(self.forward, parts)
 
     def reference_fingerprint(self) -> str:
-        """A digest of all that decides `reference_logprobs`, whatever the number of ranks. Rank 0 has the answer."""
+        """A digest of everything that determines `reference_logprobs`, whatever the number of ranks; on rank 0."""
         model = self.model if self.reference is None else self.reference.model
         return model_fingerprint(model, base_config(self.model).to_dict(), self.temperature)
 

@@ -4,7 +4,7 @@ Memory is allocated once and reused for every copy of the same tensors. On a GPU
 that live in host memory are copied by the thread that calls `finish`. The tensors must not change before `wait` has
 returned.
 
-Only the thread that began a copy talks to CUDA: another one would fail while a CUDA graph is being captured. The end of
+Only the thread that began a copy calls CUDA: another one would fail while a CUDA graph is being captured. The end of
 a copy from the device is detected in the memory itself, where the last byte to arrive is a flag.
 """
 
@@ -75,7 +75,7 @@ class StagingArea:
             self._allocating.join()
             self._error = None
         self._layout, self._is_registered = _layout_of(tensors), False
-        self._segments, self._views = [], {}  # the old memory goes before the new is taken
+        self._segments, self._views = [], {}  # free the old memory before the new is allocated
         shapes = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in tensors.items()}
         self._allocating = threading.Thread(target=self._allocate, args=(shapes,), daemon=True)
         self._allocating.start()

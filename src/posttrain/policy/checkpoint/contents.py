@@ -89,7 +89,7 @@ def small_files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by their names in the file, those that are one and the same once. Nothing is copied."""
+    """Parameters and buffers by their names in the file, tied ones once. Nothing is copied."""
     seen: set[int] = set()
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -116,7 +116,7 @@ def is_stored_otherwise(model: nn.Module, weights: Mapping[str, Tensor]) -> bool
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in weights.items()}
     try:
         stored = revert_weight_conversion(model, dict(shapes))
-    except Exception:  # something that needs the numbers: not for us
+    except Exception:  # it needs the values of the tensors
         return True
     return {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in shapes.items()}
 

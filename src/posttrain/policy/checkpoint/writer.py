@@ -2,8 +2,8 @@
 
 In two halves: `begin` copies everything that a checkpoint holds into host memory, asynchronously; `write` waits for the
 copy and writes the files, in another thread. Between the two the next step may sample and compute gradients, but its
-optimizer waits (`wait_until_copied`) before it changes weights or state. What is written is therefore what was there at
-`begin`, to the last bit.
+optimizer waits (`wait_until_copied`) before it changes weights or state. The files therefore hold the state at `begin`, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CheckpointWriter:
     # -- in two halves -------------------------------------------------------------------------------------------------
 
     def obstacle(self, *, optimizer: bool) -> str:
-        """Why saving in two halves is not possible here; empty if it is. Look once an update has made the optimizer's state."""
+        """Why saving in two halves is not possible here; empty if it is. To be called after the first update."""
         staged = self._to_stage(self._contents(optimizer))
         if self._area.is_made_for(staged):
             return ""
@@ -82,7 +82,7 @@ class CheckpointWriter:
         )
 
     def prepare(self, *, optimizer: bool) -> bool:
-        """Take the memory ahead of the first save. True once it is ready; call again until then."""
+        """Allocate the memory ahead of the first save. True once it is ready; call again until then."""
         return self._area.prepare(self._to_stage(self._contents(optimizer)))
 
     def begin(self, folder: Path, *, optimizer: bool) -> None:
@@ -139,7 +139,7 @@ class CheckpointWriter:
             self._begun = None
 
     def write_in_thread(self) -> None:
-        """The second half in a thread of this process, which leaves a mark in the folder when it is over."""
+        """The second half in a thread of this process, which leaves a mark in the folder when it ends."""
         assert self._begun is not None, "begin comes first"
         folder = self._begun.folder
         rank = dist.get_rank() if dist.is_initialized() else 0

@@ -1,8 +1,8 @@
 """Gradients of weights in lower precision, added up in fp32 over the micro-batches of an update.
 
-The sum hangs on the parameter it belongs to. A matrix product that makes a gradient can add to it on the way out
+The sum is an attribute of its parameter. A matrix product that makes a gradient can add to it on the way out
 (`add_product`): then the gradient is never rounded, written and read again. All others arrive in the parameter's own type,
-as autograd hands them over (`move_to_sum`). What goes into a sum autograd does not see: hooks on the parameter's gradient are not
+as autograd returns them (`move_to_sum`). What goes into a sum autograd does not see: hooks on the parameter's gradient are not
 called, and `torch.autograd.grad` has nothing to return.
 """
 
@@ -25,7 +25,7 @@ _SUM = "gradient_sum"
 
 
 def begin_sum(parameter: Tensor) -> None:
-    """From now on its gradients are added up; what was added up before is forgotten."""
+    """From now on its gradients are added up; the previous sum is dropped."""
     setattr(parameter, _SUM, None)
 
 

@@ -1,9 +1,9 @@
 """Reads off linear modules, bare or with LoRA adapters of peft, which product they compute at this moment.
 
-The answer may change from call to call: adapters are disabled for the reference's log-probabilities, merged, switched,
+The result may change from call to call: adapters are disabled for the reference's log-probabilities, merged, switched,
 their dropout comes and goes with training. So it is looked up at every call, which costs some microseconds. Only the plain
-kind is known here: an ordinary linear layer under one active adapter without dropout and with nothing but A, B and a
-scaling. For everything else the answer is None, and the modules have to be called.
+kind is supported: an ordinary linear layer under one active adapter without dropout and with nothing but A, B and a
+scaling. For everything else the result is None, and the modules have to be called.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Triton kernels of a decoder layer's elementwise work: root-mean-square norm, rotation of queries and keys, SwiGLU.
 
 Each has one forward and one backward pass, computes in fp32 and rounds once, when it stores. Independent of autograd
-(`ops.py`) or of models (`layers.py`). Rows are tokens; every tensor is contiguous along its last dimension.
+(`ops.py`) and of models (`layers.py`). Rows are tokens; every tensor is contiguous along its last dimension.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A layer keeps its modules and its parameters; only its `forward` is replaced, in
 both round at the same places. A layer is recognised by what it is made of, and then tried: where the replaced forward and
 the module's own disagree on a few tokens (some families scale a residual, or leave the rotation out), the module's own stays.
 
-Weights that meet the same input are joined into one product, LoRA adapters with them (`joining.py`, `adapters.py`): the
-parameters become views of one tensor, so nothing is copied for good and nothing has to be kept in step. Sharded
-parameters cannot be joined; their modules are called one by one, as are adapters that do more than plain LoRA.
+Weights that are multiplied with the same input are joined into one product, LoRA adapters with them (`joining.py`,
+`adapters.py`): the parameters become views of one tensor, so there is no second copy to keep in step. Sharded parameters
+cannot be joined; their modules are called one by one, as are adapters that do more than plain LoRA.
 
 In a pass without gradients a layer leaves its last sum to the norm that comes next (`PendingSum`), one kernel launch less
 per layer. Between the layers of a model that trains, states are fp32: then the bits are the same.
@@ -91,7 +91,7 @@ def _fuse_norm(norm: Any) -> bool:
 
 
 def _defer_sums(decoder: Any) -> None:
-    """Tried on a few tokens: some family might do something with the states between two layers."""
+    """Tested on a few tokens: some family might use the states between two layers."""
     fused: list[FusedLayer] = [layer.forward for layer in decoder.layers]
     if any(forward.successor is not None for forward in fused):
         return

@@ -4,7 +4,7 @@ Taken together, because then the backward pass can compute cheap things again in
 residual that is kept anyway, the product inside SwiGLU from its two factors. That is a third of what a layer keeps.
 
 Weights that are multiplied with the same input lie side by side in memory (`joining.py`): one product instead of two or
-three. Their gradients come back to the parameters as parts of one tensor. What adapters add is in `products.py`.
+three. The gradients of the parameters are parts of one tensor. What adapters add is in `products.py`.
 """
 
 from __future__ import annotations

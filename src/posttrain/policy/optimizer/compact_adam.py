@@ -2,11 +2,11 @@
 host memory. Any of the three, in any combination.
 
 The arithmetic is that of torch.optim.AdamW in fp32, on slices of a tensor at a time: what is kept in fewer bits is made fp32,
-updated, and rounded by chance (`low_precision`). The chance is keyed by (seed, parameter, number of the update, index of the
+updated, and rounded stochastically (`low_precision`). The noise is keyed by (seed, parameter, number of the update, index of the
 number), so a resumed run rounds as the uninterrupted one would have, on any number of ranks. On CUDA an update is one kernel
 (`fused/adam_kernels.py`).
 
-State in host memory passes through the device in slices: one is fetched and one taken back while a third is computed. The
+State in host memory passes through the device in slices: one is fetched and one written back while a third is computed. The
 numbers are those of state on the device, as long as this class has it there too.
 """
 
@@ -43,7 +43,7 @@ _HOW_TO_COMPUTE = ("foreach", "fused", "capturable", "differentiable")  # argume
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How a run keeps what its optimizer remembers."""
+    """How a run stores its optimizer state."""
 
     moments: StateDtype = "float32"
     masters: bool = True  # fp32 copies of weights that are in lower precision
