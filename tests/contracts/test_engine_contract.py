@@ -143,7 +143,7 @@ def test_a_stop_string_ends_the_completion_and_is_kept(engine: Engine) -> None:
     free = flat(engine.generate(make_tasks(), 4, SAMPLING, KEY))
     # What the tokens 9 to 11 of the first completion say: most likely it stands nowhere before.
     stop = TOKENIZER.decode(free[0].token_ids[9:12])
-    sampling = Sampling(24, temperature=0.9, stop_strings=("never said", stop), stop_token_ids=(EOS,))
+    sampling = Sampling(24, temperature=0.9, stop_strings=("not there", stop), stop_token_ids=(EOS,))
     completion = engine.generate(make_tasks(1), 1, sampling, KEY)[0][0]
     assert completion.finish_reason == "stop"
     assert completion.text.endswith(stop)
@@ -152,7 +152,7 @@ def test_a_stop_string_ends_the_completion_and_is_kept(engine: Engine) -> None:
 
 
 def test_progress_counts_every_completion_once(engine: Engine) -> None:
-    heard: list[int] = []
-    engine.generate(make_tasks(), 5, SAMPLING, KEY, heard.append)
-    assert sum(heard) == 15
-    assert all(count > 0 for count in heard)
+    received: list[int] = []
+    engine.generate(make_tasks(), 5, SAMPLING, KEY, received.append)
+    assert sum(received) == 15
+    assert all(count > 0 for count in received)

@@ -142,7 +142,7 @@ def test_captured_launch_follows_lengths_tables_and_groups(kernels: ModuleType, 
             return kernels.shared_prefix_attention(*live.tensors, tiles, **case.options)
         return kernels.paged_attention(*live.tensors, **case.options)
 
-    compute()  # compiled before it is recorded
+    compute()  # compiled before capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -66,7 +66,7 @@ def test_session_equals_the_engine_alone() -> None:
             task = Task(0, request.id, "", request.prompt_ids)
             [found] = engine.generate([task], request.num_samples, request.sampling, NoiseKey(request.seed, 0))
             expected |= {(request.id, index): completion.token_ids for index, completion in enumerate(found)}
-        engine.release()  # what it has recorded belongs to this adapter
+        engine.release()  # its graphs were captured with this adapter
 
     session = GenerationSession(engine, activate)
     answers: dict[tuple[str, int], list[int]] = defaultdict(list)

@@ -633,7 +633,7 @@ def assert_drains(url: str) -> None:
         (["--backend", "vllm", "--max-prefill-tokens", "64"], "no counterpart for --max-prefill-tokens"),
         (["--drain-timeout-s", "-1"], "--drain-timeout-s is -1.0: at least 0"),
         (["--body-timeout-s", "0"], "--body-timeout-s is 0.0: more than 0"),
-        (["another"], "what is 'another'"),
+        (["another"], "unexpected: 'another'"),
         (["--api-key-file", "/does/not/exist"], "cannot be read"),
         (["--api-key-file", "{model}/model.safetensors"], "cannot be read: it is no UTF-8 text"),
         (["--kv-cache-gib", "nan"], "--kv-cache-gib is nan: more than 0 is accepted"),
@@ -665,7 +665,7 @@ def test_keys_that_turn_out_to_be_none_do_not_open_the_server(
         monkeypatch.setenv("POSTTRAIN_API_KEY", keys)
     given = {"variable": [], "file": ["--api-key-file", str(file)], "argument": ["--api-key", keys]}[source]
     assert main(["serve", "never-looked-at", *given]) == 64
-    assert "holds no key: anybody could use the server" in capsys.readouterr().err
+    assert "holds no key: everyone could use the server" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     conversation = TerminalChat(session, ChatFormat(session.tokenizer), sampling, args.seed, args.system)
     interactive = sys.stdin.isatty()
     if interactive:
-        _say(f"{found.text}. /help shows what there is.\n")
+        _say(f"{found.text}. /help lists the commands.\n")
         _remember_lines()
 
     def read() -> str:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.words:
-        raise InputError(f"chat takes one MODEL, and options; what is {args.words[0]!r}?")
+        raise InputError(f"chat takes one MODEL, and options; unexpected: {args.words[0]!r}")
     fine = {
         "--temperature": (args.temperature, 0 <= args.temperature <= 10, "a number from 0 to 10"),
         "--top-p": (args.top_p, 0 < args.top_p <= 1, "above 0 and at most 1"),
@@ -117,7 +117,7 @@ def _say(text: str) -> None:
 
 
 def _remember_lines() -> None:
-    """Arrow keys bring back what was typed, also in earlier chats. A terminal without readline does without."""
+    """Input history with arrow keys, also of earlier chats, where readline is available."""
     try:
         import atexit
         import readline

@@ -16,14 +16,14 @@ examples:
   posttrain config show grpo                                    the built-in defaults
   posttrain config show --config my.yaml grpo.seed=1            my.yaml with one value changed
 
-A remark behind a value says where it was set, and from which expression it was computed. Values without a remark are
+A comment after a value shows where it was set, and from which expression it was computed. Values without one are
 defaults. The output is itself a valid config file.
 """
 
 CHECK_EPILOG = """\
 Reads the file, applies the overrides and checks every key and value, without loading a model or data. Prints "ok" and
-what deserves attention; exits with 64 and says what is wrong if the config cannot be used. Whether files, models and
-reward functions are there is found out by the run itself, before it loads the model.
+warnings; exits with 64 and an error if the config cannot be used. Whether files, models and
+reward functions exist is checked by the run itself, before it loads the model.
 """
 
 
@@ -32,7 +32,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("config", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     show = _add_command(commands, "show", "print every value and where it came from", SHOW_EPILOG)
-    show.add_argument("--all-origins", action="store_true", help="remark on defaults too")
+    show.add_argument("--all-origins", action="store_true", help="comment on defaults too")
     show.add_argument("--json", action="store_true", help="print {key: {value, origin}} instead of YAML")
     show.set_defaults(run=run, action=_show)
     listing = commands.add_parser("presets", help="list the settings of other systems that a run can start from")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     kind = words.pop(0) if words and words[0] in ALL_KINDS else None
     if kind is None:
         if args.config is None:
-            raise ConfigError(f"say which kind of run is meant ({', '.join(ALL_KINDS)}), or give --config FILE")
+            raise ConfigError(f"give the kind of run ({', '.join(ALL_KINDS)}), or give --config FILE")
         kind = guess_kind(args.config)
     loaded = load_config(kind, args.config, words)
     return int(args.action(loaded, args))
@@ -95,7 +95,9 @@ def _list_presets(args: argparse.Namespace) -> int:
         for preset in found:
             print(f"  {preset.name:<{width}}  {preset.summary}")
         print()
-    print("Your own settings win over a preset's. `posttrain config show grpo preset=NAME` shows what it sets.")
+    print(
+        "Your own settings take precedence over a preset's. `posttrain config show grpo preset=NAME` shows what it sets."
+    )
     return 0
 
 

@@ -29,7 +29,7 @@ PATHS_HELP = "Parquet or jsonl(.gz): files, folders, patterns or URLs such as 's
 EPILOG = """\
 rows are recognised by their columns: messages and prompt_len; input and output (texts or messages); or prompt, chosen and
 rejected. Each trace needs a reward in the column final_reward, unless --reward names another one. Rows that cannot be used
-are counted and named, never passed over in silence. Memory does not grow with the files.
+are counted and reported. Memory does not grow with the files.
 
 examples:
 """
@@ -76,7 +76,7 @@ def add_parser(subparsers: Subparsers) -> None:
     inspect.add_argument("--tokenizer", metavar="NAME", help="measure lengths in its tokens: a folder or a hub name")
     inspect.add_argument("--picture", type=Path, metavar="FILE", help="draw the rewards into FILE.svg or FILE.png, too")
 
-    advise = _add_command(actions, "advise", "say whether GRPO or DPO suits a set of labelled traces, and why", _advise)
+    advise = _add_command(actions, "advise", "recommend GRPO or DPO for a set of labelled traces", _advise)
     advise.add_argument("paths", nargs="+", metavar="PATH", help=PATHS_HELP)
     advise.add_argument("--quick", action="store_true", help="a quick first result matters most")
 
@@ -166,7 +166,7 @@ def _add_rules(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-pairs-per-prompt", type=int, metavar="N", help="most pairs of one prompt")
 
 
-# -- what the words mean -----------------------------------------------------------------------------------------------
+# -- parsing options ---------------------------------------------------------------------------------------------------
 
 
 def _reading(args: argparse.Namespace, on_progress: ProgressCall | None, *, skip_broken_files: bool) -> Reading:
@@ -210,7 +210,7 @@ def _rules(args: argparse.Namespace) -> PairRules:
 
 @contextmanager
 def _progress(args: argparse.Namespace) -> Iterator[ProgressCall | None]:
-    """A bar on standard error, where somebody is looking at it."""
+    """A progress bar on standard error, if that is a terminal."""
     if args.quiet or not sys.stderr.isatty():
         yield None
         return
@@ -240,7 +240,7 @@ def _statistics(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    """Broken files are named, and what can be read is shown: that is what one inspects for."""
+    """Broken files are reported, and what can be read of them is used."""
     from rich.console import Console
 
     from posttrain.cli.data_views import check_picture, show_statistics, write_picture
@@ -285,7 +285,7 @@ def _advise(args: argparse.Namespace) -> int:
     found = _statistics(args)
     name = " ".join(map(shlex.quote, args.paths))
     if not found.traces:
-        raise InputError(f"{name}: none of its {found.read.rows} rows can be used; `posttrain data inspect` says why")
+        raise InputError(f"{name}: none of its {found.read.rows} rows can be used; `posttrain data inspect` shows why")
     options, settings = _options_given(args), _settings_given(args)
     advice = advise(found, name, quick=args.quick, options=options, settings=settings)
     if args.json:
@@ -296,7 +296,7 @@ def _advise(args: argparse.Namespace) -> int:
 
 
 def _options_given(args: argparse.Namespace) -> str:
-    """The options that shape the pairs, as typed, to stand in the next command."""
+    """The options that define the pairs, as typed, for the next command."""
     words: list[str] = []
     for name in (*COLUMNS, *FILTERS, *RULES):
         value = getattr(args, name)
@@ -318,7 +318,7 @@ def _settings_given(args: argparse.Namespace) -> str:
             value = getattr(args, name)
             if name == "where":
                 for column, wanted in _where(value).items():
-                    # In quotes, or YAML would make a truth value of `no`, and two values of one with a comma in it.
+                    # Quoted, or YAML would read `no` as a boolean, and a value with a comma as two.
                     values = ", ".join(json.dumps(one, ensure_ascii=False) for one in wanted)
                     words.append(f"{dataset}.{section}.where.{column}=[{values}]")
             elif value != DEFAULTS.get(name):

@@ -131,7 +131,7 @@ def _models(console: Console, found: TraceStatistics) -> None:
 
 
 def show_losses(console: Console, read: ReadReport) -> None:
-    """What was dropped and why. Nothing is said when nothing was."""
+    """What was dropped and why; nothing is printed if nothing was."""
     if not read.problems and not read.filtered and not read.broken_files and not read.ids_with_several_prompts:
         return
     console.print()

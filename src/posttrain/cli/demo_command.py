@@ -14,8 +14,8 @@ def add_parser(commands: Subparsers) -> None:
         "demo",
         help="watch a small model learn arithmetic (CPU, under 5 minutes, no network)",
         description=(
-            "Make a small model and a tokenizer, teach it the format of an answer by a short supervised run in which most "
-            "answers are wrong, then let GRPO find the right ones. Shows accuracy on unseen problems before and after."
+            "Create a small model and a tokenizer, train it on the format of an answer by a short SFT run in which most "
+            "answers are wrong, then improve it with GRPO. Shows accuracy on unseen problems before and after."
         ),
     )
     parser.add_argument(

@@ -20,7 +20,7 @@ examples:
 
 The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
 OpenAI-compatible server; a word without `=` means it. Settings have the names that NeMo RL uses; `posttrain config show eval`
-lists all of them. Every finished problem is saved at once: after an interruption the same command goes on.
+lists all of them. Every finished problem is saved at once: after an interruption the same command resumes.
 exit codes: 0 done · 1 done, and not one answer could be scored · 64 bad input
 """
 EXIT_NOTHING_SCORED = 1
@@ -51,7 +51,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="print summary.json instead of the block")
     parser.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
     parser.add_argument("words", nargs="*", metavar="MODEL key=value", help="the model, and settings of the config")
-    parser.set_defaults(run=run, interrupted="stopped; finished problems are saved, and the same command goes on")
+    parser.set_defaults(run=run, interrupted="stopped; finished problems are saved, and the same command resumes")
 
 
 def _compare_parser(prog: str) -> argparse.ArgumentParser:

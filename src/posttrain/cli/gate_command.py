@@ -1,4 +1,4 @@
-"""`posttrain gate`: may this candidate replace the model in production? `posttrain gate measure-kl`: how far has it moved?"""
+"""`posttrain gate`: whether a candidate may replace the model in production. `gate measure-kl`: its KL divergence from a base."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "[options] [key=value …]\n       posttrain gate measure-kl FOLDER --base MODEL [options]",
     )
     parser.actions["measure-kl"] = _kl_parser
-    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="gate.yaml: what is demanded")
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="gate.yaml: the checks")
     parser.add_argument(
         "--candidate", action="append", default=[], metavar="[NAME=]FOLDER", help="evaluation of the new model"
     )
@@ -79,7 +79,7 @@ def _kl_parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `posttrain eval` has written")
     parser.add_argument("--base", required=True, metavar="MODEL", help="the model that it was trained from")
-    parser.add_argument("--model", metavar="MODEL", help="the model that answered (default: as the evaluation says)")
+    parser.add_argument("--model", metavar="MODEL", help="the model that answered (default: the evaluation's)")
     parser.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.set_defaults(run=run_measure_kl)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--candidate is missing: the folder that `posttrain eval` wrote for the new model")
     if bool(args.production) == args.no_production:
         raise InputError(
-            "say what the candidate is compared with: --production FOLDER, or --no-production if nothing is in use yet"
+            "give what the candidate is compared with: --production FOLDER, or --no-production if nothing is in use yet"
             if not args.production
             else "--production and --no-production exclude each other"
         )

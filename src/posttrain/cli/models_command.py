@@ -12,7 +12,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(dest="models_action", metavar="ACTION", required=True)
 
-    actions.add_parser("list", help="the models that `fetch` knows").set_defaults(run=run)
+    actions.add_parser("list", help="the models that `fetch` can download").set_defaults(run=run)
 
     fetch = actions.add_parser(
         "fetch",

@@ -27,8 +27,8 @@ examples:
   posttrain pipeline run pipeline.yaml --from gate                the gate and what follows, once more
   posttrain pipeline status pipeline.yaml
 
-Each stage is kept with a hash of all that it reads, and runs again only if that has changed. After an interruption the same
-command goes on: training from its checkpoint, evaluation with the problems that are left. When an iteration is finished and the
+Each stage is stored with a hash of its inputs, and runs again only if they have changed. After an interruption the same
+command resumes: training from its checkpoint, evaluation with the remaining problems. When an iteration is finished and the
 traces have changed, the next one begins, from the model in production or from the base model (pipeline.start_from).
 exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more samples needed · 64 bad input ·
 85 stopped by SIGTERM · 130 stopped by Ctrl-C · 1 crash
@@ -36,7 +36,7 @@ exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more s
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, while a stage runs in this process."""
+    """SIGTERM while a stage runs in this process."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -53,7 +53,7 @@ def add_parser(subparsers: Subparsers) -> None:
     run.add_argument(
         "--from", dest="redo_from", choices=STAGES, metavar="STAGE", help="this stage and those after it run again"
     )
-    run.add_argument("--dry-run", action="store_true", help="say what would run, and why; change nothing")
+    run.add_argument("--dry-run", action="store_true", help="show what would run, and why; change nothing")
     run.add_argument("--new-iteration", action="store_true", help="begin the next iteration, whatever has changed")
     run.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
     status = _add(commands, "status", "show the iterations, their KPI, and how far the last one is", run_status)
@@ -105,9 +105,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
     if args.dry_run:
         return show_plan(runner, request)
     if config.schedule is not None:
-        say(
-            f"schedule {config.schedule!r}: starting this command at that time is the cluster's business; it runs now, once"
-        )
+        say(f"schedule {config.schedule!r}: let a scheduler start this command at that time; it runs once, now")
     try:
         with _sigterm_raises():
             code = runner.run(request, after_stage=lambda: write_views(config))
@@ -115,7 +113,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
         print(f"posttrain: {stop}", file=sys.stderr)
         return stop.code
     except KeyboardInterrupt as stopped:
-        print("posttrain: stopped; what is finished is kept, and the same command goes on", file=sys.stderr)
+        print("posttrain: stopped; finished stages are kept, and the same command resumes", file=sys.stderr)
         return EXIT_TERMINATED if isinstance(stopped, Terminated) else 130
     show_result(config, write_views(config))
     return code

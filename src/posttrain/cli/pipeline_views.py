@@ -41,7 +41,7 @@ def _show_unmade(console: Console, found: DryRun, config: PipelineConfig, until:
     console.print(Text(f"{'demo':<10} ").append(f"{'run':<10}", style=_STYLES["run"]).append(f" {made}"))
     console.print(f"checked    the settings of every stage up to {until}, and of the configs that they name")
     if found.unchecked:
-        console.print(f"unchecked  what is not made yet: {', '.join(found.unchecked)}")
+        console.print(f"unchecked  not made yet: {', '.join(found.unchecked)}")
 
 
 def _show_decisions(console: Console, selected: SelectedIteration, decisions: Sequence[StageDecision]) -> None:

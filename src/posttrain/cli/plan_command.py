@@ -103,7 +103,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         if path is None:
             unknown = f"{words[0]!r} is no kind of run: " if words and "=" not in words[0] else ""
             raise ConfigError(
-                f"{unknown}say which kind of run is meant ({', '.join(KINDS)}), or give --config FILE or --run FOLDER"
+                f"{unknown}give the kind of run ({', '.join(KINDS)}), or give --config FILE or --run FOLDER"
             )
         kind = guess_kind(path)
     if kind not in KINDS:

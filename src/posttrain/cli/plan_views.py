@@ -88,7 +88,7 @@ def _time(found: RunEstimate) -> Table:
     time, tokens = found.time, found.workload.num_tokens
     table = _table(["", "s", "share", "tokens/s"])
     parts = {
-        "generation": {"prompts": time.prompts_s, "decoding": time.decoding_s, "recording graphs": time.capture_s},
+        "generation": {"prompts": time.prompts_s, "decoding": time.decoding_s, "capturing graphs": time.capture_s},
         "policy_training": {"forward and backward": time.passes_s, "optimizer": time.optimizer_s},
     }
     for stage, seconds in time.stages.items():

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 DEFAULT_WAIT_S = 30.0
 EXIT_DAMAGED = 2
-SIZE_WITH_A_BAR = 200 * 2**20  # bytes; less is done before anybody looks
-# A model is looked at while it is new, and loaded once it is in use: the two commands have different defaults.
+SIZE_WITH_A_BAR = 200 * 2**20  # bytes; less needs no progress bar
+# `show` is for new models and `resolve` for those in use, so their defaults differ.
 WHICH_SHOWN = "a number, production or canary (default: the newest version; `resolve` and `serve` take production)"
 WHICH_RESOLVED = (
     "NAME@production, NAME@canary or NAME@3 (default: production; `show` takes the newest), with or without registry:"
@@ -80,7 +80,7 @@ def _run(run: Callable[..., int], args: argparse.Namespace) -> int:
     from posttrain.registry import Registry
 
     if getattr(args, "name", None):
-        # As `serve` writes it; nobody should have to know where it is needed.
+        # As `serve` takes it: accepted in every command.
         args.name = args.name.removeprefix(REGISTRY_PREFIX)
     if not args.wait_s >= 0:
         raise InputError(f"--wait-s is {args.wait_s}: 0 or more seconds are accepted")
@@ -90,10 +90,8 @@ def _run(run: Callable[..., int], args: argparse.Namespace) -> int:
 def _add_add(commands: Subparsers) -> None:
     add = _command(commands, "add", _add)
     add.add_argument("name", metavar="NAME", help="name of the model; the first version makes it")
-    add.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="Hugging Face folder, adapter or checkpoint step_N, whole"
-    )
-    add.add_argument("--base-model", metavar="MODEL", help="what it was trained from (default: as its config says)")
+    add.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder, adapter or checkpoint step_N")
+    add.add_argument("--base-model", metavar="MODEL", help="what it was trained from (default: from its config)")
     add.add_argument("--config", type=Path, metavar="FILE", help="config of the run (default: config.yaml of FOLDER)")
     add.add_argument(
         "--data", action="append", default=[], metavar="PATH", help="training data to hash; may be repeated"
@@ -134,7 +132,7 @@ def _add_promote(commands: Subparsers) -> None:
     promote.add_argument("version", type=int, metavar="VERSION")
     promote.add_argument("--to", choices=("canary", "production", "archived"), help="default: the next stage")
     promote.add_argument("--expect", metavar="VERSION", help="only if this version is in that place now (or: none)")
-    promote.add_argument("--force", action="store_true", help="against the gate's verdict; the history tells")
+    promote.add_argument("--force", action="store_true", help="against the gate's verdict; the history records it")
     _add_reason(promote)
 
 
@@ -234,7 +232,7 @@ def _show(registry: Registry, args: argparse.Namespace) -> int:
 
     name, _, which = args.name.partition("@")
     if which and args.which:
-        raise InputError(f"{args.name} names a version already; what is {args.which!r}?")
+        raise InputError(f"{args.name} names a version already; remove {args.which!r}")
     which = which or args.which
     version = registry.get(name, which) if which else registry.versions(name)[-1]
     damage = registry.verify(version) if args.verify else None

@@ -18,7 +18,7 @@ MAX_SHOWN = 44
 
 
 def _console() -> Console:
-    # Piped output is not cut to 80 columns: somebody will grep in it.
+    # Piped output is not cut to 80 columns, so that it can be searched.
     width = None if sys.stdout.isatty() else 200
     return Console(markup=False, emoji=False, highlight=False, width=width)
 
@@ -114,8 +114,8 @@ def _moves(entry: HistoryEntry) -> str:
     if entry.refused:
         return f"{entry.change.action} of version {entry.change.version} refused: {entry.refused}"
     moves = sorted(entry.moves, key=lambda move: move.version != entry.change.version)
-    said = [f"version {move.version}: {move.before} -> {move.after}" for move in moves]
-    return ", ".join(said) or f"version {entry.change.version} was {entry.change.to} already"
+    changes = [f"version {move.version}: {move.before} -> {move.after}" for move in moves]
+    return ", ".join(changes) or f"version {entry.change.version} was {entry.change.to} already"
 
 
 def history_row(entry: HistoryEntry) -> JsonObject:

@@ -1,4 +1,4 @@
-"""`posttrain rewards list` and `posttrain rewards test`: what rewards there are, and whether one says what it should."""
+"""`posttrain rewards list` and `posttrain rewards test`: the reward types, and a check of one on known samples."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _split_words(words: Sequence[str]) -> tuple[str, list[str]]:
 def _environment(args: argparse.Namespace, settings: Sequence[str]) -> tuple[str, Any]:
     """The name and the block of the environment to try."""
     if (args.type is None) == (args.config is None):
-        raise InputError("say what scores: --type TYPE (posttrain rewards list), or --config FILE with --env NAME")
+        raise InputError("give what scores: --type TYPE (posttrain rewards list), or --config FILE with --env NAME")
     if args.type is not None:
         _known_type(args.type)
         return args.env or args.type, {"type": args.type, **_settings_of(args.type, settings)}
@@ -206,7 +206,7 @@ def _settings_of(kind: str, words: Sequence[str]) -> JsonObject:
         if not equals:
             raise InputError(f"{word!r} is not a setting; write key=value")
         info = reward_keys(REWARD_TYPES[kind]).get(key)
-        # A regular expression such as [a-z] is a list to YAML; what can only be text is taken as it stands.
+        # A regular expression such as [a-z] is a list to YAML; what can only be text is not parsed.
         block[key] = text if info is not None and takes_text_only(info) else parse_value(text)
     return block
 

@@ -27,7 +27,7 @@ _NATIVE_ONLY = (
 )  # fmt: skip
 
 DESCRIPTION = """\
-Serve a model over HTTP, as OpenAI's clients know it: /v1/chat/completions, /v1/completions, /v1/models; also /health,
+Serve a model over HTTP with an OpenAI-compatible API: /v1/chat/completions, /v1/completions, /v1/models; also /health,
 /metrics (Prometheus) and /v1/feedback.
 
   posttrain serve models/smollm2-135m-instruct
@@ -179,10 +179,10 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.serve.loading import build_service
 
     with server.listen(args.host, args.port):
-        pass  # a taken port is told before minutes are spent on loading
+        pass  # a port in use is reported before minutes are spent on loading
     service = build_service(options, server.say)
     if not options.api_keys and args.host not in ("127.0.0.1", "localhost", "::1"):
-        server.say(f"warning: anybody who reaches {args.host} may use this server; {KEY_VARIABLE} sets a key")
+        server.say(f"warning: everyone who can reach {args.host} may use this server; {KEY_VARIABLE} sets a key")
     drain_timeout_s = _DRAIN_TIMEOUT_S if args.drain_timeout_s is None else args.drain_timeout_s
     return server.run(service, args.host, args.port, drain_timeout_s)
 
@@ -210,7 +210,7 @@ def _canary_options(args: argparse.Namespace) -> JsonObject:
 
 
 def _given(args: argparse.Namespace, names: Iterable[str]) -> JsonObject:
-    """What the user has said: defaults are in the values that the options become."""
+    """The options that were given; defaults are in the dataclasses."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
@@ -228,7 +228,7 @@ def _adapters(given: list[str]) -> dict[str, str]:
 
 def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
     if given is not None and file is not None:
-        raise InputError("--api-key and --api-key-file are two ways to say the same: give one")
+        raise InputError("--api-key and --api-key-file exclude each other: give one")
     source, text = (KEY_VARIABLE, os.environ.get(KEY_VARIABLE)) if given is None else ("--api-key", given)
     if file is not None:
         try:
@@ -240,13 +240,13 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
         return ()
     keys = tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
     if not keys:
-        raise InputError(f"{source} holds no key: anybody could use the server")
+        raise InputError(f"{source} holds no key: everyone could use the server")
     return keys
 
 
 def _check(args: argparse.Namespace) -> None:
     if args.words:
-        raise InputError(f"serve takes one MODEL, and options; what is {args.words[0]!r}?")
+        raise InputError(f"serve takes one MODEL, and options; unexpected: {args.words[0]!r}")
     if not args.canary and (rules := _canary_options(args)):
         option = f"--canary-{next(iter(rules)).replace('_', '-')}"
         raise InputError(f"{option} needs --canary MODEL, the second version")

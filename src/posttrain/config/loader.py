@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from posttrain.config.base import Section
 from posttrain.config.checks import cautions, check_run
 from posttrain.config.compat import apply_renames
-from posttrain.config.errors import ConfigError
+from posttrain.config.errors import ConfigError, message_of
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.foreign_keys import (
     foreign_environments,
@@ -278,7 +278,7 @@ def _key_of(kind: Kind, location: tuple[int | str, ...], is_missing: bool, tree:
 
 
 def _explain(path: Path, problem: Any, tree: Tree) -> str:
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message_of(problem)
     if problem["type"] == "missing":
         return f"`{dotted(path)}` is missing: set it in the file or with {dotted(path)}=… on the command line"
     value = problem["input"]

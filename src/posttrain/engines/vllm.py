@@ -44,7 +44,7 @@ class VllmEngine:
         self._vllm = vllm
         self.max_model_len = max_model_len
         if adapter is not None:
-            options = {"enable_lora": True, "max_lora_rank": _allowed_rank(adapter_rank), **options}
+            options = {"enable_lora": True, "max_lora_rank": allowed_rank(adapter_rank), **options}
         self._adapter = adapter
         # Log-probabilities under the temperature used, as `Completion` requires.
         self._llm = vllm.LLM(
@@ -131,6 +131,6 @@ def _completion(output: Any) -> Completion:
     return Completion(token_ids=ids, logprobs=logprobs, text=output.text, finish_reason=output.finish_reason)
 
 
-def _allowed_rank(rank: int) -> int:
-    """vLLM supports a few ranks only."""
+def allowed_rank(rank: int) -> int:
+    """The smallest rank that vLLM supports and that holds `rank`."""
     return next((allowed for allowed in (8, 16, 32, 64, 128, 256, 320, 512) if allowed >= rank), rank)

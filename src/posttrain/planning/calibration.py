@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from posttrain.hardware import PEAK_TFLOPS
 from posttrain.policy.memory.rank import GIB
 
 TERA = 1e12
@@ -66,16 +67,17 @@ class Calibration:
 
 CALIBRATION = Calibration()
 
-# By the vendors' data sheets: dense bf16 TFLOP/s and TB/s. The shares of the H200 are assumed for the others.
-_H200_SHEET_TFLOPS, _H200_SHEET_TBYTES = 989.5, 4.8
+# TB/s by the vendors' data sheets. The shares that the H200 reaches are assumed for the others.
+_H200_SHEET_TBYTES = 4.8
 _H200_TFLOPS, _H200_TBYTES = 775.0, 4.29
 
 
-def _by_data_sheet(name: str, memory_gib: float, tflops: float, tbytes: float, host_gbytes: float) -> Gpu:
+def _by_data_sheet(name: str, memory_gib: float, tbytes: float, host_gbytes: float) -> Gpu:
+    tflops = PEAK_TFLOPS[name.partition("-")[0].upper()]
     return Gpu(
         name,
         int(memory_gib * GIB),
-        tflops * _H200_TFLOPS / _H200_SHEET_TFLOPS * TERA,
+        tflops * _H200_TFLOPS / PEAK_TFLOPS["H200"] * TERA,
         tbytes * _H200_TBYTES / _H200_SHEET_TBYTES * TERA,
         host_gbytes * 1e9,
         is_measured=False,
@@ -86,9 +88,9 @@ GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         Gpu("h200", int(139.8 * GIB), _H200_TFLOPS * TERA, _H200_TBYTES * TERA, 50e9, is_measured=True),
-        _by_data_sheet("h100", 79.1, 989.5, 3.35, 50),
-        _by_data_sheet("a100-80gb", 79.2, 312.0, 2.04, 24),
-        _by_data_sheet("b200", 178.3, 2250.0, 8.0, 50),
-        _by_data_sheet("l40s", 44.4, 362.0, 0.864, 24),
+        _by_data_sheet("h100", 79.1, 3.35, 50),
+        _by_data_sheet("a100-80gb", 79.2, 2.04, 24),
+        _by_data_sheet("b200", 178.3, 8.0, 50),
+        _by_data_sheet("l40s", 44.4, 0.864, 24),
     )
 }

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -25,7 +24,7 @@ from posttrain.serve.protocol import (
     parse_completion,
     parse_feedback,
 )
-from posttrain.serve.responses import DONE, Piece, ResponseWriter, server_sent
+from posttrain.serve.responses import DONE, JsonObject, Piece, ResponseWriter, server_sent
 from posttrain.serve.service import Job, Service, Ticket
 
 log = logging.getLogger("posttrain.serve")
@@ -191,7 +190,7 @@ async def _pieces(ticket: Ticket) -> AsyncIterator[Piece]:
             return
 
 
-async def _whole(ticket: Ticket, writer: ResponseWriter) -> dict[str, Any]:
+async def _whole(ticket: Ticket, writer: ResponseWriter) -> JsonObject:
     async for piece in _pieces(ticket):
         writer.add(piece)
     return writer.whole(ticket.num_completion_tokens)
@@ -210,7 +209,7 @@ async def _events(ticket: Ticket, writer: ResponseWriter, includes_usage: bool) 
     yield DONE
 
 
-async def _unless_disconnected(request: Request, answer: Any) -> dict[str, Any] | None:
+async def _unless_disconnected(request: Request, answer: Coroutine[None, None, JsonObject]) -> JsonObject | None:
     """The answer, or None as soon as the client disconnects."""
 
     async def gone() -> None:
@@ -247,7 +246,7 @@ class _Stream(StreamingResponse):
 # -- status ------------------------------------------------------------------------------------------------------------
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(service: Service, name: str) -> JsonObject:
     version = service.models[name]
     return {
         "id": name,
@@ -262,7 +261,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 def _health(service: Service) -> Response:
     status = "draining" if service.draining else "ok" if service.healthy else "failed"
-    body: dict[str, Any] = {
+    body: JsonObject = {
         "status": status,
         "running": sum(session.num_active for session in service.sessions),
         "waiting": sum(session.num_waiting for session in service.sessions),

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +21,9 @@ from posttrain.serve.canary import CANARY, PRODUCTION, Canary, CanaryRules
 from posttrain.serve.models import ServedAdapter, find_adapter, load_engine, name_of
 from posttrain.serve.options import EngineOptions, ServeOptions
 from posttrain.serve.service import Service, Version
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("posttrain.serve")
 
@@ -82,7 +85,7 @@ def _adapter(name: str, text: str, main: ResolvedModel, say: Say, registry: str 
     return find_adapter(name, text, main, say, registry)
 
 
-def _adapted(base: Version, name: str, adapter: ServedAdapter, tokenizer: Any | None) -> Version:
+def _adapted(base: Version, name: str, adapter: ServedAdapter, tokenizer: PreTrainedTokenizerBase | None) -> Version:
     """With the chat template of the adapter, if it has one."""
     version = replace(base, name=name, source=adapter.source, adapter=name)
     return version if tokenizer is None else replace(version, tokenizer=tokenizer, chat=ChatFormat(tokenizer))

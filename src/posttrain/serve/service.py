@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from posttrain.data.chat import ChatFormat
 from posttrain.engines.native.session import Event, FailureEvent, GenerationSession, SessionRequest, TokenEvent
@@ -24,6 +24,9 @@ from posttrain.serve.metrics import ServeMetrics
 from posttrain.serve.options import ServerLimits
 from posttrain.serve.protocol import ApiError, failed, overloaded, timed_out, unavailable
 from posttrain.types import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("posttrain.serve")
 
@@ -37,7 +40,7 @@ class Version:
     name: str  # in metrics and headers: "production", "canary"
     source: str  # the model reference that the user gave
     session: GenerationSession
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     adapter: str = ""
 

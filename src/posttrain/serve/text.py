@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-_BYTE_LEVEL: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by tokenizer
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE_LEVEL: WeakKeyDictionary[PreTrainedTokenizerBase, bool] = WeakKeyDictionary()  # by tokenizer
 # A character has at most four bytes, so longer sequences of tokens are no incomplete character.
 _MOST_WAITING_TOKENS = 32
 _INCOMPLETE = "�"
@@ -20,7 +23,7 @@ class IncrementalText:
     difference is what the new ones add.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._decode = _decoder(tokenizer)
         self._window: list[int] = []
         self._num_context = 0  # tokens of the window whose text was returned
@@ -46,7 +49,7 @@ class IncrementalText:
         return self._decode(self._window)[len(self._context) :]
 
 
-def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """Decoding without special tokens. Calls the backend directly where `transformers` only checks arguments, which takes
     four times as long as decoding a token or two."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -92,7 +95,7 @@ def _overlap(text: str, string: str) -> int:
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
 
 
-def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
     """The bytes of a token, which may be part of a character."""
     piece = tokenizer.convert_ids_to_tokens(token_id)
     if isinstance(piece, str):
@@ -105,7 +108,7 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
     return str(tokenizer.decode([token_id], skip_special_tokens=False)).encode()
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Cached, because finding out means serialising the decoder."""
     if (known := _BYTE_LEVEL.get(tokenizer)) is None:
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)

@@ -11,6 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from posttrain.engines.vllm import allowed_rank
 from posttrain.errors import InputError
 from posttrain.json_files import read_json
 from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
@@ -79,7 +80,6 @@ def _refuse(options: ServeOptions) -> None:
 
 
 def _rank(adapter: Path) -> int:
-    """The smallest rank that vLLM supports and that holds the adapter."""
     config = read_json(adapter / "adapter_config.json")
     largest = max([int(config.get("r", 16)), *(config.get("rank_pattern") or {}).values()])
-    return next((rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= largest), largest)
+    return allowed_rank(largest)

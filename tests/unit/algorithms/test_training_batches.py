@@ -7,6 +7,7 @@ from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.supervised_batches import example_batch, pair_batch
+from posttrain.config import LossFnConfig
 from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.types import Completion, Example, Group, Pair, Rollout, Score, Task
@@ -30,7 +31,7 @@ def run(
 ) -> tuple[ScriptedPolicy, dict[str, float]]:
     policy = ScriptedPolicy()
     settings = GrpoSettings(len(groups), num_updates_per_step=updates, overlong_filtering=overlong_filtering)
-    objective = ClippedPolicyGradient(reference_policy_kl_penalty=kl)
+    objective = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=kl))
     credit = Credit(GroupAdvantages(normalize_rewards=False))
     grpo = Grpo(settings, objective, credit, policy, ScriptedRollouts(groups), SharedWeights())  # type: ignore[arg-type]
     return policy, dict(grpo.step(1).metrics)

@@ -162,5 +162,5 @@ def test_check_says_ok_and_what_deserves_attention(capsys: pytest.CaptureFixture
 def test_check_raises_for_a_bad_config_and_for_no_kind() -> None:
     with pytest.raises(ConfigError, match=r"did you mean `grpo\.num_prompts_per_step`"):
         command("check", "grpo", "grpo.num_promts_per_step=8")
-    with pytest.raises(ConfigError, match="say which kind of run"):
+    with pytest.raises(ConfigError, match="give the kind of run"):
         command("check")

@@ -1,7 +1,7 @@
 """The kernels against slow references, in Triton's interpreter on a CPU. Run by `test_kernels_interpreted.py`, in a process
 of its own: whether kernels are interpreted is decided when Triton is imported.
 
-The interpreter has no matrix product and no correct rounding for bf16; fp16 stands in for it here, bf16 is tested on a GPU.
+The interpreter has no matrix product and no correct rounding for bf16; fp16 is used instead, bf16 is tested on a GPU.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_unsupported_shapes_are_declined() -> None:
     query, pool = torch.zeros(1, 4, 64), torch.zeros(2, 16, 2, 64)
     assert kernels.supports(query, pool, pool)
     assert kernels.supports(query, pool, torch.zeros(2, 16, 2, 32))
-    assert not kernels.supports(query, pool, pool[..., :32])  # values that do not lie in one block
+    assert not kernels.supports(query, pool, pool[..., :32])  # values that are not contiguous
     assert not kernels.supports(query.half(), pool, pool)
     assert not kernels.supports(torch.zeros(1, 3, 64), pool, pool)
     assert not kernels.supports(torch.zeros(1, 4, 512), torch.zeros(2, 16, 2, 512), torch.zeros(2, 16, 2, 512))

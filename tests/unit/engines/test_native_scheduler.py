@@ -1,4 +1,4 @@
-"""Pages and scheduling, simulated without a model: who holds what, who runs, who has to wait."""
+"""Pages and scheduling, simulated without a model: holders of pages, active and waiting samples."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_idle_prompt_is_dropped_before_an_active_sample_is_preempted() -> None:
     idle = samples[2].group
     for sample in samples:
         sample.token_ids = [1]
-    scheduler.leave(samples[2])  # one sample of this group is finished, the other one waits: nobody runs on the prompt
+    scheduler.leave(samples[2])  # one sample of this group is finished, the other one waits: the prompt is idle
     assert idle.pages is not None
     taken = scheduler.pages.take(scheduler.pages.num_free)
     scheduler.reserve_step()

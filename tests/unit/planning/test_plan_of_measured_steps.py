@@ -1,4 +1,4 @@
-"""Whole GRPO steps that were measured on an H200 (docs/performance.md): what the planner says of each, by default."""
+"""Full GRPO steps that were measured on an H200 (docs/performance.md), and the planner's predictions."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_stretches_are_those_of_a_simulation_token_by_token(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("mean", "longest"), [(50, 100), (100, 1000), (700, 772), (20, 2000), (99.5, 100)])
-def test_answers_have_the_mean_that_was_asked_for(mean: float, longest: int) -> None:
+def test_answer_lengths_have_the_requested_mean(mean: float, longest: int) -> None:
     lengths = answer_lengths(4000, mean, longest)
     assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.03)
     assert max(lengths) <= longest
@@ -112,7 +112,7 @@ def test_answers_have_the_mean_that_was_asked_for(mean: float, longest: int) -> 
 
 
 @pytest.mark.parametrize("max_rows", [1, 7, 8, 9, 100, 256, 257, 512, 1000])
-def test_recorded_sizes_are_those_of_the_engine(max_rows: int) -> None:
+def test_graph_sizes_are_those_of_the_engine(max_rows: int) -> None:
     assert batch_sizes(max_rows) == graphs.batch_sizes(max_rows)
 
 

@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_runs.save_model(tmp_path_factory.mktemp("models") / "model")
 
 
-def test_a_verdict_on_a_model_that_nobody_knows_lets_nothing_through(
+def test_verdict_on_an_unknown_model_does_not_pass(
     registry: Registry, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = write_verdict(tmp_path / "gate.json", main={"model": "http://host/v1", "model_fingerprint": None})

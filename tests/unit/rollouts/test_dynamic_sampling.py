@@ -15,6 +15,7 @@ from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.reward_shaping import RewardScaling
 from posttrain.checkpointing.state import load_training_state, save_training_state
+from posttrain.config import LossFnConfig
 from posttrain.errors import InputError
 from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
@@ -50,7 +51,7 @@ def dynamic(source: ScriptedRollouts, *, num_per_batch: int, max_batches: int, *
 def algorithm(source: RolloutSource, num_groups: int, updates: int = 1, **settings: Any) -> Grpo:
     return Grpo(
         GrpoSettings(num_groups, num_updates_per_step=updates, **settings),
-        ClippedPolicyGradient(),
+        ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0)),
         Credit(GroupAdvantages()),
         ScriptedPolicy(-7.0, -9.0),  # type: ignore[arg-type]
         source,

@@ -15,7 +15,7 @@ from posttrain.errors import InputError
 from posttrain.serve import loading
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
-SAID = [{"role": "user", "content": "hi"}]
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,10 @@ def test_added_tokens_are_reported_and_not_used(
     base_ids = AutoTokenizer.from_pretrained(model).get_vocab()
     tokenizer.add_special_tokens({"pad_token": "<pad-1>"})
     tokenizer.add_tokens([f"<more-{n}>" for n in range(7)])
-    said: list[str] = []
-    with running(options_for(model, adapters={"polite": str(adapter_with(tokenizer))}), said) as server:
+    printed: list[str] = []
+    with running(options_for(model, adapters={"polite": str(adapter_with(tokenizer))}), printed) as server:
         polite = server.service.models["polite"]
-    (warning,) = [line for line in said if line.startswith("warning")]
+    (warning,) = [line for line in printed if line.startswith("warning")]
     assert "'<pad-1>', '<more-0>', '<more-1>', '<more-2>', '<more-3>' and 3 more" in warning
     assert polite.tokenizer.get_vocab() == base_ids
     text, ids = polite.chat.prompt([{"role": "user", "content": "<pad-1>"}])

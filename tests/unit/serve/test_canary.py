@@ -1,4 +1,4 @@
-"""Who goes to the canary, and what sends everybody back."""
+"""Routing to the canary, and the rules of a rollback."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def job_of(service: Any, **body: Any) -> Job:
     return asyncio.run(completion_job(service, parse_completion(raw), None))
 
 
-def said(content: str) -> list[dict[str, str]]:
+def user_message(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
@@ -68,10 +68,10 @@ def said(content: str) -> list[dict[str, str]]:
     [
         ({"prompt": ["a"] * 5}, "5 prompts with n = 1"),
         ({"prompt": ["a"] * 3, "n": 2}, "3 prompts with n = 2"),
-        ({"messages": said("a"), "n": 5}, "n is 5"),
+        ({"messages": user_message("a"), "n": 5}, "n is 5"),
         ({"prompt": "a" * CONTEXT * 100}, "maximum context length"),
         ({"prompt": ["a", "b" * CONTEXT * 100]}, "maximum context length"),
-        ({"messages": said("a" * CONTEXT * 100)}, "maximum context length"),
+        ({"messages": user_message("a" * CONTEXT * 100)}, "maximum context length"),
     ],
 )
 def test_impossible_requests_are_refused_before_tokenising(
@@ -88,13 +88,13 @@ def test_long_texts_are_tokenised_in_a_thread(service: Any, tokenizer: WatchedTo
     for length, beside in ((50, False), (5000, True)):
         tokenizer.threads.clear()
         text = "a" * length
-        job = job_of(service, **{name: text if name == "prompt" else said(text)})
+        job = job_of(service, **{name: text if name == "prompt" else user_message(text)})
         assert job.prompt_tokens >= length
         assert (tokenizer.threads[0] is not threading.main_thread()) == beside
 
 
 def test_default_number_of_tokens_is_the_servers_limit(service: Any) -> None:
-    bodies: tuple[dict[str, Any], ...] = ({"prompt": "a"}, {"messages": said("a")})
+    bodies: tuple[dict[str, Any], ...] = ({"prompt": "a"}, {"messages": user_message("a")})
     for limit, expected in ((9, [9, 9]), (100, [16, 100])):
         service.limits = replace(service.limits, max_completion_tokens=limit)
         jobs = [job_of(service, **body) for body in bodies]
@@ -105,8 +105,8 @@ def test_default_number_of_tokens_is_the_servers_limit(service: Any) -> None:
     ("body", "field"),
     [
         ({"prompt": "a", "max_tokens": 10}, "max_tokens"),
-        ({"messages": said("a"), "max_tokens": 10}, "max_tokens"),
-        ({"messages": said("a"), "max_completion_tokens": 10}, "max_completion_tokens"),
+        ({"messages": user_message("a"), "max_tokens": 10}, "max_tokens"),
+        ({"messages": user_message("a"), "max_completion_tokens": 10}, "max_completion_tokens"),
     ],
 )
 def test_too_many_tokens_error_names_the_field_that_was_sent(service: Any, body: dict[str, Any], field: str) -> None:

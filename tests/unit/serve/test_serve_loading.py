@@ -1,4 +1,4 @@
-"""Names on the command line: what is loaded, what vLLM is told, and who hears of a rollback."""
+"""Names on the command line: what is loaded, the arguments of vLLM, and rollbacks in the registry."""
 
 from __future__ import annotations
 
@@ -75,13 +75,15 @@ class FakeRegistry:
 def test_rollback_is_written_to_the_registry_if_still_canary(
     model: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry, said = FakeRegistry(stage, []), []
+    registry, printed = FakeRegistry(stage, []), []
     monkeypatch.setattr(posttrain.registry, "Registry", lambda where: registry)
-    loading._on_rollback(replace(resolve_model(model), registered=("maths", 3)), None, said.append)("too many errors")
+    loading._on_rollback(replace(resolve_model(model), registered=("maths", 3)), None, printed.append)(
+        "too many errors"
+    )
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.daemon and "write" in thread.name:
             thread.join(10)
-    assert said[0] == "canary rolled back: too many errors"
+    assert printed[0] == "canary rolled back: too many errors"
     assert [call["stage"] for call in registry.calls] == (["canary"] if stage == "canary" else [])
     assert all("too many errors" in call["why"] for call in registry.calls)
 
@@ -144,10 +146,10 @@ def test_vllm_warns_of_an_unused_chat_template(model: Path, tmp_path: Path, temp
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template or tokenizer.chat_template
     tokenizer.save_pretrained(adapter)
-    said: list[str] = []
+    printed: list[str] = []
     options = options_for(model, adapters={"polite": str(adapter)}, engine=EngineOptions())
-    vllm_arguments(options, "h", 1, said.append)
-    assert [("polite" in line and "chat template" in line) for line in said] == ([True] if template else [])
+    vllm_arguments(options, "h", 1, printed.append)
+    assert [("polite" in line and "chat template" in line) for line in printed] == ([True] if template else [])
 
 
 @pytest.mark.parametrize(
@@ -205,21 +207,21 @@ def test_adapter_uses_its_own_chat_template(model: Path, tmp_path: Path) -> None
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
     tokenizer.save_pretrained(adapter)
     service = loading.build_service(options_for(model, adapters={"polite": str(adapter)}, canary="polite"))
-    said = [{"role": "user", "content": "hi"}]
+    messages = [{"role": "user", "content": "hi"}]
     polite, canary = service.models["polite"], service.canary_version
     assert canary is not None
-    assert polite.chat.render(said) == canary.chat.render(said) == "[user] hi[answer]"
-    assert service.models["tiny"].chat.render(said) != polite.chat.render(said)
+    assert polite.chat.render(messages) == canary.chat.render(messages) == "[user] hi[answer]"
+    assert service.models["tiny"].chat.render(messages) != polite.chat.render(messages)
 
 
 def test_adapter_trained_on_another_base_gives_a_warning(model: Path, adapter: Path, tmp_path: Path) -> None:
     """Also where its own base is no more: the main model takes its place."""
     gone = save_adapter(tmp_path / "gone", tmp_path / "no longer here", seed=1)
     for folder, trained_on in ((adapter, None), (gone, "no longer here")):
-        said: list[str] = []
-        service = loading.build_service(options_for(model, adapters={"polite": str(folder)}), said.append)
+        printed: list[str] = []
+        service = loading.build_service(options_for(model, adapters={"polite": str(folder)}), printed.append)
         assert "polite" in service.models
-        warnings = [line for line in said if "warning" in line]
+        warnings = [line for line in printed if "warning" in line]
         assert len(warnings) == (trained_on is not None)
         assert all(f"was trained on {tmp_path / str(trained_on)}" in line for line in warnings)
 
@@ -229,7 +231,7 @@ def test_production_and_canary_take_the_same_length(model: Path, tmp_path: Path)
     config = shorter / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 1024', '"max_position_embeddings": 128'))
     engine = replace(options_for(model).engine, max_model_len=None, kv_cache_gib=0.05)
-    said: list[str] = []
-    service = loading.build_service(options_for(model, engine=engine, canary=str(shorter)), said.append)
+    printed: list[str] = []
+    service = loading.build_service(options_for(model, engine=engine, canary=str(shorter)), printed.append)
     assert [session.settings.max_total_tokens for session in service.sessions] == [128, 128]
-    assert any("production takes 1024 tokens and the canary 128: both get 128" in line for line in said)
+    assert any("production takes 1024 tokens and the canary 128: both get 128" in line for line in printed)

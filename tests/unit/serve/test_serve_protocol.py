@@ -1,4 +1,4 @@
-"""Bodies of requests: what is understood, and what a client hears of the rest."""
+"""Request bodies: accepted fields, and errors for the rest."""
 
 from __future__ import annotations
 

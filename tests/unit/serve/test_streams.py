@@ -52,12 +52,12 @@ def test_tokens_before_the_end_are_delivered_before_it() -> None:
         for event in events:
             ticket._events.put_nowait(event)
         ticket.give_up("shutdown", unavailable("the end"))
-        heard: list[int] = []
+        received: list[int] = []
         with suppress(ApiError):
             async for batch in ticket.batches():
-                heard += [event.token_id for event in batch]
-            return heard
-        return [*heard, -1]
+                received += [event.token_id for event in batch]
+            return received
+        return [*received, -1]
 
     first, last = TokenEvent("r", 0, 7, -1.0), TokenEvent("r", 0, 8, -1.0, "length")
     assert asyncio.run(read(first)) == [7, -1]

@@ -40,9 +40,9 @@ def play(
     all_answered: bool = True,
     has_commands: bool = True,
 ) -> tuple[str, str]:
-    """What was written and what was said."""
+    """The answers and the other messages."""
     written: list[str] = []
-    said: list[str] = []
+    messages: list[str] = []
     waiting = iter(lines)
 
     def read() -> str:
@@ -51,8 +51,8 @@ def play(
             raise line
         return line
 
-    assert converse(conversation, read, written.append, said.append, has_commands=has_commands) == all_answered
-    return "".join(written), "".join(said)
+    assert converse(conversation, read, written.append, messages.append, has_commands=has_commands) == all_answered
+    return "".join(written), "".join(messages)
 
 
 def test_answers_equal_the_engine_over_several_turns(
@@ -71,10 +71,10 @@ def test_answers_equal_the_engine_over_several_turns(
 
 
 def test_commands(conversation: TerminalChat) -> None:
-    _, said = play(conversation, ["hi", "/history", "/system Be kind.", "/history", "/nonsense", "/help", "", "yo"])
-    assert "user: hi" in said
-    assert "system: Be kind." in said
-    assert "unknown command /nonsense" in said
+    _, messages = play(conversation, ["hi", "/history", "/system Be kind.", "/history", "/nonsense", "/help", "", "yo"])
+    assert "user: hi" in messages
+    assert "system: Be kind." in messages
+    assert "unknown command /nonsense" in messages
     assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
     play(conversation, ["/reset"])
     assert [message["role"] for message in conversation.messages] == ["system"]
@@ -83,8 +83,8 @@ def test_commands(conversation: TerminalChat) -> None:
 
 
 def test_lines_of_a_pipe_are_never_commands(conversation: TerminalChat) -> None:
-    _, said = play(conversation, ["/exit", "/etc/hosts is a file"], has_commands=False)
-    assert said == ""
+    _, messages = play(conversation, ["/exit", "/etc/hosts is a file"], has_commands=False)
+    assert messages == ""
     assert [message["content"] for message in conversation.messages[::2]] == ["/exit", "/etc/hosts is a file"]
 
 
@@ -99,23 +99,23 @@ def test_seed_reproduces_the_chat(session: GenerationSession) -> None:
 
 
 def test_oldest_turns_are_dropped_when_the_context_is_full(conversation: TerminalChat) -> None:
-    _, said = play(conversation, ["x" * 40, "y" * 40, "z" * 40])
-    assert "oldest messages are forgotten" in said
+    _, messages = play(conversation, ["x" * 40, "y" * 40, "z" * 40])
+    assert "oldest messages are forgotten" in messages
     assert conversation.messages[-2]["content"] == "z" * 40
     assert len(conversation.messages) < 6
 
 
 def test_message_that_cannot_fit_is_refused_and_dropped(conversation: TerminalChat) -> None:
-    written, said = play(conversation, ["ok", "w" * 500, "fine"], all_answered=False)
-    assert "at most 200 together" in said
-    assert said.endswith("\n")
+    written, messages = play(conversation, ["ok", "w" * 500, "fine"], all_answered=False)
+    assert "at most 200 together" in messages
+    assert messages.endswith("\n")
     assert written == "".join(message["content"] + "\n" for message in conversation.messages[1::2])
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["ok", "fine"]
 
 
 def test_dropped_turns_are_reported_once(conversation: TerminalChat) -> None:
-    _, said = play(conversation, ["x" * 40, "y" * 40, "z" * 40, "w" * 500], all_answered=False)
-    assert said.count("oldest messages are forgotten") == 1
+    _, messages = play(conversation, ["x" * 40, "y" * 40, "z" * 40, "w" * 500], all_answered=False)
+    assert messages.count("oldest messages are forgotten") == 1
     assert conversation.num_forgotten == 0
 
 
@@ -132,9 +132,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(conversation: TerminalChat) 
             raise EOFError from None
 
     writes: list[Callable[[str], None]] = [interrupt]
-    said: list[str] = []
-    converse(conversation, read, lambda text: writes.pop()(text) if writes else None, said.append)
-    assert said == [" (stopped)"]
+    messages: list[str] = []
+    converse(conversation, read, lambda text: writes.pop()(text) if writes else None, messages.append)
+    assert messages == [" (stopped)"]
     assert conversation.messages[-1]["role"] == "assistant"
     assert not conversation.session.unfinished
     _, said_later = play(conversation, [KeyboardInterrupt(), "still there?"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 from posttrain.engines.native.kv_cache import PagedKvCache, zeros
 from posttrain.engines.native.scheduler import Sample, pages_for
 from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
+
+if TYPE_CHECKING:
+    from posttrain.engines.native.kernels import PrefixTiles
 
 # A dense copy that grows is filled again from the pages, so it does not grow for every token.
 _HEADROOM_TOKENS = 64
@@ -171,7 +174,7 @@ class PagedDecode:
         self.admissions = [-1] * max_rows
         self.num_filled = [0] * max_rows
         self.num_sent = -1  # rows of the table that the device has
-        self.shared: Any = None  # PrefixTiles: rows that share prompt pages, which are then read once for all
+        self.shared: PrefixTiles | None = None  # rows that share prompt pages, which are then read once for all
         self.kernel = _load_kernel(cache.device)
 
     def forget_rows(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from posttrain.engines.native.forward import ForwardPass
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample
 from posttrain.policy.fused.adapters import capture_key
+
+if TYPE_CHECKING:
+    from posttrain.engines.native.kernels import PrefixTiles
 
 # Rows of the device's state.
 _TOKEN, _POSITION, _KEY, _INDEX, _LIVE = range(5)
@@ -94,7 +97,8 @@ class SharedPrefixes:
     def __init__(self, decode: PagedDecode) -> None:
         self.decode = decode
         self.samples_per_tile = 0  # 0: every row reads its prompt separately
-        self._tiles: dict[int, tuple[Any, list[Any]]] = {}  # by samples per tile: one on the device, two on the host
+        # By samples per tile: one on the device, two on the host.
+        self._tiles: dict[int, tuple[PrefixTiles, list[PrefixTiles]]] = {}
         self._sent: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 

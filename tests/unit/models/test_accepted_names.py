@@ -67,7 +67,7 @@ def test_a_hub_name() -> None:
 
 
 @pytest.mark.parametrize("inner", ["", "policy", "policy/weights", "policy/weights/model"])
-def test_a_checkpoint_and_what_is_in_it_mean_the_same(model: Path, tmp_path: Path, inner: str) -> None:
+def test_checkpoint_and_its_subfolders_resolve_alike(model: Path, tmp_path: Path, inner: str) -> None:
     folder = checkpoint(tmp_path, 4, model)
     found = resolve_model(folder / inner)
     assert (found.kind, found.step, found.checkpoint, found.run_folder) == ("checkpoint", 4, folder, tmp_path)
@@ -81,7 +81,7 @@ def test_a_lora_checkpoint_is_its_base_with_an_adapter(model: Path, adapter: Pat
     assert (found.kind, found.model, found.adapter) == ("checkpoint", str(model), folder / "policy/weights/model")
 
 
-def test_a_run_is_its_newest_whole_checkpoint(model: Path, tmp_path: Path) -> None:
+def test_run_resolves_to_its_newest_complete_checkpoint(model: Path, tmp_path: Path) -> None:
     for step in (2, 10, 12):
         checkpoint(tmp_path, step, model)
     assert resolve_model(tmp_path).step == 12
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
         resolve_model(folder)
 
 
-def test_weights_in_another_format_are_sent_to_convert(tmp_path: Path) -> None:
+def test_weights_in_other_formats_suggest_convert(tmp_path: Path) -> None:
     (tmp_path / "step_3/policy/weights").mkdir(parents=True)
     with pytest.raises(InputError, match="posttrain convert"):
         resolve_model(tmp_path / "step_3")
@@ -118,13 +118,13 @@ def test_weights_in_another_format_are_sent_to_convert(tmp_path: Path) -> None:
         (str(Path(__file__).parent), "without config.json"),
     ],
 )
-def test_anything_else_is_an_error_that_says_what_is_accepted(name: str, words: str) -> None:
+def test_other_names_list_what_is_accepted(name: str, words: str) -> None:
     with pytest.raises(InputError, match=words) as error:
         resolve_model(name)
     assert "accepted: a Hugging Face folder" in str(error.value)
 
 
-def test_a_base_model_that_has_gone_is_named(adapter: Path, tmp_path: Path) -> None:
+def test_missing_base_model_is_named(adapter: Path, tmp_path: Path) -> None:
     for file in adapter.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = tmp_path / "adapter_config.json"
@@ -159,12 +159,12 @@ def test_the_engine_samples_from_the_model_and_from_its_adapter(model: Path, ada
     assert greedy(str(adapter), "3 + 4 = ?", 8) == expected_adapted
 
 
-def test_nothing_is_left_for_an_optimizer(model: Path) -> None:
+def test_sampling_model_needs_no_gradients_and_has_the_requested_precision(model: Path) -> None:
     engine, _ = load_for_sampling(str(model), device="cpu", precision="bfloat16")
     parameters = list(engine.model.parameters())
     assert not any(p.requires_grad for p in parameters)
     assert {p.dtype for p in parameters} == {torch.bfloat16}
-    assert engine.settings.max_total_tokens == 128  # what the model was made for
+    assert engine.settings.max_total_tokens == 128  # the maximum of the model
 
 
 def test_an_adapter_on_the_wrong_base_is_refused(adapter: Path, tmp_path: Path) -> None:
