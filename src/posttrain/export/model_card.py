@@ -82,6 +82,11 @@ def metrics_of(source: ConversionInput) -> dict[str, float]:
     return found
 
 
+def _scores_answers(run_config: JsonMapping) -> bool:
+    section = (run_config.get("policy") or {}).get("reward_model_cfg") or {}
+    return bool(section.get("enabled"))
+
+
 def _metrics_file(source: ConversionInput) -> Path:
     assert source.checkpoint is not None
     log_dir = (source.run_config.get("logger") or {}).get("log_dir")
@@ -93,7 +98,7 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
     kind = facts["algorithm"]
     front: JsonObject = {
         "library_name": "peft" if facts["lora"] == "adapter" else "transformers",
-        "pipeline_tag": "text-classification" if kind == "rm" else "text-generation",
+        "pipeline_tag": "text-classification" if _scores_answers(source.run_config) else "text-generation",
         "tags": ["posttrain", *([kind] if kind else [])],
     }
     if facts["base_model"] and looks_like_hub_name(facts["base_model"]):  # the hub refuses anything else there
@@ -112,7 +117,7 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
 
 def _introduction(facts: JsonMapping) -> str:
     base = f" from `{facts['base_model']}`" if facts["base_model"] else ""
-    how = f" with {facts['algorithm'].upper()} ({KINDS[facts['algorithm']]})" if facts["algorithm"] else ""
+    how = f" with {KINDS[facts['algorithm']].method}" if facts["algorithm"] else ""
     what = {"adapter": "A LoRA adapter trained", "merged": "A model with its LoRA adapter merged in, trained"}.get(
         facts["lora"], "A model trained" if facts["algorithm"] else "A model converted"
     )
