@@ -115,7 +115,7 @@ def test_kl_is_charged_once() -> None:
     assert not objective.needs_reference
 
 
-def test_dr_grpo_divides_by_a_constant_length_unless_told_otherwise() -> None:
+def test_dr_grpo_divides_by_a_constant_length_by_default() -> None:
     named = f"{ESTIMATOR}.name=dr_grpo"
     objective = build_objective(load_config("grpo", None, [named, "policy.generation.max_new_tokens=77"]).config)
     assert (objective.config.loss_normalizer, objective.config.max_response_tokens) == ("max_tokens", 77)
