@@ -215,7 +215,9 @@ def outcomes() -> dict[str, Outcome]:
 
 @pytest.mark.parametrize(("batching", "ranks"), WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("case", CASES)
-def test_the_cut_does_not_show(outcomes: dict[str, Outcome], case: str, batching: MicroBatching, ranks: int) -> None:
+def test_micro_batching_does_not_change_the_loss(
+    outcomes: dict[str, Outcome], case: str, batching: MicroBatching, ranks: int
+) -> None:
     expected, actual = outcomes[case], train(*CASES[case], batching, ranks)
     assert actual.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
     assert actual.metrics.keys() == expected.metrics.keys()
@@ -233,7 +235,7 @@ def test_the_reported_loss_is_the_loss(batch: TokenBatch, objective: Objective) 
 
 
 @every_case
-def test_the_order_of_the_responses_does_not_show(batch: TokenBatch, objective: Objective) -> None:
+def test_loss_does_not_depend_on_the_order_of_the_responses(batch: TokenBatch, objective: Objective) -> None:
     step: Callable[[int], int] = (lambda i: i ^ 2) if objective.keeps_groups_whole else (lambda i: 7 - i)
     expected, actual = whole(batch, objective), whole(batch.select([step(i) for i in range(8)]), objective)
     assert actual.loss == pytest.approx(expected.loss, rel=1e-5)

@@ -284,6 +284,6 @@ def test_the_reference_is_needed_exactly_when_kl_has_a_price() -> None:
     assert ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.01)).needs_reference
 
 
-def test_travels_by_pickle() -> None:
+def test_objective_can_be_pickled() -> None:
     objective = ClippedPolicyGradient(LossFnConfig(ratio_clip_c=3.0, reference_policy_kl_penalty=0.01))
     assert pickle.loads(pickle.dumps(objective)) == objective

@@ -82,7 +82,7 @@ def test_at_equality_the_loss_is_one_half_and_every_answer_a_tie() -> None:
     assert (float(metrics["num_ties"]), float(metrics["num_ranked_right"])) == (5.0, 0.0)
 
 
-def test_a_higher_baseline_asks_more_of_good_answers_and_less_of_bad_ones() -> None:
+def test_a_higher_baseline_raises_the_loss_of_good_answers_and_lowers_that_of_bad_ones() -> None:
     low, current = random_batch(kl=0.0)
     high = low.with_columns(kl_baseline=torch.full_like(current, 2.0))
     only_good, only_bad = KtoLoss(DpoConfig(undesirable_weight=0.0)), KtoLoss(DpoConfig(desirable_weight=0.0))
@@ -99,7 +99,7 @@ def test_hopeless_answers_have_a_finite_gradient() -> None:
     assert gradient.isfinite().all()
 
 
-def test_mismatched_answers_are_those_to_the_prompt_before() -> None:
+def test_mismatched_answers_belong_to_the_previous_prompt() -> None:
     batch = judged_batch(answers())
     mismatched = mismatched_batch(batch, max_total_tokens=6)
     assert [prompt.tolist() for prompt in mismatched.prompts] == [[1, 2 + i] for i in range(5)]

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation (arXiv:2402.01306): answers that somebody called good or bad, no pairs.
+"""Kahneman-Tversky optimisation (arXiv:2402.01306): answers labelled good or bad, no pairs.
 
 The reward of an answer is the sum over its tokens of log p - log p_reference. Its loss compares it with the baseline z,
 an estimate of KL(policy || reference) that is the same for the whole optimizer batch and carries no gradient:

@@ -8,8 +8,8 @@ formulas. With equal policy and reference the loss of dpo is ln 2.
 Columns used: mask; reference_logprobs, given_rewards (rpo), num_class_tokens (token-level SFT term) where the options need
 them. `TokenBatch.num_sequences` counts both responses of a pair.
 
-Pairs that are ranked rightly, and ties, are reported as counts, which add up exactly; whoever knows the number of pairs
-makes a share of them.
+Pairs that are ranked rightly, and ties, are reported as counts, which add up exactly; the algorithm
+divides them by the number of pairs.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class PreferenceLoss:
         if self.config.sft_loss_weight > 0:
             sft = self._sft(-per_sequence(logprobs * mask, ids, count), lengths, batch, num_pairs)
             loss = loss + self.config.sft_loss_weight * sft
-        said = per_sequence(logprobs * mask, ids, count)
-        said = said / lengths.clamp(min=1) if self.averages else said
-        is_right, is_tie = ranked(chosen - rejected, said[0::2] + said[1::2])
+        own = per_sequence(logprobs * mask, ids, count)
+        own = own / lengths.clamp(min=1) if self.averages else own
+        is_right, is_tie = ranked(chosen - rejected, own[0::2] + own[1::2])
         metrics = {
             "loss": loss,
             "preference_loss": preference,
