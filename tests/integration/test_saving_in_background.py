@@ -93,7 +93,7 @@ def test_a_disk_that_was_full_for_a_moment_costs_one_checkpoint(
         ([], ["state_dtype=bf16"], "this run has bfloat16"),
     ],
 )
-def test_optimizer_state_in_another_format_is_refused_in_words(
+def test_optimizer_state_in_another_format_is_refused_with_a_message(
     saved: list[str],
     now: list[str],
     message: str,

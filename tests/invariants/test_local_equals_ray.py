@@ -235,7 +235,7 @@ def test_sigterm_saves_under_ray_too(model: Path, data: Path, tmp_path: Path) ->
     assert_same_curves(folder, tmp_path / "whole")
 
 
-def test_what_a_rank_refuses_is_told_like_any_other_bad_input(
+def test_input_errors_of_ranks_are_reported_like_others(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = ["lora_cfg.match_all_linear=false", "lora_cfg.target_modules=[wq]"]

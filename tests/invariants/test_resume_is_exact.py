@@ -92,7 +92,7 @@ def test_grpo_on_adapters_with_dropout_survives_kills_too(model: Path, data: Pat
     kill_and_compare(lambda folder: [*arguments(folder), *IN_BACKGROUND], whole, tmp_path, num_kills=4, seed=3)
 
 
-def test_state_in_few_bits_goes_on_from_a_background_checkpoint_as_if_it_had_never_stopped(
+def test_low_precision_state_resumes_exactly_from_a_background_checkpoint(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -106,9 +106,7 @@ def test_state_in_few_bits_goes_on_from_a_background_checkpoint_as_if_it_had_nev
 
 
 @pytest.mark.parametrize("settings", [[], LORA_WITH_DROPOUT], ids=["all weights", "adapters with dropout"])
-def test_a_reward_model_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(
-    settings: list[str], model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_reward_model_resumes_exactly(settings: list[str], model: Path, data: Path, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert run([*rm(model, data, whole, steps=STEPS), *settings]) == 0
     assert len({row["train/loss"] for row in rows_of(whole) if "train/loss" in row}) == STEPS, "losses vary"
