@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from posttrain.config.base import Section
 from posttrain.config.checks import cautions, check_run
 from posttrain.config.compat import apply_renames
+from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.errors import ConfigError, message_of
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.foreign_keys import (
@@ -26,19 +27,12 @@ from posttrain.config.foreign_keys import (
     usual_values,
     vocabulary_of,
 )
+from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
 from posttrain.config.presets import chosen_preset, is_preset_origin
 from posttrain.config.render import plain_values, to_yaml_text, with_override_marks
-from posttrain.config.runs import (
-    ALL_KINDS,
-    RUN_CONFIGS,
-    DpoRunConfig,
-    GrpoRunConfig,
-    Kind,
-    RmRunConfig,
-    SftRunConfig,
-)
+from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import (
     find,
     is_field,
@@ -118,14 +112,6 @@ def load_config(
 def load_config(
     kind: Literal["dpo"], path: FilePath | None = None, overrides: Sequence[str] = ()
 ) -> LoadedConfig[DpoRunConfig]: ...
-@overload
-def load_config(
-    kind: Literal["rm"], path: FilePath | None = None, overrides: Sequence[str] = ()
-) -> LoadedConfig[RmRunConfig]: ...
-@overload
-def load_config(
-    kind: Literal["sft"], path: FilePath | None = None, overrides: Sequence[str] = ()
-) -> LoadedConfig[SftRunConfig]: ...
 @overload
 def load_config(
     kind: Literal["eval"], path: FilePath | None = None, overrides: Sequence[str] = ()

@@ -59,7 +59,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """One kind of run. What follows from the config alone, such as sizes and the reference, is in `config/runs.py`."""
+    """One kind of run. What follows from the config alone, such as sizes and the reference, is in `config/run_config.py`."""
 
     config: RunConfig
     presentation: ClassVar[Presentation]

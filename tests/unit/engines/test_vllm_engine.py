@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from posttrain.config import load_config
-from posttrain.engines.vllm import VllmEngine, VllmError, vllm_options
+from posttrain.engines.vllm import VllmEngine, vllm_options
+from posttrain.errors import InputError
 from posttrain.types import NoiseKey, Sampling, Task
 
 
@@ -87,6 +88,8 @@ def test_noise_is_keyed_by_draw_and_sample_only(vllm: FakeVllm) -> None:
     assert len(set(seeds[:4])) == 4
     assert seeds[4:] == [seeds[2], seeds[0]]
     assert all(0 <= seed < 2**63 for seed in seeds)
+    engine.generate([replace(TASKS[0], first_sample=1, first_token=6)], 1, SAMPLING, NoiseKey(1, 0))
+    assert vllm.requests[-1][1].seed not in seeds, "a later turn of a sample draws other noise than its first"
 
 
 def test_ignore_eos_ignores_all_stops(vllm: FakeVllm) -> None:
@@ -114,7 +117,7 @@ def test_settings_become_arguments_of_vllm(vllm: FakeVllm) -> None:
 
 
 def test_too_long_prompts_and_aborted_requests_are_errors(vllm: FakeVllm) -> None:
-    with pytest.raises(VllmError, match="task 'a' has 2 prompt tokens: between 1 and 1 fit"):
+    with pytest.raises(InputError, match="task 'a' has 2 prompt tokens: between 1 and 1 fit"):
         VllmEngine("m", "t", max_model_len=2).generate(TASKS, 1, SAMPLING, NoiseKey(1, 0))
     vllm.finish_reason = "abort"
     with pytest.raises(RuntimeError, match="abort"):
@@ -123,5 +126,5 @@ def test_too_long_prompts_and_aborted_requests_are_errors(vllm: FakeVllm) -> Non
 
 def test_missing_vllm_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(VllmError, match=r"pip install 'posttrain\[vllm\]', or use generation.backend=native"):
+    with pytest.raises(InputError, match=r"pip install 'posttrain\[vllm\]', or use generation.backend=native"):
         VllmEngine("m", "t", max_model_len=9)
