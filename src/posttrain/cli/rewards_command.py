@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.overrides_parser import OverridesParser, Subparsers
+from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
 
@@ -55,7 +55,7 @@ def _add_test(commands: Subparsers) -> None:
         help="score stored samples and compare with the rewards recorded for them",
         description="Score stored samples, and show where the reward differs from what was recorded for them.",
         epilog=TEST_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
         usage="posttrain rewards test (--type TYPE | --config FILE [--env NAME]) FILE [options] [key=value …]",
     )
     test.add_argument(
