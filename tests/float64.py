@@ -1,5 +1,7 @@
 """Run model code that asks for float32 by name in float64, so that algebraic identities can be tested at 1e-10.
 
+Tests use the fixture `in_float64` of conftest.py; data that is made on import and module fixtures use `with float64():`.
+
 `model.to(torch.float64)` is not enough. These places compute in float32 whatever the dtype of the weights:
 
 - transformers: the RMS norms, the rotary angles, the softmax of eager attention;
@@ -62,13 +64,6 @@ def float64() -> Iterator[None]:
     finally:
         torch.autograd._engine_run_backward = run_backward
         torch.set_default_dtype(default)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def in_float64() -> Iterator[None]:
-    """For modules that import it: every test, and every fixture of the module or a smaller scope, runs in float64."""
-    with float64():
-        yield
 
 
 def approx(expected: Any) -> Any:

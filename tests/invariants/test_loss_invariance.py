@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from float64 import approx, assert_same_gradients, float64, in_float64  # noqa: F401 (a fixture)
+from float64 import approx, assert_same_gradients, float64
 from tiny_models import VOCAB_SIZE, gradients, tiny_model
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from posttrain.roles import Objective
 from posttrain.types import TokenBatch
 
 TEMPERATURE = 0.8
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 @dataclass
@@ -196,7 +197,8 @@ def whole(batch: TokenBatch, objective: Objective) -> Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    return {name: whole(batch, objective) for name, (batch, objective) in CASES.items()}
+    with float64():
+        return {name: whole(batch, objective) for name, (batch, objective) in CASES.items()}
 
 
 @pytest.mark.parametrize(("batching", "ranks"), WAYS.values(), ids=WAYS.keys())
