@@ -5,12 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test check lint types bench clean
+.PHONY: help setup demo test invariants check lint types bench clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
 	@echo "make test    set up, then run all tests"
-	@echo "make check   lint, types and tests: what CI runs"
+	@echo "make check   lint, types and tests, the invariants with the kernels of lesser CPUs too: what CI runs"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
 setup: $(STAMP)
@@ -29,6 +29,13 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
+# Invariants must hold with the kernels of every CPU. `make test` uses the best ones that this CPU has; here are the others.
+invariants: setup
+	set -e; for capability in $$($(BIN)/python tests/cpu_capabilities.py); do \
+	  echo "tests/invariants with ATEN_CPU_CAPABILITY=$$capability"; \
+	  ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/invariants; \
+	done
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,7 +43,7 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types test
+check: lint types test invariants
 
 bench: setup
 	$(BIN)/python bench/cpu_vs_trl.py

@@ -578,20 +578,20 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
             assert (silent.recv(10), half.recv(10)) == (b"", b"")
 
 
-# While the file that is named first on the command line exists, a request gets its first token and then no other.
+# While the file that is named first on the command line exists, a request gets 50 tokens and then no other.
 SERVE_WITH_A_HOLD = """
 import os, sys, time
 from posttrain.cli.main import main
 from posttrain.generation.native.session import GenerationSession
 
-hold, step, has_begun = sys.argv.pop(1), GenerationSession.step, False
+hold, step, num_tokens = sys.argv.pop(1), GenerationSession.step, 0
 
 def held(session):
-    global has_begun
-    while has_begun and os.path.exists(hold):
+    global num_tokens
+    while num_tokens >= 50 and os.path.exists(hold):
         time.sleep(0.01)
     events = step(session)
-    has_begun = os.path.exists(hold) and (has_begun or bool(events))
+    num_tokens = num_tokens + len(events) if os.path.exists(hold) else 0
     return events
 
 GenerationSession.step = held

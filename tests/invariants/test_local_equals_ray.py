@@ -74,6 +74,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_data(tmp_path_factory.mktemp("data"))
 
 
+def test_ray_workers_use_the_cpu_kernels_of_the_driver() -> None:
+    """ATEN_CPU_CAPABILITY reaches them, so that `make invariants` compares like with like."""
+    capability = ray.remote(lambda: torch.backends.cpu.get_cpu_capability())
+    assert ray.get(capability.remote()) == torch.backends.cpu.get_cpu_capability()
+
+
 def assert_same_curves(folder: Path, expected: Path) -> None:
     """Every number of every step. What is zero up to rounding, such as a sum of advantages, has no relative error."""
     ours, theirs = results_of(folder), results_of(expected)
