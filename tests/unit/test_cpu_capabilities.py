@@ -24,5 +24,7 @@ def test_the_environment_variable_selects_the_kernels() -> None:
     script = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     for capability in below(torch.backends.cpu.get_cpu_capability()):
         environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-        found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
         assert found.stdout.strip().lower() == capability
