@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -299,6 +300,16 @@ def wait_until(condition: Callable[[], Any], process: BaseProcess, limit_s: floa
         assert time.monotonic() < end, "the run has made no progress"
         time.sleep(0.002)
     return bool(condition())
+
+
+def same_up_to_rounding(expected: Any) -> Any:
+    """For numbers of two runs that add up in different orders, in float32.
+
+    A step of these runs adds up about 200 tokens, whose terms are of order 1: a sum errs by up to 200 * eps = 2.4e-5, which is
+    the bound for sums that cancel. Updates pass errors on to later steps, hence ten times as much relative to sums that do not
+    cancel. Errors in the code that these comparisons look for (a wrong denominator, a lost token) are of some percent.
+    """
+    return pytest.approx(expected, rel=2e-4, abs=2.4e-5)
 
 
 # -- what a run has written --------------------------------------------------------------------------------------------

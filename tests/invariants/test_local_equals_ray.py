@@ -1,7 +1,7 @@
 """One algorithm, any number of machines: the same config gives the same curves in this process and on one or two Ray
 actors, and a checkpoint of one goes on with the other.
 
-fp32, relative 1e-5: ranks add gradients up in another order than one process does.
+In float32, up to rounding: ranks add gradients up in another order than one process does.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tiny_runs import (
     rm,
     rows_of,
     run,
+    same_up_to_rounding,
     save_data,
     save_model,
     start,
@@ -81,15 +82,13 @@ def test_ray_workers_use_the_cpu_kernels_of_the_driver() -> None:
 
 
 def assert_same_curves(folder: Path, expected: Path) -> None:
-    """Every number of every step. What is zero up to rounding, such as a sum of advantages, has no relative error."""
+    """Every number of every step."""
     ours, theirs = results_of(folder), results_of(expected)
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for row, other in zip(ours, theirs, strict=True):
         assert row.keys() == other.keys()
         for key, value in row.items():
-            # A mean of changes of both signs is as exact as its largest term, not as its sum.
-            close = 1e-6 if key == "train/advantage_weighted_shift" else 1e-7
-            assert value == pytest.approx(other[key], rel=1e-5, abs=close), f"{key} at step {row['step']}"
+            assert value == same_up_to_rounding(other[key]), f"{key} at step {row['step']}"
 
 
 @torch.no_grad()
@@ -141,7 +140,7 @@ def test_grpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Pa
     for name in ("two", "two_then_one", "one_then_two"):
         together = AutoModelForCausalLM.from_pretrained(tmp_path / name / weights)
         for ours, theirs in zip(together.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # an update moves a weight by up to 1e-2
     assert_converts(tmp_path / "two", model, STEPS)
 
 
@@ -199,7 +198,7 @@ def test_adapters_are_the_same_on_one_process_and_on_two_actors(model: Path, dat
         base = AutoModelForCausalLM.from_pretrained(model)
         adapted = PeftModel.from_pretrained(base, tmp_path / name / "step_4" / "policy" / "weights" / "model")
         logits[name] = adapted(tokens).logits.detach()
-    torch.testing.assert_close(logits["two"], logits["local"], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(logits["two"], logits["local"], rtol=1e-3, atol=1e-4)
     assert_converts(tmp_path / "two", model, 4)
 
 

@@ -13,7 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from tiny_runs import count_rows, grpo, results_of, run, save_data, save_model, start, wait_until, weights_of
+from tiny_runs import (
+    count_rows,
+    grpo,
+    results_of,
+    run,
+    same_up_to_rounding,
+    save_data,
+    save_model,
+    start,
+    wait_until,
+    weights_of,
+)
 
 STEPS = 4
 # Two parts; about half of the groups agree on each of them.
@@ -84,8 +95,7 @@ def assert_same_numbers(folder: Path, expected: Path) -> None:
     for row, other in zip(ours, theirs, strict=True):
         assert row.keys() == other.keys()
         for key, value in row.items():
-            # What is zero up to rounding, such as a sum of whitened advantages, has no relative error.
-            assert value == pytest.approx(other[key], rel=1e-4, abs=1e-6), f"{key} at step {row['step']}"
+            assert value == same_up_to_rounding(other[key]), f"{key} at step {row['step']}"
 
 
 def assert_same_bits(folder: Path, expected: Path) -> None:
