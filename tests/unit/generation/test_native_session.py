@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
 from torch import nn
 
 from posttrain.generation.native import NativeEngine, NativeSettings, SamplingError
@@ -102,7 +102,7 @@ def test_under_load_every_request_gets_what_the_engine_gives_it_alone(model: nn.
     for request in wanted:
         for key, (ids, logprobs, reason) in engine_answers(model, request).items():
             assert [event.token_id for event in answers[key]] == ids
-            assert [event.logprob for event in answers[key]] == pytest.approx(logprobs, abs=2e-5)
+            assert [event.logprob for event in answers[key]] == pytest.approx(logprobs, abs=LOGPROB_ROUNDING)
             assert answers[key][-1].finish_reason == reason
             assert all(event.finish_reason is None for event in answers[key][:-1])
 
