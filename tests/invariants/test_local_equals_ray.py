@@ -103,7 +103,7 @@ def assert_converts(folder: Path, model: Path, step: int) -> None:
     if adapted:
         trained = PeftModel.from_pretrained(trained, str(weights))
     found = AutoModelForCausalLM.from_pretrained(folder / "hf").eval()(prompt).logits
-    torch.testing.assert_close(found, trained.eval()(prompt).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, trained.eval()(prompt).logits, rtol=5e-4, atol=5e-4)
 
 
 def copy_until(step: int, source: Path, target: Path) -> Path:
