@@ -54,7 +54,7 @@ def plain(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
-def test_a_setting_of_speed_or_memory_changes_no_number(
+def test_settings_of_speed_and_memory_do_not_change_results(
     kind: str, settings: list[str], plain: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     assert run([*arguments_of(kind, model, data, tmp_path / "run"), *settings]) == 0

@@ -276,7 +276,7 @@ def test_grpo_on_policy_under_a_temperature(tmp_path: Path, family: str, kind: s
 
 
 @pytest.mark.parametrize(("kind", "token_level"), [("dapo", True), ("grpo", False)])
-def test_one_batch_here_equals_accumulated_micro_batches_there(tmp_path: Path, kind: str, token_level: bool) -> None:
+def test_one_batch_equals_gradient_accumulation_of_trl(tmp_path: Path, kind: str, token_level: bool) -> None:
     batch = grpo_batch()
     loss, expected = trl_grpo(grpo_trainer(tmp_path, accumulate=2, loss_type=kind, beta=0.0), batch)
     actual_loss, actual, _ = ours(ClippedPolicyGradient(token_level_loss=token_level), batch)

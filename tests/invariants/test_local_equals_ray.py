@@ -116,7 +116,7 @@ def copy_until(step: int, source: Path, target: Path) -> Path:
     return target
 
 
-def test_grpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Path, tmp_path: Path) -> None:
+def test_grpo_is_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
     def arguments(name: str) -> list[str]:
         return [*grpo(model, data, tmp_path / name, steps=STEPS), *GRPO_SETTINGS]
 
@@ -144,14 +144,14 @@ def test_grpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Pa
     assert_converts(tmp_path / "two", model, STEPS)
 
 
-def test_recorded_and_fresh_answers_are_the_same_on_two_actors(model: Path, data: Path, tmp_path: Path) -> None:
+def test_recorded_groups_are_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
     mixed = ["grpo.num_recorded_per_prompt=2", "policy.train_global_batch_size=10"]
     assert run([*recorded(model, data, tmp_path / "local", *mixed, steps=3), *LOCAL]) == 0
     assert run([*recorded(model, data, tmp_path / "two", *mixed, steps=3), *ON_TWO]) == 0
     assert_same_curves(tmp_path / "two", tmp_path / "local")
 
 
-def test_dpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Path, tmp_path: Path) -> None:
+def test_dpo_is_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
     def arguments(name: str) -> list[str]:
         return dpo(model, data, tmp_path / name, steps=STEPS)
 
@@ -166,7 +166,7 @@ def test_dpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Pat
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
-def test_a_reward_model_is_the_same_in_one_process_and_on_two_actors(
+def test_reward_model_is_independent_of_the_number_of_actors(
     adapted: bool, model: Path, data: Path, tmp_path: Path
 ) -> None:
     def arguments(name: str) -> list[str]:
@@ -181,7 +181,7 @@ def test_a_reward_model_is_the_same_in_one_process_and_on_two_actors(
     assert run([*rm(model, data, tmp_path / "local", steps=5), *(LORA if adapted else []), *LOCAL]) == 0
 
 
-def test_adapters_are_the_same_on_one_process_and_on_two_actors(model: Path, data: Path, tmp_path: Path) -> None:
+def test_lora_is_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
     def arguments(name: str) -> list[str]:
@@ -202,7 +202,7 @@ def test_adapters_are_the_same_on_one_process_and_on_two_actors(model: Path, dat
     assert_converts(tmp_path / "two", model, 4)
 
 
-def test_optimizer_state_in_8_bits_is_the_same_however_it_is_spread(model: Path, data: Path, tmp_path: Path) -> None:
+def test_int8_optimizer_state_is_independent_of_sharding(model: Path, data: Path, tmp_path: Path) -> None:
     """Blocks lie within rows and noise is keyed by the number's place, so two ranks round as one process does. Weights in
     fp32: then the only rounding is that of the state, and gradients that differ in the last bit rarely tip it."""
 
@@ -221,7 +221,7 @@ def test_optimizer_state_in_8_bits_is_the_same_however_it_is_spread(model: Path,
     assert losses["two_then_one"] == pytest.approx(losses["local"], rel=1e-3)
 
 
-def test_sigterm_saves_under_ray_too(model: Path, data: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_a_checkpoint_under_ray(model: Path, data: Path, tmp_path: Path) -> None:
     """With a Ray of its own, as a user's run has. It goes on in one process, on the same curve."""
     folder, log = tmp_path / "run", tmp_path / "log"
     arguments = dpo(model, data, folder, steps=200)
@@ -240,7 +240,7 @@ def test_sigterm_saves_under_ray_too(model: Path, data: Path, tmp_path: Path) ->
     assert_same_curves(folder, tmp_path / "whole")
 
 
-def test_what_a_rank_refuses_is_told_like_any_other_bad_input(
+def test_error_of_a_rank_is_reported_as_bad_input(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = ["lora_cfg.match_all_linear=false", "lora_cfg.target_modules=[wq]"]

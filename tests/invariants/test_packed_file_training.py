@@ -64,7 +64,7 @@ def close(rows: list[Row], expected: list[Row]) -> None:
         assert {n: row[n] for n in names} == same_up_to_rounding({n: other[n] for n in names})
 
 
-def test_packs_train_like_the_same_pairs_one_by_one(model: Path, data: Path, packs: Path, tmp_path: Path) -> None:
+def test_packed_file_trains_like_single_pairs(model: Path, data: Path, packs: Path, tmp_path: Path) -> None:
     chat = ChatFormat(load_tokenizer(str(model)))
     packed_entry = {"dataset_name": "PackedPairs", "data_path": str(packs)}
     order = [
@@ -101,7 +101,7 @@ def test_packing_on_the_fly_trains_like_no_packing(model: Path, data: Path, tmp_
     assert all(row["train/packing_efficiency"] > 50 for row in rows_of(packed) if "train/loss" in row)
 
 
-def test_training_from_packs_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(
+def test_resumed_run_from_a_packed_file_equals_uninterrupted_run(
     model: Path, data: Path, packs: Path, tmp_path: Path
 ) -> None:
     def arguments(folder: Path) -> list[str]:
@@ -125,7 +125,7 @@ def test_packs_of_another_template_are_refused(
     assert "its tokens were made with another chat template" in capsys.readouterr().err
 
 
-def test_traces_train_like_the_pairs_that_they_make(model: Path, data: Path, tmp_path: Path) -> None:
+def test_traces_train_like_their_pairs(model: Path, data: Path, tmp_path: Path) -> None:
     rows = preferences(22)
     traces: list[dict[str, Any]] = []
     for row in rows:

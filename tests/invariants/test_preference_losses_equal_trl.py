@@ -215,7 +215,7 @@ def test_losses_with_a_reference(kind: Kind, tmp_path: Path, theirs: dict[str, A
         assert beta * metrics["rewards_margin_mean"] == approx(shown["rewards/margins"])
 
 
-def test_our_default_ipo_is_not_that_of_trl(kind: Kind, tmp_path: Path) -> None:
+def test_default_ipo_differs_from_trl(kind: Kind, tmp_path: Path) -> None:
     """Guards the table in the docs: summed, as in NeMo-Aligner and OpenRLHF, it is another loss."""
     loss, _, _ = trl_dpo(kind, tmp_path, PAIRS, beta=0.3, loss_type="ipo")
     objective = PreferenceLoss(preference_loss="ipo", reference_policy_kl_penalty=0.3)
@@ -381,7 +381,7 @@ def test_kto(kind: Kind, tmp_path: Path, seed: int, good: float, bad: float) -> 
         assert 0.2 * actual[2][f"rewards_{name}_mean"] == approx(shown)
 
 
-def test_the_baseline_of_kto_matters_in_some_of_these_batches(kind: Kind) -> None:
+def test_kto_baseline_is_positive_in_some_batch(kind: Kind) -> None:
     """Guards the test above: a baseline that is always cut off at 0 would leave half of the definition untested."""
     baselines = [prepared(kind, random_answers(seed), seed)[1]["kl"] for seed in (1, 2, 3)]
     assert max(baselines) > 0.1

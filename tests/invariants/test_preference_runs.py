@@ -101,7 +101,7 @@ def test_all_losses_are_here() -> None:
 
 
 @every_loss
-def test_a_resumed_run_is_the_run_that_was_never_interrupted(
+def test_resumed_run_equals_uninterrupted_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     whole = finished[name]
@@ -113,7 +113,7 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES])
-def test_a_packed_run_is_the_unpacked_run(
+def test_packing_does_not_change_a_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "packed"
@@ -130,7 +130,7 @@ def cached(folder: Path, prefix: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_the_cache_saves_the_second_look_and_changes_no_number(
+def test_reference_cache_does_not_change_results(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     whole, without = finished[name], tmp_path / "without"
@@ -145,7 +145,7 @@ def test_the_cache_saves_the_second_look_and_changes_no_number(
     assert_close(without, whole, but=("reference_cached",))
 
 
-def test_adapters_are_off_while_the_reference_is_scored_and_it_is_kept(model: Path, data: Path, tmp_path: Path) -> None:
+def test_adapters_are_disabled_for_reference_logprobs(model: Path, data: Path, tmp_path: Path) -> None:
     whole, without = tmp_path / "whole", tmp_path / "without"
     assert run([*arguments("dpo", model, data, whole), *LORA]) == 0
     assert run([*arguments("dpo", model, data, without, "dpo.reference_cache_gib=0"), *LORA]) == 0
@@ -156,7 +156,7 @@ def test_adapters_are_off_while_the_reference_is_scored_and_it_is_kept(model: Pa
     assert results_of(resumed) == results_of(whole)
 
 
-def test_a_lost_cache_costs_time_and_nothing_else(
+def test_missing_reference_cache_is_recomputed(
     finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     folder = copy_until(4, finished["dpo"], tmp_path / "lost")
@@ -166,7 +166,7 @@ def test_a_lost_cache_costs_time_and_nothing_else(
 
 
 @pytest.mark.parametrize("name", ["simpo", "orpo"])
-def test_no_reference_is_made_for_losses_without_one(
+def test_losses_without_reference_load_no_reference(
     name: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -226,7 +226,7 @@ def one_ray() -> Any:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_two_ranks_make_the_run_of_one_process(
+def test_two_ranks_equal_one_process_in_a_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     """From step 2 on: what one process has written, the reference's log-probabilities too, two ranks go on with."""
@@ -238,7 +238,7 @@ def test_two_ranks_make_the_run_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
-def test_two_ranks_make_the_updates_of_one_process_with_every_loss(model: Path) -> None:
+def test_updates_on_two_ranks_equal_one_process_for_every_loss(model: Path) -> None:
     """One optimizer step after another, each with another loss, on the same weights here and there."""
     from posttrain.orchestration.ray_workers import RayWorkers
 

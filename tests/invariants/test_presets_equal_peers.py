@@ -370,7 +370,7 @@ def test_every_preset_has_its_formula() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", PEERS)
-def test_advantages_loss_and_gradient_are_the_peers(name: str, seed: int) -> None:
+def test_advantages_loss_and_gradient_equal_the_peers_formula(name: str, seed: int) -> None:
     step = random_step(seed=seed)
     advantages, loss, gradient = posttrain(step, name)
     expected_advantages, expected_loss, expected_gradient = by_formula(step, PEERS[name])
@@ -381,7 +381,7 @@ def test_advantages_loss_and_gradient_are_the_peers(name: str, seed: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["verl-grpo", "verl-dapo"])
-def test_verl_lets_the_reward_of_an_answer_through_that_is_alone_in_its_group(name: str) -> None:
+def test_verl_advantage_of_a_group_of_one_is_its_reward(name: str) -> None:
     step = random_step(rewards=[[1.0, 0.0], [0.7]], lengths=[[2, 3], [2]])
     advantages, _, _ = posttrain(step, name)
     assert advantages[-2:] == approx([0.7 / (1 + 1e-6)] * 2)
@@ -396,7 +396,7 @@ def test_the_formulas_differ_from_each_other() -> None:
     assert len({round(loss, 7) for loss in results.values()}) == len(results)
 
 
-def test_what_the_user_sets_wins_over_the_preset() -> None:
+def test_user_settings_override_the_preset() -> None:
     step = random_step()
     wide = posttrain(step, "trl-dapo", "loss_fn.ratio_clip_max=5", "loss_fn.ratio_clip_min=1")
     peer = Peer(group_normalised(1e-4), over_tokens(clipped(1.0, 5.0), per_token))

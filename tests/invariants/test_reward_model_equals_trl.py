@@ -69,7 +69,7 @@ def trl(folder: Path, family: str, margins: bool, **options: Any) -> tuple[float
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize(("coefficient", "margins"), [(None, False), (0.05, False), (0.05, True)])
-def test_loss_and_gradients_are_those_of_trl(
+def test_reward_model_loss_and_gradients_equal_trl(
     tmp_path: Path, family: str, coefficient: float | None, margins: bool
 ) -> None:
     loss, expected, theirs = trl(tmp_path, family, margins, center_rewards_coefficient=coefficient)

@@ -311,7 +311,7 @@ def test_a_pause_beyond_the_time_limit_is_not_waited_for(endpoint: Endpoint, fol
     assert time.monotonic() - started_at < 30
 
 
-def test_an_endpoint_that_keeps_silent_is_given_up(endpoint: Endpoint, folder: Path) -> None:
+def test_silent_endpoint_times_out(endpoint: Endpoint, folder: Path) -> None:
     endpoint.replies = [endpoint.keeps_silent()]
     assert "no reply within" in unscored(endpoint, folder, request_timeout_s=0.3, max_retries=1)
     wait_until(lambda: len(endpoint.requests) >= 2)  # the endpoint reads them in threads of its own

@@ -175,7 +175,7 @@ def test_a_forked_child_that_comes_back_gives_no_second_verdict(patient: Scoring
     assert [one.reward for one in score(patient, ["fork", "fork", "good", "fork"])] == [0.75, 0.75, 0.25, 0.75]
 
 
-def test_hanging_rewards_are_killed_in_time_however_they_hang(hasty: ScoringRouter) -> None:
+def test_hanging_rewards_are_killed_after_the_timeout(hasty: ScoringRouter) -> None:
     scores = score(hasty, ["hang", "good", "hang in c", "hang deaf", "print and hang", "good"])
     assert [one.reward for one in scores] == [None, 0.25, None, None, None, 0.25]
     assert {one.error for one in scores if not one.scored} == {"timeout after 3 s"}

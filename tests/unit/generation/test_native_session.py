@@ -95,7 +95,7 @@ def engine_answers(
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_under_load_every_request_gets_what_the_engine_gives_it_alone(model: nn.Module, every: int) -> None:
+def test_session_under_load_equals_the_engine_on_single_requests(model: nn.Module, every: int) -> None:
     wanted = requests(24)
     answers = run(session_of(model), wanted, every)
     assert len(answers) == sum(request.num_samples for request in wanted)

@@ -79,7 +79,7 @@ def values(net: Net) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["torch.optim.AdamW", "torch.optim.Adam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp32_state_in_host_memory_takes_the_steps_of_torch(kind: str, dtype: torch.dtype) -> None:
+def test_offloaded_fp32_state_equals_torch_adam(kind: str, dtype: torch.dtype) -> None:
     ours, our_optimizer = compact(dtype, StateFormat(offload=True), name=kind, weight_decay=0.1)
     theirs, their_optimizer = ordinary(dtype, kind, weight_decay=0.1)
     for net, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
