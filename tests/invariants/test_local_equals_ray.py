@@ -77,7 +77,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ray_workers_use_the_cpu_kernels_of_the_driver() -> None:
     """ATEN_CPU_CAPABILITY reaches them, so that `make invariants` compares like with like."""
-    capability = ray.remote(lambda: torch.backends.cpu.get_cpu_capability())
+
+    @ray.remote
+    def capability() -> str:
+        import torch  # in the worker: the module cannot be sent there
+
+        return torch.backends.cpu.get_cpu_capability()
+
     assert ray.get(capability.remote()) == torch.backends.cpu.get_cpu_capability()
 
 
