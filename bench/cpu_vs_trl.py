@@ -41,7 +41,7 @@ from side_by_side.job import (
 from side_by_side.models import SMOLLM2, SMOLLM2_SHAPE, TINY_SHAPE, fetched_model, random_model
 
 from posttrain.errors import InputError
-from posttrain.export.model_catalogue import DownloadError
+from posttrain.models.catalogue import DownloadError
 
 # How much faster posttrain's step is to be, and how much of TRL's memory it may take. Nothing is asked of a tiny job.
 GOALS = {GRPO: (1.6, 0.5), DPO: (1.3, 0.5)}

@@ -74,9 +74,9 @@ def posttrain_side(job: DpoJob) -> dict[str, Any]:
     from policy_around import common_settings, policy_around, run_config, tokenizer_folder
 
     from posttrain.algorithms.dpo import Dpo
-    from posttrain.build.datasets import options
     from posttrain.policy.objectives import PreferenceLoss
     from posttrain.policy.reference_cache import CachedReference
+    from posttrain.recipes.recipe import options
 
     model, tokenizer = open_model(job.model, job.device, job.torch_dtype, job.seed)
     with tokenizer_folder(tokenizer) as folder:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.policy.attention import ATTENTION
+from posttrain.models.attention_interface import ATTENTION
 
 VOCAB_SIZE = 96
 SLIDING_WINDOW = 5  # shorter than the sequences of the tests

@@ -10,7 +10,7 @@ from tiny_models import VOCAB_SIZE, randomise, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from posttrain.policy.attention import ATTENTION, attention_context
+from posttrain.models.attention_interface import ATTENTION, attention_context
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.reward_head import SequenceScores
 from posttrain.types import TokenBatch

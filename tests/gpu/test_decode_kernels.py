@@ -7,8 +7,8 @@ import torch
 from kernel_references import assert_steps_like_torch, chi_square_excess, torch_norm, torch_rotation
 from torch import Tensor
 
-from posttrain.generation.native.noise import sequence_key
-from posttrain.generation.native.sampler import TokenSampler
+from posttrain.engines.native.noise import sequence_key
+from posttrain.engines.native.sampler import TokenSampler
 from posttrain.types import Sampling
 
 pytest.importorskip("triton")
@@ -44,7 +44,7 @@ def projections(rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dty
 def test_rotation_has_the_bits_of_torch(
     heads: int, kv_heads: int, dim: int, rotated: int, dtype: torch.dtype, angles_in_fp32: bool, in_place: bool
 ) -> None:
-    from posttrain.generation.native import kernels
+    from posttrain.engines.native import kernels
 
     given = projections(65, heads, kv_heads, dim, dtype, rotated)
     if angles_in_fp32:
@@ -67,7 +67,7 @@ def test_rotation_has_the_bits_of_torch(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [False, True], ids=["weight", "1 + weight"])
 def test_heads_are_normed_before_the_rotation(dtype: torch.dtype, offset: bool) -> None:
-    from posttrain.generation.native import kernels
+    from posttrain.engines.native import kernels
 
     given = projections(40, 16, 8, 128, dtype, 128)
     weights = torch.randn(2, 128, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
@@ -94,10 +94,8 @@ def keys(rows: int) -> tuple[Tensor, Tensor]:
     ("width", "vocab_size", "temperature"),
     [(49_152, 49_152, 1.0), (128_256, 128_256, 0.7), (151_936, 151_669, 1.0), (50_257, 50_257, 1.2), (33, 30, 1.0)],
 )
-def test_draws_are_those_of_the_torch_sampler(
-    width: int, vocab_size: int, temperature: float, dtype: torch.dtype
-) -> None:
-    from posttrain.generation.native import kernels
+def test_draws_equal_the_torch_sampler(width: int, vocab_size: int, temperature: float, dtype: torch.dtype) -> None:
+    from posttrain.engines.native import kernels
 
     rows = 300
     generator = torch.Generator(device="cuda").manual_seed(width)
@@ -113,7 +111,7 @@ def test_draws_are_those_of_the_torch_sampler(
 
 
 def test_greedy_is_the_argmax_of_the_vocabulary() -> None:
-    from posttrain.generation.native import kernels
+    from posttrain.engines.native import kernels
 
     logits = torch.randn(200, 128_256, device="cuda", generator=torch.Generator(device="cuda").manual_seed(1))
     tokens, logprobs = kernels.sample_rows(logits, *keys(200), temperature=0.0, vocab_size=128_000)
@@ -125,7 +123,7 @@ def test_greedy_is_the_argmax_of_the_vocabulary() -> None:
 @pytest.mark.parametrize("vocab_size", [64, 1000, 5_000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_draws_follow_the_softmax(vocab_size: int, temperature: float) -> None:
-    from posttrain.generation.native import kernels
+    from posttrain.engines.native import kernels
 
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)).mul(2).cuda()
     rows = 60_000
@@ -138,8 +136,8 @@ def test_draws_follow_the_softmax(vocab_size: int, temperature: float) -> None:
     assert chi_square_excess(tokens, (logits / (temperature * 1.1)).softmax(0)) > 20
 
 
-def test_logits_that_are_not_numbers_show_in_the_logprob() -> None:
-    from posttrain.generation.native import kernels
+def test_nan_logits_give_nan_logprobs() -> None:
+    from posttrain.engines.native import kernels
 
     logits = torch.zeros(4, 128_256, device="cuda", dtype=torch.bfloat16)
     logits[0, 77_777], logits[1], logits[2, 5] = NAN, NAN, float("inf")
@@ -150,7 +148,7 @@ def test_logits_that_are_not_numbers_show_in_the_logprob() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 128, 300])
-def test_places_and_what_a_step_leaves_for_the_next(rows: int) -> None:
-    from posttrain.generation.native import kernels
+def test_stepping_kernels_equal_torch(rows: int) -> None:
+    from posttrain.engines.native import kernels
 
     assert_steps_like_torch(kernels, rows, "cuda")

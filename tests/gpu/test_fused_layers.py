@@ -30,7 +30,8 @@ from fused_references import (
 from tiny_models import byte_tokenizer
 from torch import Tensor
 
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.fused.joining import joined
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Product
@@ -329,7 +330,7 @@ def test_a_recorded_pass_follows_adapters_and_weights_that_change_in_place(dtype
 
 
 def test_engine_samples_with_adapters_from_recorded_steps() -> None:
-    from posttrain.generation.native import NativeEngine, NativeSettings
+    from posttrain.engines.native import NativeEngine, NativeSettings
     from posttrain.types import NoiseKey, Sampling, Task
 
     model = adapted("llama", torch.float32)

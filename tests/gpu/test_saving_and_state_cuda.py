@@ -11,12 +11,13 @@ import torch
 from tiny_models import byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
-from posttrain.policy import host_memory, storage
-from posttrain.policy.adam import StateFormat, new_state, update_slice
-from posttrain.policy.compact import CompactOptimizer
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
-from posttrain.policy.peak_memory import let_memory_change_hands
-from posttrain.policy.saving import CheckpointWriter
+from posttrain.policy import host_memory
+from posttrain.policy.checkpoint import files
+from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.optimizer.compact import CompactOptimizer
+from posttrain.policy.optimizer.compact_adam import StateFormat, new_state, update_slice
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
+from posttrain.policy.runtime import enable_expandable_segments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +61,7 @@ def assert_nearly_all_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) 
 
 
 def test_memory_is_taken_in_segments_that_can_change_hands() -> None:
-    let_memory_change_hands()
+    enable_expandable_segments()
     torch.cuda.empty_cache()  # an ordinary block that is free would be taken again
     # More than tests before this one may have left between tensors of theirs that live on.
     held = torch.empty(8 * 2**30, dtype=torch.uint8, device=CUDA)
@@ -88,7 +89,7 @@ def test_the_files_hold_what_was_there_when_the_save_began(form: StateFormat | N
         update(model, optimizer, step + 1)
         thread.join()
         again_model, again_optimizer, _ = build(form, hidden_size=512, intermediate_size=1024, head_dim=128)
-        storage.load(folder, again_model, byte_tokenizer(), again_optimizer)
+        files.load(folder, again_model, byte_tokenizer(), again_optimizer)
         found = everything(again_model, again_optimizer)
         assert found.keys() == then.keys()
         for key, tensor in found.items():
@@ -119,7 +120,7 @@ def test_a_graph_can_be_recorded_while_a_checkpoint_is_written(tmp_path: Path) -
 def test_state_in_host_memory_gives_the_numbers_of_state_on_the_device(
     moments: Any, masters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.policy.adam._SLICE", 20_000)  # many slices under way at a time
+    monkeypatch.setattr("posttrain.policy.optimizer.compact_adam._SLICE", 20_000)  # many slices under way at a time
     results = []
     for offload in (False, True):
         model, optimizer, _ = (

@@ -167,4 +167,4 @@ def test_bad_checkpoints_are_named_and_nothing_is_written(
     assert "hidden_size is 32 by" in bad(full / "step_2", target, capsys, "--base", str(wide))
     assert "no folder" in bad(tmp_path / "nowhere", target, capsys)
     assert main(["convert", str(full)]) == 64
-    assert "say where to" in capsys.readouterr().err
+    assert "give a target" in capsys.readouterr().err

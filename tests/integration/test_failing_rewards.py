@@ -14,7 +14,7 @@ import torch
 from tiny_runs import grpo, results_of, run, save_data, save_model
 from transformers import AutoModelForCausalLM
 
-from posttrain.reporting.rollout_rows import read_rollouts
+from posttrain.reporting.rows import read_rollouts
 
 # What happens to an answer depends on its text only, so that the test can tell it beforehand.
 TREACHEROUS = """

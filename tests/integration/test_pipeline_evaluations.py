@@ -11,8 +11,8 @@ import tiny_pipelines
 import tiny_runs
 import yaml
 
-from posttrain.build.evaluation import EvaluationBuild
 from posttrain.cli.main import main
+from posttrain.evaluation.build import EvaluationBuild
 from posttrain.pipeline.records import read_iterations
 
 PRICE, HUGE_PRICE = "eval.gpu_hour_price=1", "eval.gpu_hour_price=1e18"

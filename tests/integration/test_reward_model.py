@@ -14,7 +14,7 @@ from tiny_runs import LORA, grpo, questions, results_of, rm, rows_of, run, save_
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.environments import RewardConfigError, build_environments
-from posttrain.types import Completion, Conversation, Score, Task, Utterance
+from posttrain.types import Completion, Conversation, Task, Utterance
 
 WEIGHTS = Path("policy", "weights", "model")
 FLOAT32 = {"type": "reward_model", "device": "cpu", "precision": "float32"}
@@ -183,7 +183,7 @@ def test_without_a_precision_it_is_the_one_that_the_weights_are_saved_in(home: P
 
 def test_the_turns_of_a_conversation_are_read_in_order(home: Path) -> None:
     turns = (Utterance("assistant", "nop", 3), Utterance("user", "again", 5), Utterance("assistant", "abc", 3))
-    said = Completion((1,), (0.0,), "nopagainabc", "stop", conversation=Conversation(turns, Score(0.0)))
+    said = Completion((1,), (0.0,), "nopagainabc", "stop", conversation=Conversation(turns))
     messages = [{"role": "user", "content": "?"}, *({"role": t.role, "content": t.text} for t in turns)]
     [expected] = transformers_scores(home, [messages])
     with build_environments({"rm": {**FLOAT32, "model_name": str(home / "full" / "step_60")}}) as environment:

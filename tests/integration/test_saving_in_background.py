@@ -49,16 +49,16 @@ def test_the_setting_decides_where_checkpoints_are_written_and_not_what_is_in_th
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     """Checkpoints of these steps cannot be written."""
-    from posttrain.policy import storage
+    from posttrain.policy.checkpoint import files
 
-    write = storage.write
+    write = files.write
 
     def fail(folder: Path, *arguments: object) -> None:
         if int(folder.name.rpartition("_")[2]) in steps:
             raise OSError(28, "No space left on device")
         write(folder, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(storage, "write", fail)
+    monkeypatch.setattr(files, "write", fail)
 
 
 def test_a_disk_that_is_full_ends_the_run_with_its_error(

@@ -23,11 +23,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny_server import ENGINE, RunningServer, options_for, running, save_adapter, save_model
 
-from posttrain.export.model_reference import load_for_sampling
+from posttrain.engines.loading import load_for_sampling
 from posttrain.serve import server as serve_server
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.loading import build_service
-from posttrain.serve.options import Limits
+from posttrain.serve.options import ServerLimits
 from posttrain.serve.server import DrainingServer, listen
 from posttrain.types import NoiseKey, Sampling, Task
 
@@ -210,7 +210,7 @@ def test_under_load_nobody_gets_the_answer_of_another(server: RunningServer, mod
 
 def test_full_queue_answers_429_until_there_is_room(model: Path) -> None:
     engine = replace(ENGINE, max_batch_size=2)
-    with running(options_for(model, engine=engine, limits=Limits(max_queue=1))) as server:
+    with running(options_for(model, engine=engine, limits=ServerLimits(max_queue=1))) as server:
         url = f"{server.url}/v1/chat/completions"
         with httpx.Client(timeout=30) as client:
             streams = [client.stream("POST", url, json={**LONG, "max_tokens": 80, "stream": True}) for _ in range(3)]
@@ -261,7 +261,7 @@ def test_closed_connection_frees_the_slots_of_a_request_that_does_not_stream(slo
 
 
 def test_a_request_that_takes_too_long_is_told_so(model: Path) -> None:
-    limits = Limits(request_timeout_s=0.15, body_timeout_s=1.0)
+    limits = ServerLimits(request_timeout_s=0.15, body_timeout_s=1.0)
     with running(options_for(model, limits=limits)) as server, httpx.Client(timeout=30) as client:
         server.slow_down(0.005)
         url = f"{server.url}/v1/chat/completions"
@@ -320,7 +320,7 @@ def test_a_key_is_needed_where_one_is_set(model: Path) -> None:
 
 
 def test_bodies_and_prompts_over_the_limits(model: Path) -> None:
-    limits = Limits(max_body_bytes=2000, max_completion_tokens=30)
+    limits = ServerLimits(max_body_bytes=2000, max_completion_tokens=30)
     with running(options_for(model, limits=limits)) as server, httpx.Client(base_url=server.url) as client:
         large = json.dumps({"model": "tiny", "prompt": "x" * 3000}).encode()
         for content in (large, iter([large[:1500], large[1500:]])):  # announced, and in chunks of unknown number
@@ -566,7 +566,7 @@ def test_the_server_hears_signals_when_it_says_that_it_is_ready(model: Path, mon
 
 
 def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: Path) -> None:
-    with running(options_for(model, limits=Limits(body_timeout_s=1.0))) as server:
+    with running(options_for(model, limits=ServerLimits(body_timeout_s=1.0))) as server:
         server.slow_down(0.05)
         address = httpx.URL(server.url)
         door = (address.host, address.port)
@@ -660,7 +660,7 @@ def assert_drains(url: str) -> None:
         (["--backend", "vllm", "--max-prefill-tokens", "64"], "no counterpart for --max-prefill-tokens"),
         (["--drain-timeout-s", "-1"], "--drain-timeout-s is -1.0: at least 0"),
         (["--body-timeout-s", "0"], "--body-timeout-s is 0.0: more than 0"),
-        (["another"], "what is 'another'"),
+        (["another"], "unexpected: 'another'"),
         (["--api-key-file", "/does/not/exist"], "cannot be read"),
         (["--api-key-file", "{model}/model.safetensors"], "cannot be read: it is no UTF-8 text"),
         (["--kv-cache-gib", "nan"], "--kv-cache-gib is nan: more than 0 is accepted"),
@@ -692,7 +692,7 @@ def test_keys_that_turn_out_to_be_none_do_not_open_the_server(
         monkeypatch.setenv("POSTTRAIN_API_KEY", keys)
     given = {"variable": [], "file": ["--api-key-file", str(file)], "argument": ["--api-key", keys]}[source]
     assert main(["serve", "never-looked-at", *given]) == 64
-    assert "holds no key: anybody could use the server" in capsys.readouterr().err
+    assert "holds no key: everyone could use the server" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(

@@ -26,6 +26,8 @@ from tiny_runs import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain.config import load_config
+
 STEPS = 8
 SLOW_REWARD = """
 import time
@@ -178,7 +180,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_difference(
 ) -> None:
     other = save_model(tmp_path / "other", hidden_size=48) if change == "size" else model
     before = (whole / "metrics.jsonl").read_bytes()
-    assert run([*grpo(other, data, whole), *(LORA if change == "lora" else [])]) == 64
+    assert run([*grpo(other, data, whole), *(LORA if change == "lora" else []), "--resume-with-changes"]) == 64
     message = capsys.readouterr().err
     assert "the checkpoint is of another model than this run's" in message
     assert difference in message
@@ -203,10 +205,12 @@ def test_a_changed_learning_rate_holds_from_the_resumed_step_on(model: Path, dat
     folder = tmp_path / "run"
     constant = "policy.scheduler=null"
     assert run([*dpo(model, data, folder, steps=2), constant, "policy.optimizer.kwargs.lr=1e-2"]) == 0
-    assert run([*dpo(model, data, folder, steps=4), constant, "policy.optimizer.kwargs.lr=1e-3"]) == 0
+    changed = [*dpo(model, data, folder, steps=4), constant, "policy.optimizer.kwargs.lr=1e-3"]
+    assert run([*changed, "--resume-with-changes"]) == 0
     rates = [row["train/lr"] for row in results_of(folder) if "train/lr" in row]
     assert rates == [1e-2, 1e-2, 1e-3, 1e-3]
-    assert (folder / "config_until_step_2.yaml").is_file(), "the earlier config is kept"
+    assert load_config("dpo", folder / "config.yaml").config.policy.optimizer.kwargs["lr"] == 1e-2
+    assert load_config("dpo", folder / "config_from_step_3.yaml").config.policy.optimizer.kwargs["lr"] == 1e-3
 
 
 def test_a_checkpoint_without_optimizer_is_no_place_to_go_on_from(

@@ -15,7 +15,7 @@ from tiny_models import byte_tokenizer, gradients, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.objectives import ClippedPolicyGradient, PreferenceLoss, clipped
 from posttrain.policy.packed import PackedRow

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posttrain.config.preference_losses import LOSSES
 from posttrain.data.packing import MicroBatching, plan_micro_batches
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.objectives import ClippedPolicyGradient, KtoLoss, NegativeLogLikelihood, PreferenceLoss
 from posttrain.policy.objectives.reduce import combine_metrics

@@ -27,7 +27,7 @@ from tiny_runs import (
 from posttrain.cli.main import main
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_pair_dataset
-from posttrain.policy.model import load_tokenizer
+from posttrain.models.loading import load_tokenizer
 
 STEPS = 4
 PACK_SIZE = 120

@@ -18,11 +18,12 @@ from posttrain.algorithms.supervised_batches import judged_batch, pair_batch
 from posttrain.config import load_config
 from posttrain.config.preference_losses import LOSSES
 from posttrain.data.packing import MicroBatching
-from posttrain.orchestration.local import LocalWorker
-from posttrain.orchestration.sharded import ShardedPolicy
+from posttrain.orchestration.rank import build_rank
+from posttrain.orchestration.sharded import ShardedTrainer
+from posttrain.orchestration.workers import LocalWorker
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
 from posttrain.policy.reference_cache import FILE_NAME
-from posttrain.policy.worker import PolicyWorker, WorkerSetup
+from posttrain.policy.trainer import PolicyTrainer, RankSetup
 from posttrain.types import Judged, Pair
 
 STEPS = 6  # of 6 pairs each, from 22: the second pass begins in step 4
@@ -172,7 +173,7 @@ def test_losses_without_reference_load_no_reference(
     def refuse(*_: Any) -> None:
         raise AssertionError("a frozen copy of the model was made")
 
-    monkeypatch.setattr(PolicyWorker, "_freeze_reference", refuse)
+    monkeypatch.setattr(PolicyTrainer, "_freeze_reference", refuse)
     folder = tmp_path / "run"
     assert run([*arguments(name, model, data, folder), "dpo.max_num_steps=1", "dpo.val_at_start=false"]) == 0
     assert not cached(folder, "train")
@@ -243,11 +244,11 @@ def test_updates_on_two_ranks_equal_one_process_for_every_loss(model: Path) -> N
     from posttrain.orchestration.ray_workers import RayWorkers
 
     loaded = load_config("dpo", None, dpo(model, model, model)[1:])
-    setup = WorkerSetup(loaded.config.policy, seed=0, needs_reference=True)
+    setup = RankSetup(loaded.config.policy, seed=0, needs_reference=True)
     workers = RayWorkers(setup, 1, 2)
     batching = MicroBatching(max_tokens=60)
     here, there = (
-        ShardedPolicy(group, batching, batching, seed=0) for group in (LocalWorker(PolicyWorker(setup)), workers)
+        ShardedTrainer(group, batching, batching, seed=0) for group in (LocalWorker(build_rank(setup)), workers)
     )
     assert here.reference_fingerprint() == there.reference_fingerprint()
     for objective in [*OBJECTIVES, KtoLoss(sft_loss_weight=0.1)]:

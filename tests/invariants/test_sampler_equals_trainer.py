@@ -14,8 +14,9 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
-from posttrain.generation.native import NativeEngine, NativeSettings
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.head import OutputHead
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow

@@ -18,12 +18,12 @@ from tiny_models import byte_tokenizer, gradients, tiny_model
 from torch import Tensor, nn
 
 from posttrain.algorithms.rollout_batches import rollout_batch, scored_places
-from posttrain.build.credit import build_credit, build_objective
 from posttrain.config import load_config
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.objectives import clipped
 from posttrain.policy.packed import PackedRow
+from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.types import Completion, Group, Rollout, Score, Task, TokenBatch
 
 pytest.importorskip("trl", reason="the bench extra is not installed")

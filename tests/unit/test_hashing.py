@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.evaluation.identity import folder_fingerprint
 from posttrain.hashing import FileHashes, digest, hash_files
+from posttrain.models.fingerprint import folder_fingerprint
 
 
 def age(file: Path, seconds: float = 10.0) -> os.stat_result:

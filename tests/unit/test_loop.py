@@ -12,7 +12,6 @@ import pytest
 from loop_scene import scene
 
 from posttrain.checkpointing import SaveDeadline
-from posttrain.loop import run_folder
 from posttrain.types import StepReport
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -259,8 +258,3 @@ def test_a_metric_that_is_measured_is_not_mentioned(tmp_path: Path, settings: di
     run = scene(tmp_path, save_period=2, **settings)
     run.loop.run()
     assert run.recorder.warned == []
-
-
-def test_the_run_folder_is_that_of_the_checkpoints_unless_another_is_given() -> None:
-    assert run_folder(None, "results/a") == Path("results/a")
-    assert run_folder("logs/a", "results/a") == Path("logs/a")

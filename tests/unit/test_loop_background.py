@@ -84,7 +84,7 @@ def fail_during_step(run: Scene, failing: str, step: int) -> None:
     def let_it_fail(current: int) -> None:
         if current == step:
             is_in_step.set()
-            while not run.loop._background.is_over:
+            while not run.saver._background.is_over:
                 time.sleep(0.001)
 
     run.policy.writing, run.algorithm.during_step = fail, let_it_fail
@@ -188,7 +188,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_write(tmp_path: Path) -> None:
         run.loop.run()
     assert run.checkpoints() == ["tmp_step_2"]
     may_write.set()
-    run.loop._background.wait()
+    run.saver._background.wait()
 
 
 @pytest.mark.parametrize("obstacle", ["a copy needs 112 GiB", ""])
@@ -196,7 +196,7 @@ def test_what_stands_in_the_way_is_told_once_and_saves_are_made_at_once(obstacle
     run = scene(tmp_path, save_period=1, max_steps=3, async_save=True)
     run.policy.obstacle = obstacle
     if not obstacle:
-        run.loop.export = lambda folder: None
+        run.saver.export = lambda folder: None
     assert run.loop.run() == 0
     assert [event[:2] for event in run.events if event[0] in ("begin", "save")] == [
         ("save", f"step_{step}") for step in (1, 2, 3)
@@ -210,7 +210,7 @@ def test_both_times_of_a_background_save_are_reported(tmp_path: Path) -> None:
     run = scene(tmp_path, save_period=2, max_steps=6, async_save=True)
 
     def wait_for_the_write(step: int) -> None:
-        while not run.loop._background.is_over:
+        while not run.saver._background.is_over:
             time.sleep(0.001)
 
     run.algorithm.during_step = wait_for_the_write

@@ -1,9 +1,9 @@
 """The batches that GRPO trains on: one row per scored rollout, cut into one batch per optimizer update.
 
-A row has the sampler's log-probabilities, or, for an answer from a record, those of the starting policy in their place.
-`prev_logprobs` is what ratios are taken against: the policy before the first update of the step for what it has just
-sampled, the policy that sampled it for everything else. NaN stands for "the policy as it is in this update", which needs
-no forward pass of its own where there is only one update.
+A row has the log-probabilities of its behaviour policy, the one that sampled it; for a recorded answer, whose behaviour
+policy is unknown, the starting policy takes its place. Ratios are taken against `prev_logprobs`: the policy before the
+first update of the step for what it has just sampled, the behaviour policy for everything else. NaN stands for the policy
+of the update itself, which needs no forward pass of its own where there is only one update.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Place = tuple[int, int]  # (group, rollout)
 
 
 def scored_places(groups: Sequence[Group]) -> list[Place]:
-    """Where the rows of a batch come from: every scored rollout, in order."""
+    """Which rollouts are the rows of a batch: every scored one, in order."""
     return [
         (g, r) for g, group in enumerate(groups) for r, rollout in enumerate(group.rollouts) if rollout.score.scored
     ]
@@ -54,12 +54,13 @@ def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) 
 
 
 def of_tokens(rows: Sequence[bool], batch: TokenBatch) -> Tensor:
-    """What holds for a row, for each of its tokens."""
-    return torch.tensor(rows, dtype=torch.bool).repeat_interleave(torch.tensor(batch.response_lengths))
+    """A flag of each row, repeated for its tokens."""
+    lengths = torch.tensor(batch.response_lengths, dtype=torch.long)
+    return torch.tensor(rows, dtype=torch.bool).repeat_interleave(lengths)
 
 
-def with_sampler_of_records(batch: TokenBatch, is_recorded: Tensor) -> TokenBatch:
-    """Nobody knows what sampled a recorded answer; the policy that training starts from takes its place."""
+def with_reference_as_behavior(batch: TokenBatch, is_recorded: Tensor) -> TokenBatch:
+    """The behaviour policy of a recorded answer is unknown: the policy that training starts from takes its place."""
     columns = batch.columns
     sampler = torch.where(is_recorded, columns["reference_logprobs"], columns["generation_logprobs"])
     return batch.with_columns(generation_logprobs=sampler)
@@ -79,7 +80,7 @@ def with_anchor(batch: TokenBatch, is_off_policy: Tensor, *, several_updates: bo
 def without_logprob_errors(
     batch: TokenBatch, threshold: float, is_fresh: Tensor
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Masks rows whose mean exp(|sampler - trainer|) is above `threshold`: the two do not mean the same answer."""
+    """Masks rows whose mean exp(|sampler - trainer|) is above `threshold`: the two disagree on the answer."""
     gap = (batch.columns["generation_logprobs"] - batch.columns["current_logprobs"]).abs().exp()
     counted = batch.columns["mask"] * is_fresh
     lengths = batch.response_lengths

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from posttrain.checkpointing.errors import CheckpointError
+from posttrain.errors import CheckpointError
 
 # The names that `transformers` configs use, old families' included. A config has those of its own family.
 _ARCHITECTURE = ("model_type", "architectures", "tie_word_embeddings")

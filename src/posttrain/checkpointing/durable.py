@@ -10,6 +10,8 @@ import errno
 import os
 from pathlib import Path
 
+from posttrain.errors import InputError
+
 # What filesystems answer that have no such operation (some network and object-store mounts, for folders mostly). Nothing
 # can be done about those. EIO, ENOSPC and EDQUOT are not among them: they mean that data was lost.
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
@@ -63,3 +65,14 @@ def write_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_for_user(path: Path, text: str) -> None:
+    """A file that the user asked for, whole or not at all; InputError where it cannot be written."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; name a file")
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.checkpointing.errors import CheckpointError
+from posttrain.errors import CheckpointError
 
 TRAINING_STATE = "train_dataloader.pt"
 _FORMAT = 1

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.checkpointing import durable
-from posttrain.checkpointing.errors import CheckpointError
 from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
 from posttrain.checkpointing.retention import surplus_steps
+from posttrain.errors import CheckpointError
 
 INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"

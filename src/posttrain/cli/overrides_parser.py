@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 EXIT_BAD_INPUT = 64
+Subparsers: TypeAlias = "argparse._SubParsersAction[OverridesParser]"
 
 
 class OverridesParser(argparse.ArgumentParser):
     """Takes overrides before, between and after options; argparse alone stops at the first option that follows one.
 
-    `actions`: first words that have a parser of their own, made when it is needed and given its program's name. Beside a
-    command that does something without one, argparse's own subparsers would demand theirs.
+    `actions`: first words with their own parser, created on demand with the program's name. argparse's subparsers cannot be
+    optional next to positional arguments.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -37,7 +38,7 @@ class OverridesParser(argparse.ArgumentParser):
         parsed.words = [*(getattr(parsed, "words", None) or []), *words]
         options = [word for word in rest if word.startswith("-")]
         if options and self._subparsers is None:
-            # argparse would let the whole program refuse it, whose usage names no option.
+            # argparse would report it with the usage of the top-level program, which names no option.
             self._refuse(options)
         return parsed, options
 

@@ -5,11 +5,12 @@
 
 from posttrain.config.algorithms import AdvEstimatorConfig, DpoConfig, GrpoConfig, RmConfig, SftConfig
 from posttrain.config.checkpointing import CheckpointingConfig
-from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig, SftDataConfig
+from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig
 from posttrain.config.errors import ConfigError
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.generation import GenerationConfig, NativeConfig
 from posttrain.config.loader import LoadedConfig, guess_kind, load_config
+from posttrain.config.logger_and_cluster import ClusterConfig, LoggerConfig
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.policy import (
     DtensorConfig,
@@ -30,7 +31,6 @@ from posttrain.config.runs import (
     RunConfig,
     SftRunConfig,
 )
-from posttrain.config.services import ClusterConfig, LoggerConfig
 
 __all__ = [
     "ALL_KINDS",
@@ -63,7 +63,6 @@ __all__ = [
     "RunConfig",
     "SequencePackingConfig",
     "SftConfig",
-    "SftDataConfig",
     "SftRunConfig",
     "TokenizerConfig",
     "guess_kind",

@@ -88,22 +88,6 @@ class AdvEstimatorConfig(Section):
     )
 
 
-class AsyncGrpoConfig(Section):
-    enabled: bool = Field(default=False, description="Samples the next steps while the current one trains.")
-    max_trajectory_age_steps: PositiveInt = Field(
-        default=1, description="Steps by which a sample may be older than the weights it trains."
-    )
-    max_generation_failures: NonNegativeInt = Field(
-        default=0, description="Consecutive sampler failures that are tolerated."
-    )
-    in_flight_weight_updates: bool = Field(
-        default=False, description="Hands out new weights while answers are being sampled."
-    )
-    recompute_kv_cache_after_weight_updates: bool = Field(
-        default=False, description="Recomputes the key-value cache after new weights arrive."
-    )
-
-
 class GrpoConfig(Section):
     num_prompts_per_step: PositiveInt = Field(default=32, description="Prompts sampled and trained in each step.")
     num_generations_per_prompt: PositiveInt = Field(
@@ -149,7 +133,6 @@ class GrpoConfig(Section):
     max_val_samples: PositiveInt | None = Field(
         default=256, description="Prompts used by a validation; null uses all of them."
     )
-    val_batch_size: PositiveInt | None = Field(default=256, description="Prompts sampled at once during validation.")
     val_num_generations_per_prompt: PositiveInt = Field(
         default=1, description="Answers per validation prompt; more than one also reports pass@k."
     )
@@ -177,22 +160,9 @@ class GrpoConfig(Section):
         default=None,
         description="Drops answers whose mean exp(|sampler - trainer logprob|) is above this; null keeps all.",
     )
-    invalid_tool_call_advantage: float | None = Field(
-        default=None, description="Advantage given to messages with an invalid tool call; null leaves it."
-    )
-    malformed_thinking_advantage: float | None = Field(
-        default=None, description="Advantage given to messages with malformed thinking tags; null leaves it."
-    )
     skip_reference_policy_logprobs_calculation: bool = Field(
         default=False,
         description="Does without the reference; needs loss_fn.reference_policy_kl_penalty 0, which implies it.",
-    )
-    calculate_advantages_on_gpu: bool = Field(
-        default=False, description="Where the advantages are computed; no effect here."
-    )
-    deduplicate_multimodal_data: bool = Field(default=False, description="Stores equal images once; no effect on text.")
-    debug_payload_metrics: bool = Field(
-        default=False, description="Logs sizes of messages between workers; no effect here."
     )
     reward_shaping: RewardShapingConfig = Field(
         default_factory=RewardShapingConfig, description="Penalties for long or cut-off answers."
@@ -202,9 +172,6 @@ class GrpoConfig(Section):
     )
     adv_estimator: AdvEstimatorConfig = Field(
         default_factory=AdvEstimatorConfig, description="How rewards become advantages."
-    )
-    async_grpo: AsyncGrpoConfig = Field(
-        default_factory=AsyncGrpoConfig, description="Sampling ahead of training, with bounded staleness."
     )
 
     @property
@@ -230,7 +197,6 @@ class DpoConfig(Section):
     )
     val_batches: int = Field(default=8, description="Batches used by a validation; 0 or less uses the whole set.")
     val_global_batch_size: PositiveInt = Field(default=8, description="Pairs in one validation batch.")
-    val_micro_batch_size: PositiveInt = Field(default=1, description="Pairs in one validation forward pass.")
     val_at_start: bool = Field(default=True, description="Validates a fresh run before its first step.")
     val_at_end: bool = Field(default=False, description="Validates after the last step.")
     seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")
@@ -283,7 +249,6 @@ class RmConfig(Section):
     )
     val_batches: int = Field(default=-1, description="Batches used by a validation; 0 or less uses the whole set.")
     val_global_batch_size: PositiveInt = Field(default=32, description="Pairs in one validation batch.")
-    val_micro_batch_size: PositiveInt = Field(default=1, description="Pairs in one validation forward pass.")
     val_at_start: bool = Field(default=False, description="Validates a fresh run before its first step.")
     val_at_end: bool = Field(default=False, description="Validates after the last step.")
     seed: NonNegativeInt = Field(default=42, description="Seed of data order and of the scoring layer.")
@@ -305,7 +270,6 @@ class SftConfig(Section):
     )
     val_batches: int = Field(default=8, description="Batches used by a validation; 0 or less uses the whole set.")
     val_global_batch_size: PositiveInt = Field(default=32, description="Examples in one validation batch.")
-    val_micro_batch_size: PositiveInt = Field(default=1, description="Examples in one validation forward pass.")
     val_at_start: bool = Field(default=True, description="Validates a fresh run before its first step.")
     val_at_end: bool = Field(default=False, description="Validates after the last step.")
     seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")

@@ -79,9 +79,6 @@ class DatasetConfig(Section):
         default=None, description="Text file with the system message; null sends none."
     )
     env_name: str | None = Field(default=None, description="Key under `env` that judges the answers.")
-    processor: str | None = Field(
-        default=None, description="How rows become prompts, by NeMo RL's name; one way here for all text."
-    )
     download_dir: str | None = Field(default=None, description="Folder for downloaded data.")
     repeat: PositiveInt | None = Field(default=None, description="How many times each row is used in one pass.")
     split_validation_size: NonNegativeFloat | None = Field(
@@ -91,8 +88,6 @@ class DatasetConfig(Section):
     chat_key: str | None = Field(default=None, description="Column with the messages of an openai_format row.")
     system_key: str | None = Field(default=None, description="Column with the system message of an openai_format row.")
     system_prompt: str | None = Field(default=None, description="System message of openai_format rows that have none.")
-    tool_key: str | None = Field(default=None, description="Column with the tools of an openai_format row.")
-    use_preserving_dataset: bool | None = Field(default=None, description="Keeps columns that differ from row to row.")
 
     @property
     def holds_recorded_groups(self) -> bool:
@@ -121,15 +116,11 @@ class DataConfig(Section):
         default=None, description="Longest prompt in tokens; longer ones are dropped and counted; null does not check."
     )
     shuffle: bool = Field(default=True, description="Draws training rows in a seeded random order.")
-    num_workers: NonNegativeInt = Field(default=1, description="Processes that read data in NeMo RL; no effect here.")
     train: Datasets | None = Field(default=None, description="The training dataset, or a list of them.")
     validation: Datasets | None = Field(
         default=None, description="The validation dataset, or a list of them; null is none."
     )
     default: DatasetConfig | None = Field(default=None, description="Keys for datasets that do not set them.")
-    use_multiple_dataloader: bool = Field(default=False, description="Draws from each dataset separately.")
-    num_prompts_per_dataloader: PositiveInt | None = Field(default=None, description="Prompts drawn from each.")
-    custom_dataloader: str | None = Field(default=None, description="Dotted path of a function that draws prompts.")
 
     def train_sets(self) -> list[DatasetConfig]:
         """The training datasets with `data.default` filled in."""
@@ -144,14 +135,6 @@ def _filled(sets: DatasetConfig | list[DatasetConfig] | None, default: DatasetCo
     if sets is None:
         return []
     return [entry.filled_from(default) for entry in (sets if isinstance(sets, list) else [sets])]
-
-
-class SftDataConfig(DataConfig):
-    add_bos: bool = Field(default=True, description="Puts the start token before the text if it is not there.")
-    add_eos: bool = Field(default=True, description="Puts the end token after the answer if it is not there.")
-    add_generation_prompt: bool = Field(
-        default=False, description="Ends the prompt with the header of the answer, so that the header is not trained."
-    )
 
 
 class EnvironmentConfig(OpenSection):

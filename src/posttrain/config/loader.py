@@ -18,6 +18,14 @@ from posttrain.config.checks import cautions, check_run
 from posttrain.config.compat import apply_renames
 from posttrain.config.errors import ConfigError
 from posttrain.config.evaluation import EvalRunConfig
+from posttrain.config.foreign_keys import (
+    foreign_environments,
+    review,
+    separate,
+    substitutions,
+    usual_values,
+    vocabulary_of,
+)
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
 from posttrain.config.presets import chosen_preset, is_preset_origin
@@ -41,7 +49,6 @@ from posttrain.config.schema import (
 )
 from posttrain.config.suggestions import hint_for
 from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, overlay
-from posttrain.config.unimplemented import foreign_environments, review
 from posttrain.config.yaml_files import read_built_in, read_with_defaults
 
 C = TypeVar("C", bound=Section)
@@ -76,7 +83,8 @@ class LoadedConfig(Generic[C]):
         return to_yaml_text(self._marked_values(), remark)
 
     def _marked_values(self) -> dict[str, Any]:
-        marked: dict[str, Any] = with_override_marks(self._values(), built_in_defaults(self.kind).values)
+        defaults, _ = separate(self.kind, built_in_defaults(self.kind).values)
+        marked: dict[str, Any] = with_override_marks(self._values(), defaults)
         return marked
 
     def _values(self) -> dict[str, Any]:
@@ -87,14 +95,18 @@ class LoadedConfig(Generic[C]):
 
 
 def built_in_defaults(kind: Kind) -> Tree:
-    """The defaults of the schema with the packaged YAML file over them, nothing resolved."""
+    """The defaults of the schema and the usual values of foreign keys, the packaged YAML file over them; nothing resolved."""
     return _built_in_defaults(kind).copy()
 
 
 @cache
 def _built_in_defaults(kind: Kind) -> Tree:
-    schema = Tree.from_one_origin(schema_defaults(RUN_CONFIGS[kind]), DEFAULT)
-    merged = overlay(schema, read_built_in(kind), lambda path: _keeps_null(kind, path), over_built_in=True)
+    def keeps_null(path: Path) -> bool:
+        return _keeps_null(kind, path)
+
+    schema = Tree(schema_defaults(RUN_CONFIGS[kind]))
+    own = overlay(schema, read_built_in(kind), keeps_null, over_built_in=True)
+    merged = overlay(own, Tree(usual_values(kind)), keeps_null)
     return Tree.from_one_origin(merged.values, DEFAULT)
 
 
@@ -136,12 +148,15 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
         overlay(defaults, own, keeps_null, over_built_in=True),
         overrides,
         rename=lambda written: apply_renames(written, known, warnings),
-        has_default=lambda key: is_field(schema_of(known), key),
+        has_default=lambda key: is_field(vocabulary_of(known), key),
     )
     _refuse_unknown(known, tree)
     _forget_unfitting_validation(tree)
-    config = _validated(known, _resolved_with_fitting_batch(known, tree), tree)
-    errors, notices = review(config.model_dump(by_alias=True), tree, _default_test(tree, defaults))
+    values, foreign = separate(known, _resolved_with_fitting_batch(known, tree))
+    config = _validated(known, values, tree)
+    own_values = config.model_dump(by_alias=True)
+    errors, notices = review(own_values, foreign, tree, _default_test(tree, defaults))
+    notices = [*substitutions(own_values, foreign), *notices]
 
     def is_set(key: str) -> bool:
         origin = tree.origin(tuple(key.split(".")))
@@ -179,7 +194,7 @@ def _known_kind(kind: str) -> Kind:
 
 
 def _keeps_null(kind: Kind, path: Path) -> bool:
-    node = find(schema_of(kind), path)
+    node = find(vocabulary_of(kind), path)
     return node is None or node.nullable
 
 
@@ -192,15 +207,15 @@ def _read_file(kind: Kind, path: FilePath, warnings: list[str]) -> Tree:
 
 def _refuse_unknown(kind: Kind, tree: Tree) -> None:
     """Everything that has the wrong shape, before values are looked at."""
-    schema, foreign = schema_of(kind), foreign_environments(tree)
+    vocabulary, foreign = vocabulary_of(kind), foreign_environments(tree)
     lines = [
         f"{tree.origin(path)}: {_describe_unknown(kind, path)}"
-        for path in unknown_keys(schema, tree.values)
+        for path in unknown_keys(vocabulary, tree.values)
         if path[:2] not in foreign
     ]
     lines += [
         f"{tree.origin(path)}: `{dotted(path)}` = {tree.get(path)!r}: must be a map of settings"
-        for path in sections_that_are_not_maps(schema, tree.values)
+        for path in sections_that_are_not_maps(vocabulary, tree.values)
     ]
     if lines or foreign:
         raise ConfigError("\n".join([*lines, *foreign.values()]))
@@ -209,7 +224,7 @@ def _refuse_unknown(kind: Kind, tree: Tree) -> None:
 def _describe_unknown(kind: Kind, path: Path) -> str:
     if len(path) == 1 and path[0] in ALL_KINDS:
         return f"unknown key `{path[0]}` in a {kind} config; this section belongs to `posttrain {path[0]}`"
-    return f"unknown key `{dotted(path)}`{hint_for(schema_of(kind), path)}"
+    return f"unknown key `{dotted(path)}`{hint_for(vocabulary_of(kind), path)}"
 
 
 def _forget_unfitting_validation(tree: Tree) -> None:

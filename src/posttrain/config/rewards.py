@@ -1,6 +1,6 @@
 """The types of reward that `env` can name, and the keys of each: one strict section per type. Loads no package that scores.
 
-To add a type: a section here with its `type`, an entry in `REWARD_TYPES`, and in `posttrain.environments.registry` the
+To add a type: a section here with its `type`, an entry in `REWARD_TYPES`, and in `posttrain.environments.reward_types` the
 function that scores. `posttrain rewards list` and the errors for wrong keys come from the section by themselves.
 """
 

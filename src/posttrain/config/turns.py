@@ -1,14 +1,15 @@
-"""`env.<name>.turns`: environments that take turns with the model. `grpo.max_rollout_turns` bounds their conversations."""
+"""`env.<name>.turns`: environments that take turns with the model. `max_rollout_turns` bounds their conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from posttrain.config.base import FreeMap
+from posttrain.config.data import EnvironmentConfig
 from posttrain.config.rewards import RewardConfig
 from posttrain.config.runs import GrpoRunConfig
 
@@ -44,7 +45,11 @@ def check_turns(config: GrpoRunConfig) -> Iterator[str]:
                 "that a limit ends never comes to its judge, and has none of the judge's: use grpo, or have the class in "
                 f"env.{name}.turns give all rewards as named parts, without a judge"
             )
-    for name, environment in config.env.items():
+    yield from check_turn_classes(config.env)
+
+
+def check_turn_classes(environments: Mapping[str, EnvironmentConfig]) -> Iterator[str]:
+    for name, environment in environments.items():
         if (
             environment.turns is not None
             and environment.turns not in BUILT_IN

@@ -12,13 +12,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from posttrain.config.policy import PackingAlgorithm
 from posttrain.data.shuffling import keyed_order
-
-PackingAlgorithm = Literal[
-    "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
-]
 
 Bins = list[list[int]]
 

@@ -87,6 +87,11 @@ class ChatFormat:
         return tuple(dict.fromkeys([*eos, *(end if len(end) == 1 else [])]))
 
     @property
+    def last_token_ids(self) -> tuple[int, ...]:
+        """Tokens that a conversation may end with, where whole conversations are read; empty where they are not."""
+        return ()
+
+    @property
     def recorded_template(self) -> Any:
         """The template as it is saved with a model: with `kwargs` written into it, so that it needs no settings of ours."""
         if self.template is None or not self.kwargs:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from posttrain.data.chat import ChatFormat
 from posttrain.data.entries import Entry, read_entries
 from posttrain.data.errors import DataError
-from posttrain.data.named import (
+from posttrain.data.named_datasets import (
     PREFERENCE_DATASETS,
     RESPONSE_DATASETS,
     PreferenceSpec,
@@ -45,11 +45,6 @@ class TaskDataset(RowDataset[Task]):
 class PairDataset(RowDataset[Pair]):
     """Preferences. Pairs of one precomputed pack stay next to each other in every order."""
 
-    @property
-    def pack_size(self) -> int:
-        """Room of the precomputed packs, in tokens; 0 if there are none."""
-        return self._table.pack_size
-
     def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
         if not self.pack_size:
             return super().order(seed, epoch)
@@ -66,11 +61,7 @@ class PairDataset(RowDataset[Pair]):
 
 
 class JudgedDataset(RowDataset[Judged]):
-    """Answers that somebody called good or bad."""
-
-    @property
-    def num_desirable(self) -> int:
-        return sum(self._table.items[int(row)].desirable for row in self._rows)
+    """Answers that are labelled good or bad."""
 
 
 class ExampleDataset(RowDataset[Example]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from posttrain.data.chat import ChatFormat, EncodedTurn
 from posttrain.data.entries import Entry
-from posttrain.data.named import PreferenceSpec
+from posttrain.data.named_datasets import PreferenceSpec
 from posttrain.data.preference_shapes import (
     TIE,
     Judgement,

@@ -14,7 +14,7 @@ from posttrain.data.chat import ChatFormat, is_answer
 from posttrain.data.conversations import as_messages, as_prompt, as_text
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
-from posttrain.data.named import ResponseSpec
+from posttrain.data.named_datasets import ResponseSpec
 from posttrain.data.sources import Row
 from posttrain.types import Example, Judged, Message, Pair, Task
 

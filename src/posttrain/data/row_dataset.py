@@ -130,6 +130,11 @@ class RowDataset(Generic[Item]):
             raise IndexError(f"item {index} of a dataset of {len(self)}")
         return self._table.item(int(self._rows[index]), draw=index)
 
+    @property
+    def pack_size(self) -> int:
+        """Room of precomputed packs, in tokens; 0 if there are none."""
+        return self._table.pack_size
+
     def __iter__(self) -> Iterator[Item]:
         return (self[index] for index in range(len(self)))
 

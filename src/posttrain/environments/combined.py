@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from posttrain.environments.item import ScoringItem
 from posttrain.environments.pool import ScoringPool
-from posttrain.environments.registry import IN_PROCESS, in_process_environment
+from posttrain.environments.reward_types import IN_PROCESS, in_process_environment
 from posttrain.environments.settings import EnvironmentSettings, RewardSettings
 from posttrain.roles import Environment, Progress
 from posttrain.types import Completion, Score, Task

@@ -23,10 +23,10 @@ from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching, plan_micro_batches
 from posttrain.data.whole_chat import WholeChatFormat, shared_length
 from posttrain.environments.settings import RewardConfigError, RewardSettings
-from posttrain.generation.native.forward import check_length, observe_layers
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.models.loading import DTYPES, SettingsError, load_tokenizer
 from posttrain.policy.head import UnsupportedModelError, without_adapter_wrapper
-from posttrain.policy.model import DTYPES, SettingsError, load_tokenizer
+from posttrain.policy.model_support import check_length, observe_layers
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.reward_head import SequenceScores, load_reward_model
 from posttrain.roles import Progress

@@ -57,7 +57,7 @@ def main() -> None:
 
 def build_scorer(setup: dict[str, Any]) -> Callable[[Any], Any]:
     """The function from an item to what it is worth. Slow imports happen here, outside of any completion's time limit."""
-    from posttrain.environments.registry import worker_scorer
+    from posttrain.environments.reward_types import worker_scorer
 
     return worker_scorer(setup)
 

@@ -1,7 +1,7 @@
-"""The benchmarks that `posttrain eval` knows by name: where they live, and which field means what. Tables, and small readers.
+"""The benchmarks of `posttrain eval` by name: where their data is, and what each field means. Tables and small readers.
 
 Names are NeMo RL's; case, dashes and underscores do not matter. What the mathematics sets have in common with training is
-taken from `data/named.py`; the split here is the one to be tested on.
+taken from `data/named_datasets.py`; the split here is the one to be tested on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.named import RESPONSE_DATASETS, ResponseSpec, find_spec
+from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec
 from posttrain.data.shuffling import keyed_order
 from posttrain.data.sources import Row
 from posttrain.environments.math_answers import last_boxed
@@ -39,7 +39,7 @@ class Benchmark:
     subsets: tuple[str | None, ...] = (None,)
     split: str = "test"
     question: tuple[str, ...] = ("problem", "question")
-    answer: tuple[str, ...] | Callable[[Row], Any] = ("answer",)
+    answer: tuple[str, ...] | Callable[[Row], object] = ("answer",)
     choices: Callable[[Row, int], Choices] | None = None  # of the row and the seed; None: the answer is free
     judge: Judge = "math"
     about: str = ""

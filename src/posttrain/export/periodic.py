@@ -1,7 +1,7 @@
 """`checkpointing.save_consolidated`: each checkpoint gets a copy of the model for use, in `step_N/hf`.
 
-The copy is made while the checkpoint is being written and is sealed with it. It may fail (weights that are not finite, a
-base model that has gone) without taking the checkpoint with it: training state is worth more than the copy.
+The copy is made while the checkpoint is being written, and is covered by its checksums. If it fails (weights that are not
+finite, a missing base model), the checkpoint is saved without it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class PeriodicExport:
     merge_lora: bool = True
 
     def __call__(self, checkpoint: Path) -> None:
-        """Convert the weights in `checkpoint`, a folder that has yet to get its final name."""
+        """Convert the weights in `checkpoint`, which still has its temporary name."""
         name = checkpoint.name.removeprefix("tmp_")
         shown_as = f"{checkpoint.parent.name}/{name}"
         settings = ConversionSettings(merge_lora=self.merge_lora)
-        rng = capture_rng()  # building a model may draw random numbers, and the run must go on as without the copy
+        rng = capture_rng()  # building a model may draw random numbers, and the run must continue as without the copy
         try:
             convert(str(checkpoint), checkpoint / FOLDER, settings, shown_as=shown_as, say=_ignore)
         except InputError as error:
@@ -39,4 +39,4 @@ class PeriodicExport:
 
 
 def _ignore(_: str) -> None:
-    """Progress of the copy is not worth a line of the run's console."""
+    """The progress of the copy is not printed."""

@@ -17,18 +17,23 @@ record that a kill left half-written does not have its checksum, and ends the fi
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from posttrain.policy.parallel import is_first_rank
+from posttrain.roles import ReferencePolicy
 from posttrain.types import TokenBatch
 
 FILE_NAME = "reference_logprobs.bin"
@@ -38,12 +43,6 @@ _KEY_BYTES = 16
 _OVERHEAD_BYTES = 200  # of an entry in memory, beside its numbers
 
 Logprobs = NDArray[np.float32]
-
-
-class ReferencePolicy(Protocol):
-    def reference_logprobs(self, batch: TokenBatch) -> Tensor: ...
-
-    def reference_fingerprint(self) -> str: ...
 
 
 class CachedReference:
@@ -188,3 +187,34 @@ def _entries(payload: memoryview, count: int) -> dict[bytes, Logprobs]:
     values = np.frombuffer(payload[values_at:], dtype="<f4")
     parts = np.split(values, np.cumsum(lengths)[:-1])
     return {key: part.copy() for key, part in zip(keys, parts, strict=True)}
+
+
+# Where a config came from and how it was read; none of it is seen in a number.
+_INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_CHUNK_BYTES = 2**24  # hashed in parallel; part of the definition
+
+
+def model_fingerprint(model: nn.Module, config: Mapping[str, Any], temperature: float) -> str:
+    """SHA-256 of the weights under any adapters, their precision, the architecture and the temperature.
+
+    A collective when the weights are sharded: every rank calls it. The answer is that of rank 0; the others return "".
+    """
+    settings = {name: value for name, value in config.items() if name not in _INCIDENTAL}
+    digest = hashlib.sha256(json.dumps([settings, temperature], sort_keys=True, default=str).encode())
+    is_first = is_first_rank()
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                continue
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if is_first:
+                content = _bytes(whole)
+                starts = range(0, len(content), _CHUNK_BYTES)
+                chunks = pool.map(hashlib.sha256, [content[start : start + _CHUNK_BYTES] for start in starts])
+                digest.update(f"{name}:{tuple(whole.shape)}:{whole.dtype};".encode())
+                digest.update(b"".join(chunk.digest() for chunk in chunks))
+    return digest.hexdigest() if is_first else ""
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import reason_of
-from posttrain.policy.attention import ATTENTION
+from posttrain.models.attention_interface import ATTENTION
+from posttrain.models.loading import SettingsError, check_available, explain_missing
 from posttrain.policy.head import UnsupportedModelError, decoder_states, without_adapter_wrapper
-from posttrain.policy.model import SettingsError, check_available, explain_missing
 from posttrain.policy.packed import PackedRow
 
 HEAD = "score"  # what `transformers` calls the linear layer

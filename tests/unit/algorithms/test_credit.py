@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from rollouts import Reward, group, rollout
+from made_groups import Reward, group, rollout
 
 from posttrain.algorithms.advantages import (
     AdvantagesPerReward,
     GroupAdvantages,
-    RewardsThemselves,
+    NoBaseline,
     Spread,
     Whitening,
     has_signal,
 )
 from posttrain.algorithms.credit import Credit, KlInReward
-from posttrain.algorithms.rewards import CutOffPenalty, OverlongPenalty, RewardScaling, shaped
+from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, shaped
 from posttrain.algorithms.rollout_batches import rollout_batch, scored_places
 from posttrain.errors import InputError
 from posttrain.types import Group
@@ -70,7 +70,7 @@ def test_a_rollout_that_is_alone_gets_nothing_or_its_reward() -> None:
 
 
 def test_without_a_baseline_the_reward_is_the_advantage_and_an_unscored_one_is_0() -> None:
-    assert RewardsThemselves()(scores([1, None], [0.2])) == [[1, 0], [0.2]]
+    assert NoBaseline()(scores([1, None], [0.2])) == [[1, 0], [0.2]]
 
 
 def test_gdpo_credits_each_part_on_its_own() -> None:
@@ -100,7 +100,7 @@ def test_gdpo_says_what_is_wrong_with_the_parts() -> None:
 
 
 def test_whitening_over_rollouts_counts_each_once() -> None:
-    credit = Credit(RewardsThemselves(), whitening=Whitening("rollouts", Spread(1, 0.0)))
+    credit = Credit(NoBaseline(), whitening=Whitening("rollouts", Spread(1, 0.0)))
     told, columns = credited(credit, [group(0, [1.0, 0.0, None]), group(1, [3.0])])
     deviation = statistics.stdev([1, 0, 3])
     expected = [(1 - 4 / 3) / deviation, -4 / 3 / deviation, (3 - 4 / 3) / deviation]
@@ -113,7 +113,7 @@ def test_whitening_over_tokens_counts_trained_tokens() -> None:
     values = [1, 0, 0, 2, 2]
     masked = torch.tensor([1.0, 1, 1, 1, 1, 0])
     mean, deviation = statistics.fmean(values), math.sqrt(statistics.pvariance(values))
-    credit = Credit(RewardsThemselves(), whitening=Whitening("tokens", Spread(0, 1e-8, "variance_floor")))
+    credit = Credit(NoBaseline(), whitening=Whitening("tokens", Spread(0, 1e-8, "variance_floor")))
     _, columns = credited(credit, groups, mask=masked)
     for column, reward in zip(columns, (1, 0, 2), strict=True):
         assert column == pytest.approx([(reward - mean) / deviation] * len(column))
@@ -121,7 +121,7 @@ def test_whitening_over_tokens_counts_trained_tokens() -> None:
 
 def test_equal_advantages_are_whitened_to_0_whatever_rounding_leaves() -> None:
     for over in ("rollouts", "tokens"):
-        credit = Credit(RewardsThemselves(), whitening=Whitening(over, Spread(1, 0.0)))
+        credit = Credit(NoBaseline(), whitening=Whitening(over, Spread(1, 0.0)))
         _, columns = credited(credit, [group(0, [0.1, 0.1, 0.1]), group(1, [0.3 - 0.2, 0.1])])
         assert all(value == 0 for column in columns for value in column)
 

@@ -1,20 +1,23 @@
 """Every setting of credit, selection and loss arrives where it works. What it does there is tested beside it."""
 
 import pytest
+from fakes import ScriptedRollouts
 
 from posttrain.algorithms.advantages import (
     AdvantagesPerReward,
     GroupAdvantages,
-    RewardsThemselves,
+    NoBaseline,
     Spread,
     Whitening,
 )
 from posttrain.algorithms.credit import Credit, KlInReward
-from posttrain.algorithms.group_selection import DynamicSampling, EveryGroup
-from posttrain.algorithms.rewards import CutOffPenalty, OverlongPenalty, RewardScaling
-from posttrain.build.credit import build_credit, build_objective, build_selection
+from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling
 from posttrain.config import load_config
 from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
+from posttrain.roles import RolloutSource
+from posttrain.rollouts.dynamic_sampling import DynamicSampling
+from posttrain.rollouts.surplus import StreamAndSurplus
 
 ESTIMATOR = "grpo.adv_estimator"
 KL = "loss_fn.use_kl_in_reward=true"
@@ -29,7 +32,7 @@ CREDITS = {
     (f"{ESTIMATOR}.name=rloo",): Credit(GroupAdvantages(False, True)),
     (f"{ESTIMATOR}.name=dr_grpo",): Credit(MEAN),
     (f"{ESTIMATOR}.name=reinforce_plus_plus",): Credit(MEAN, whitening=RFPP),
-    (f"{ESTIMATOR}={{name: reinforce_plus_plus, minus_baseline: false}}",): Credit(RewardsThemselves(), whitening=RFPP),
+    (f"{ESTIMATOR}={{name: reinforce_plus_plus, minus_baseline: false}}",): Credit(NoBaseline(), whitening=RFPP),
     (f"{ESTIMATOR}={{name: reinforce_plus_plus, whiten_advantages: none}}",): Credit(MEAN),
     (f"{ESTIMATOR}={{name: gdpo, reward_weights: [2, 1]}}", SEVERAL): Credit(
         AdvantagesPerReward(GroupAdvantages(), (2.0, 1.0)), whitening=Whitening("rollouts", Spread(1, 0.0))
@@ -67,18 +70,22 @@ def test_credit(overrides: tuple[str, ...], expected: Credit) -> None:
     assert build_credit(load_config("grpo", None, list(overrides)).config) == expected
 
 
-def test_selection() -> None:
-    def selection(*overrides: str) -> EveryGroup | DynamicSampling:
-        return build_selection(load_config("grpo", None, ["grpo.num_prompts_per_step=5", *overrides]).config)  # type: ignore[return-value]
+def test_dynamic_sampling() -> None:
+    inner = ScriptedRollouts([])
+    position = StreamAndSurplus(inner)
 
-    assert selection() == EveryGroup(5)
-    assert selection("grpo.use_dynamic_sampling=true") == DynamicSampling(5, 5, 10, keeps_surplus=True)
-    scaled = selection("grpo.use_dynamic_sampling=true", "grpo.reward_scaling={enabled: true, target_min: -1}")
-    assert scaled == DynamicSampling(5, 5, 10, scaling=RewardScaling(target_min=-1.0))
+    def source(*overrides: str) -> RolloutSource:
+        config = load_config("grpo", None, ["grpo.num_prompts_per_step=5", *overrides]).config
+        return with_dynamic_sampling(config, inner, build_position(config, inner))
+
+    assert source() is inner
+    assert source("grpo.use_dynamic_sampling=true") == DynamicSampling(inner, position, 5, 10, keeps_surplus=True)
+    scaled = source("grpo.use_dynamic_sampling=true", "grpo.reward_scaling={enabled: true, target_min: -1}")
+    assert scaled == DynamicSampling(inner, position, 5, 10, scaling=RewardScaling(target_min=-1.0))
     given = "grpo={use_dynamic_sampling: true, batch_multiplier: 1.5, dynamic_sampling_surplus: discard}"
-    assert selection(
+    assert source(
         given, "grpo.dynamic_sampling_max_gen_batches=3", f"{ESTIMATOR}.name=gdpo", SEVERAL
-    ) == DynamicSampling(5, 7, 3, keeps_surplus=False, looks_at_parts=True)
+    ) == DynamicSampling(inner, position, 7, 3, keeps_surplus=False, looks_at_parts=True)
 
 
 LOSSES = {

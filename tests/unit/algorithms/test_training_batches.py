@@ -1,57 +1,15 @@
 """From rollouts, pairs and examples to the batches a policy trains on, and the order of calls of a step. No model."""
 
-from collections.abc import Sequence
-
 import pytest
-import torch
-from torch import Tensor
+from fakes import ScriptedPolicy, ScriptedRollouts
 
 from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.credit import Credit
-from posttrain.algorithms.group_selection import EveryGroup
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.supervised_batches import example_batch, pair_batch
+from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.roles import Objective
-from posttrain.types import Completion, Example, Group, Pair, Rollout, Score, Task, TokenBatch, UpdateReport
-
-
-class FakePolicy:
-    """Writes down what it is asked to do. Its log-probabilities count the calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.batches: list[TokenBatch] = []
-
-    def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
-        self.calls.append("update")
-        self.batches.append(batch)
-        number = float(len(self.batches))
-        return UpdateReport({"loss": number, "probs_ratio_min": number, "probs_ratio_max": number})
-
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        self.calls.append("logprobs")
-        return torch.full((sum(batch.response_lengths),), -1.0)
-
-    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        self.calls.append("reference_logprobs")
-        return torch.full((sum(batch.response_lengths),), -2.0)
-
-    def end_step(self) -> None:
-        self.calls.append("end_step")
-
-
-class FakeRollouts:
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = list(groups)
-
-    def sample(self, num_groups: int, step: int) -> tuple[list[Task], list[list[Completion]]]:
-        assert num_groups == len(self.groups)
-        tasks = [group.task for group in self.groups]
-        return tasks, [[rollout.completion for rollout in group.rollouts] for group in self.groups]
-
-    def score(self, tasks: Sequence[Task], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        return self.groups
+from posttrain.types import Completion, Example, Group, Pair, Rollout, Score, Task
 
 
 def make_group(
@@ -69,12 +27,12 @@ def make_group(
 
 def run(
     groups: list[Group], *, updates: int = 1, kl: float = 0.0, overlong_filtering: bool = False
-) -> tuple[FakePolicy, dict[str, float]]:
-    policy = FakePolicy()
-    settings = GrpoSettings(num_updates_per_step=updates, overlong_filtering=overlong_filtering)
+) -> tuple[ScriptedPolicy, dict[str, float]]:
+    policy = ScriptedPolicy()
+    settings = GrpoSettings(len(groups), num_updates_per_step=updates, overlong_filtering=overlong_filtering)
     objective = ClippedPolicyGradient(reference_policy_kl_penalty=kl)
     credit = Credit(GroupAdvantages(normalize_rewards=False))
-    grpo = Grpo(settings, objective, credit, EveryGroup(len(groups)), policy, FakeRollouts(groups))
+    grpo = Grpo(settings, objective, credit, policy, ScriptedRollouts(groups), SharedWeights())  # type: ignore[arg-type]
     return policy, dict(grpo.step(1).metrics)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.checkpointing import BackgroundWrite
 from posttrain.checkpointing import marks as marks_module
-from posttrain.checkpointing.marks import leave_mark, wait_for_marks
+from posttrain.checkpointing.background import leave_mark, wait_for_marks
 
 
 def test_a_write_runs_while_its_starter_goes_on() -> None:

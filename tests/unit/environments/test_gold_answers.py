@@ -14,7 +14,7 @@ import pytest
 from posttrain.config.rewards import REWARD_TYPES, parse_reward
 from posttrain.environments.item import ScoringItem
 from posttrain.environments.math_answers import normalised
-from posttrain.environments.registry import IN_PROCESS, WORKER_SCORERS, worker_scorer
+from posttrain.environments.reward_types import IN_PROCESS, WORKER_SCORERS, worker_scorer
 
 SHARED_DATA = Path(__file__).parents[3].parent / "shared" / "data"
 Scorer = Callable[[ScoringItem], Any]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from posttrain.config.rewards import parse_reward
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
-from posttrain.environments.registry import worker_scorer
+from posttrain.environments.reward_types import worker_scorer
 
 
 def setup_of(kind: str, base_folder: Path | str = ".", **keys: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from posttrain.environments import ScoringRouter, build_environments, check_envi
 from posttrain.environments.combined import WeightedRewards, build_environment, scoring_item
 from posttrain.environments.pool import ScoringInterrupted
 from posttrain.environments.settings import RewardConfigError, read_settings
-from posttrain.reporting.rollout_rows import group_row
+from posttrain.reporting.rows import group_row
 from posttrain.types import Completion, Group, Rollout, Score, Task
 
 REWARDS = """

@@ -12,9 +12,9 @@ from gate_folders import write_evaluation
 from posttrain.config.gate import GateConfig
 from posttrain.errors import InputError
 from posttrain.evaluation.comparison import compare
-from posttrain.evaluation.gate import judge
-from posttrain.evaluation.judges import judge_of
+from posttrain.evaluation.identity import judge_of
 from posttrain.evaluation.results import Evaluation, EvaluationError
+from posttrain.gate import judge
 
 REWARDS = [[float(index % 2)] for index in range(60)]
 

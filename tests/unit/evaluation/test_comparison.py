@@ -13,16 +13,24 @@ import pytest
 
 from posttrain.evaluation.comparison import compare, comparison_json, comparison_lines, exact_sign_test, sign_flip_test
 from posttrain.evaluation.comparison_html import render
-from posttrain.evaluation.results import Counts, Evaluation, EvaluationError, Problem, Sample, Summary, hash_of
+from posttrain.evaluation.results import (
+    Counts,
+    Evaluation,
+    EvaluationError,
+    EvaluationSummary,
+    ProblemResult,
+    SampleResult,
+    hash_of,
+)
 
 
 def evaluation(name: str, rewards: Sequence[Sequence[float | None]], **config: object) -> Evaluation:
     problems = tuple(
-        Problem(f"p{i}", i, "sums", f"What is <b>{i}</b>?", str(i), tuple(_sample(reward) for reward in row))
+        ProblemResult(f"p{i}", i, "sums", f"What is <b>{i}</b>?", str(i), tuple(_sample(reward) for reward in row))
         for i, row in enumerate(rewards)
     )
     num_samples = len(rewards[0])
-    summary = Summary(
+    summary = EvaluationSummary(
         model=name,
         dataset="sums",
         metric="pass@1",
@@ -39,9 +47,9 @@ def evaluation(name: str, rewards: Sequence[Sequence[float | None]], **config: o
     return Evaluation(Path(name), summary, problems)
 
 
-def _sample(reward: float | None) -> Sample:
+def _sample(reward: float | None) -> SampleResult:
     text = "<script>alert(1)</script>"
-    return Sample(text, 3, "stop", reward, answer=str(reward), error=None if reward is not None else "timeout")
+    return SampleResult(text, 3, "stop", reward, answer=str(reward), error=None if reward is not None else "timeout")
 
 
 @pytest.mark.parametrize(("wins", "losses"), [(0, 0), (1, 0), (5, 0), (6, 1), (8, 8), (3, 9)])

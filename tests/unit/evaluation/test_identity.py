@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from posttrain.build.evaluation import EvaluationBuild
 from posttrain.config import load_config
-from posttrain.evaluation.answering import ServerAnswers
+from posttrain.evaluation.build import EvaluationBuild
+from posttrain.evaluation.server import OpenAiServer
 
 DATA = ("data.dataset_name=rows.jsonl", "data.problem_key=problem", "data.solution_key=answer")
 HUB = ("generation.model_name=org/model", *DATA)
@@ -110,7 +110,7 @@ def test_how_fast_and_how_dear_a_judge_is_is_not_what_it_says(setting: str) -> N
 def test_another_model_behind_the_same_address_is_another_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for name in ("old", "new"):
-        monkeypatch.setattr(ServerAnswers, "_first_model", lambda self, name=name: name)
+        monkeypatch.setattr(OpenAiServer, "_first_model", lambda self, name=name: name)
         found[name] = identity(*SERVER)
     assert differing(found["old"], found["new"]) == ["model"]
     assert not differing(found["new"], identity(*SERVER, "generation.openai_cfg.model=new")), (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from posttrain.build.evaluation import native_precision, vllm_precision
 from posttrain.config import load_config
+from posttrain.evaluation.build import native_precision, vllm_precision
 
 
 @pytest.mark.parametrize(

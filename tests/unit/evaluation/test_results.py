@@ -10,10 +10,10 @@ import pytest
 from posttrain.evaluation.results import (
     Counts,
     EvaluationError,
+    EvaluationSummary,
     Interval,
-    Problem,
-    Sample,
-    Summary,
+    ProblemResult,
+    SampleResult,
     hash_of,
     problem_row,
     read_evaluation,
@@ -21,15 +21,15 @@ from posttrain.evaluation.results import (
 )
 
 
-def problem(index: int, reward: float | None = 1.0) -> Problem:
-    sample = Sample("text", 3, "stop", reward, answer="4", error=None if reward is not None else "timeout")
-    return Problem(f"p{index}", index, "sums", "2 + 2?", "4", (sample,))
+def problem(index: int, reward: float | None = 1.0) -> ProblemResult:
+    sample = SampleResult("text", 3, "stop", reward, answer="4", error=None if reward is not None else "timeout")
+    return ProblemResult(f"p{index}", index, "sums", "2 + 2?", "4", (sample,))
 
 
-def write(folder: Path, problems: list[Problem], *, edit: dict[str, object] | None = None) -> Path:
+def write(folder: Path, problems: list[ProblemResult], *, edit: dict[str, object] | None = None) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "problems.jsonl").write_text("".join(json.dumps(problem_row(p)) + "\n" for p in problems))
-    summary = Summary(
+    summary = EvaluationSummary(
         model="m",
         dataset="sums",
         metric="pass@1",
@@ -69,7 +69,7 @@ def test_the_hash_is_of_the_set_and_its_content() -> None:
     [
         (
             {"counts": {"problems": 3, "samples": 1, "unscored": 0, "truncated": 0}},
-            "1 problems, but summary.json speaks of 3",
+            "1 problems, but summary.json has 3",
         ),
         ({"problem_set_hash": "0"}, "other content hash"),
         ({"format": 9}, "format 9; this version of posttrain reads format 1"),

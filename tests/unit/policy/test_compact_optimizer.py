@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from posttrain.checkpointing import CheckpointError
 from posttrain.config.policy import OptimizerConfig
 from posttrain.errors import InputError
-from posttrain.policy.adam import CompactAdam, StateFormat
-from posttrain.policy.compact import CompactOptimizer, make_optimizer
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
+from posttrain.policy.optimizer import make_optimizer
+from posttrain.policy.optimizer.compact import CompactOptimizer
+from posttrain.policy.optimizer.compact_adam import CompactAdam, StateFormat
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 KWARGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
 FORMATS = [
@@ -103,7 +104,7 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     form = StateFormat("int8", masters=False)
     whole, whole_optimizer = compact(torch.bfloat16, form)
     train(whole, whole_optimizer, range(5))
-    monkeypatch.setattr("posttrain.policy.adam._SLICE", 300)
+    monkeypatch.setattr("posttrain.policy.optimizer.compact_adam._SLICE", 300)
     sliced, sliced_optimizer = compact(torch.bfloat16, form)
     train(sliced, sliced_optimizer, range(5))
     for name, parameter in values(sliced).items():

@@ -31,13 +31,13 @@ from peft.tuners import lora
 from tiny_models import LOGPROB_ROUNDING, byte_tokenizer
 from torch import Tensor, nn
 
-from posttrain.generation.native import NativeEngine, NativeSettings
-from posttrain.policy.fused.adapters import product_of, recorded_state
+from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.policy.checkpoint.files import load
+from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.fused.adapters import capture_key, product_of
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Multiply
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
-from posttrain.policy.saving import CheckpointWriter
-from posttrain.policy.storage import load
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.types import NoiseKey, Sampling, Task
 
 pytest.importorskip("triton", reason="Triton is not installed here (it is on Linux, with the extra dev)")
@@ -284,19 +284,19 @@ def test_adapters_that_are_put_on_a_fused_model() -> None:
 
 def test_a_recorded_pass_is_valid_until_something_else_is_active_or_lies_elsewhere() -> None:
     model, _ = fused_and_own()
-    state = recorded_state(model)
+    state = capture_key(model)
     hidden(model)
     fill_adapters(model, seed=70)
-    assert recorded_state(model) == state, "new values in the same place"
+    assert capture_key(model) == state, "new values in the same place"
     with model.disable_adapter():
-        assert recorded_state(model) != state
-    assert recorded_state(model) == state
+        assert capture_key(model) != state
+    assert capture_key(model) == state
     model.merge_adapter()
-    assert recorded_state(model) != state
+    assert capture_key(model) != state
     model.unmerge_adapter()
-    assert recorded_state(model) == state
+    assert capture_key(model) == state
     next(iter(model.parameters())).data = next(iter(model.parameters())).data.clone()
-    assert recorded_state(model) != state
+    assert capture_key(model) != state
 
 
 # -- they change -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.policy.low_precision import (
+from posttrain.policy.optimizer.low_precision import (
     block_size,
     decode_first_moment,
     decode_second_moment,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from posttrain.checkpointing import CheckpointError
 from posttrain.errors import InputError
-from posttrain.policy.optimizer import MixedPrecisionOptimizer, gradient_norm
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, gradient_norm
 
 ADAMW = ("torch.optim.AdamW", {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8})
 SGD = ("torch.optim.SGD", {"lr": 1.0})

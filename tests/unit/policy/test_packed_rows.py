@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.errors import InputError
+from posttrain.models import attention_interface
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy import attention
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
@@ -196,7 +198,7 @@ def test_attention_that_would_be_left_out_is_refused(option: str) -> None:
         attention_context(PackedAttention([Segment(0, 3)], CPU)),
         pytest.raises(InputError, match="posttrain does not compute"),
     ):
-        attention._attend(module, states, states, states, None, **{option: torch.zeros(1)})
+        attention_interface._attend(module, states, states, states, None, **{option: torch.zeros(1)})
 
 
 def test_a_model_outside_a_context_refuses_to_run() -> None:

@@ -12,7 +12,7 @@ import torch
 from float64 import TOLERANCE, approx, float64
 from torch import Tensor
 
-from posttrain.algorithms.preference_metrics import with_accuracy
+from posttrain.algorithms.step_reports import with_accuracy
 from posttrain.config.preference_losses import LOSSES
 from posttrain.policy.objectives import NegativeLogLikelihood, PreferenceLoss
 from posttrain.policy.objectives.preference_forms import log_odds, pair_losses

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
-from posttrain.generation.native.forward import observe_layers
+from posttrain.models.loading import SettingsError, load_model
+from posttrain.models.lora import add_lora
 from posttrain.policy.head import UnsupportedModelError
-from posttrain.policy.model import SettingsError, add_lora, load_model
+from posttrain.policy.model_support import observe_layers
 from posttrain.policy.reward_head import RewardHead, load_reward_model, padding_for_scores, use_padding
 from posttrain.types import TokenBatch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,17 @@ class TraceStatistics:
     def all_equal(self) -> int:
         """Groups of several traces with one and the same reward."""
         return self.groups - self.single - self.with_signal
+
+    @property
+    def bin_kinds(self) -> list[str]:
+        """Of each bar whether its rewards are rejected ("low"), preferred ("high") or neither ("mid"), by its middle."""
+        middles = [(left + right) / 2 for left, right in pairwise(self.bin_edges)]
+        rules = self.rules
+        return ["high" if x >= rules.preferred else "low" if x < rules.rejected_below else "mid" for x in middles]
+
+    @property
+    def headline(self) -> str:
+        return f"{self.traces:,} traces in {self.groups:,} groups, {self.with_signal:,} of them with different rewards"
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -41,11 +41,6 @@ class Trace:
         """What the model wrote: the answer, or what the assistant said in the turns of a longer trace, one after another."""
         return text_of(self.response, only_role="assistant")
 
-    @property
-    def is_single_answer(self) -> bool:
-        """Whether the response is one text, without tool calls and without turns of others in between."""
-        return isinstance(self.response, str)
-
 
 @dataclass(frozen=True)
 class TraceGroup:

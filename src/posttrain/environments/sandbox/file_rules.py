@@ -25,8 +25,3 @@ def restrict_files(read_only: Iterable[str], writable_folder: str) -> None:
     rules[writable_folder] = everything
     scoped = _SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS if version >= _SCOPE_SINCE else 0
     kernel.landlock_restrict(everything, 0, scoped, version, rules)
-
-
-def keeps_signals_inside() -> bool:
-    """Whether Landlock of this kernel also keeps a process from sending signals to others of the same user."""
-    return kernel.landlock_version() >= _SCOPE_SINCE

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.policy.attention import active_context
+from posttrain.models.attention_interface import active_context
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.fused.residual import Successor, take_pending, with_pending

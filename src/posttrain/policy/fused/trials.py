@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
-from posttrain.policy.modes import evaluation_mode
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.policy.runtime import evaluation_mode
 
 _TRIAL_TOKENS = 8
 

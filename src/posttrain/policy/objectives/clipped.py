@@ -23,8 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.policy.objectives.kl import kl_estimate
-from posttrain.policy.objectives.reduce import masked_extreme, per_sequence, sequence_ids
+from posttrain.policy.objectives.reduce import kl_estimate, masked_extreme, per_sequence, sequence_ids
 from posttrain.types import TokenBatch
 
 EPS = 1e-8  # on denominators, as in NeMo RL, so that a batch with nothing to train on has loss 0

@@ -1,0 +1,1 @@
+"""Engines that sample completions: the native one, and vLLM."""

@@ -1,0 +1,321 @@
+"""Attention over the paged cache: three contexts for `policy/attention.py`.
+
+`PrefillAttention` takes packed rows of new tokens. Decoding, one token per sequence, has two. `PagedDecode` reads the pages in
+place (with a GPU kernel, or a gather where there is none). `DenseDecode`, for CPUs, keeps a dense copy of the active sequences,
+because gathering the pages for every token costs more there than the attention itself. Both write each token's keys and
+values to the pages first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.engines.native.kv_cache import PagedKvCache, zeros
+from posttrain.engines.native.scheduler import Sample, pages_for
+from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
+
+if TYPE_CHECKING:
+    from posttrain.engines.native.kernels import PrefixTiles
+
+# A dense copy that grows is filled again from the pages, so it does not grow for every token.
+_HEADROOM_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class PrefillPiece:
+    """Tokens [offset, offset + length) of a packed row: positions from `start` on of the sequence in `pages`."""
+
+    offset: int
+    length: int
+    start: int
+    pages: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class PrefillAttention:
+    """New tokens see the cached positions of their sequence, then themselves. Whole prompts do not read the cache."""
+
+    def __init__(self, cache: PagedKvCache, pieces: Sequence[PrefillPiece]) -> None:
+        self.cache = cache
+        self.pieces = pieces
+        self.slots = self._slots([(piece.start, piece.end) for piece in pieces])
+        self.packed: PackedAttention | None = None
+        if all(piece.start == 0 for piece in pieces):
+            segments = [Segment(piece.offset, piece.offset + piece.length) for piece in pieces]
+            self.packed = PackedAttention(segments, cache.device)
+        else:
+            self.all_slots = self._slots([(0, piece.end) for piece in pieces])
+            self.packed_keys = PackedKeys([(piece.length, piece.end) for piece in pieces], cache.device)
+
+    def _slots(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        slots = [
+            self.cache.slots(piece.pages, start, end) for piece, (start, end) in zip(self.pieces, ranges, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(slots)).to(self.cache.device)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.cache.write(layer, self.slots, key, value)
+        if self.packed is not None:
+            return self.packed.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+        keys, values = self.cache.read(layer, self.all_slots)
+        return self.packed_keys.attend(query, keys, values, scale, window, softcap)
+
+
+class DenseDecode:
+    """Decoding on a CPU, over a dense copy of the active sequences' pages.
+
+    Row r is a copy of the r-th active sample. It is filled from the pages when the sample in that row changes; after that
+    each step appends its token. Rows grow with the longest sequence, up to `max_length`.
+    """
+
+    def __init__(self, cache: PagedKvCache, max_length: int) -> None:
+        self.cache = cache
+        self.max_length = max_length
+        self.keys: dict[int, Tensor] = {}  # layer -> [rows, length, heads, dim]
+        self.values: dict[int, Tensor] = {}
+        self.num_rows, self.row_length = 0, 0
+        self.admissions: list[int] = []  # of the sample in each row
+
+    def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
+        """Prepare one step of `samples`, whose new tokens go into `slots`."""
+        positions = [sample.num_cached for sample in samples]
+        self._grow(len(samples), max(positions) + 1)
+        changed = [
+            row
+            for row, sample in enumerate(samples)
+            if row >= len(self.admissions) or self.admissions[row] != sample.admission
+        ]
+        if changed:
+            self._load(changed, [samples[row] for row in changed])
+        self.admissions = [sample.admission for sample in samples]
+        self.slots = slots
+        self.lengths = torch.tensor(positions)[:, None] + 1
+        self.longest = max(positions) + 1
+        self.places = torch.tensor([row * self.row_length + position for row, position in enumerate(positions)])
+        self.masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.cache.write(layer, self.slots, key, value)
+        keys, values = self.keys[layer], self.values[layer]
+        keys.flatten(0, 1).index_copy_(0, self.places, key)
+        values.flatten(0, 1).index_copy_(0, self.places, value)
+        if window not in self.masks:
+            self.masks[window] = visible_positions(self.lengths, self.longest, window)
+        rows = len(query)
+        k, v = keys[:rows, : self.longest], values[:rows, : self.longest]
+        return attend_to_rows(query, k, v, self.masks[window], scale, softcap)
+
+    def _grow(self, num_rows: int, length: int) -> None:
+        if num_rows <= self.num_rows and length <= self.row_length:
+            return
+        page_size = self.cache.page_size
+        if length > self.row_length:
+            roomy = max(length + _HEADROOM_TOKENS, self.row_length * 3 // 2)
+            self.row_length = pages_for(min(roomy, self.max_length), page_size) * page_size
+        self.num_rows = max(num_rows, self.num_rows)
+        self.admissions = []  # all rows are filled again from the pages
+        for layer, shape in self.cache.layers.items():
+            size = (self.num_rows, self.row_length, shape.num_heads)
+            self.keys.pop(layer, None)
+            self.values.pop(layer, None)
+            self.keys[layer] = zeros((*size, shape.key_dim), shape.dtype, self.cache.device)
+            self.values[layer] = zeros((*size, shape.value_dim), shape.dtype, self.cache.device)
+
+    def _load(self, rows: Sequence[int], samples: Sequence[Sample]) -> None:
+        size = self.cache.page_size
+        used = [sample.pages[: pages_for(sample.num_cached, size)] for sample in samples]
+        most = max(len(pages) for pages in used)
+        # Padded with the scratch page, not with another sequence's: should that one overflow, 0 * inf would give NaN here.
+        padding = [self.cache.scratch_page]
+        table = torch.tensor([pages + padding * (most - len(pages)) for pages in used], dtype=torch.long)
+        at = torch.tensor(rows)
+        for dense, paged in ((self.keys, self.cache.keys), (self.values, self.cache.values)):
+            for layer, pool in paged.items():
+                dense[layer][at, : most * size] = pool[table].flatten(1, 2)
+
+
+class PagedDecode:
+    """Decoding from the pages in place, on a GPU. No step synchronises with the device."""
+
+    def __init__(self, cache: PagedKvCache, max_rows: int, max_pages_per_row: int, num_heads: int = 0) -> None:
+        self.cache = cache
+        self.num_heads = num_heads  # of queries
+        self.host_table = np.full((max_rows, max_pages_per_row), cache.scratch_page, dtype=np.int32)
+        self.admissions = [-1] * max_rows
+        self.num_filled = [0] * max_rows
+        self.num_sent = -1  # rows of the table that the device has
+        self.shared: PrefixTiles | None = None  # rows that share prompt pages, which are then read once for all
+        self.kernel = _load_kernel(cache.device)
+
+    def forget_rows(self) -> None:
+        """Samples of another call may have the same admission numbers."""
+        self.admissions = [-1] * len(self.admissions)
+        self.num_sent = -1
+        self.shared = None
+
+    def update_table(self, samples: Sequence[Sample]) -> bool:
+        """Enter the pages that `samples` got since the last step; returns whether there were any."""
+        changed = False
+        for row, sample in enumerate(samples):
+            if self.admissions[row] != sample.admission:
+                self.admissions[row], self.num_filled[row] = sample.admission, 0
+                self.host_table[row, len(sample.pages) :] = self.cache.scratch_page  # not pages of the previous sample
+            filled = self.num_filled[row]
+            if filled < len(sample.pages):
+                self.host_table[row, filled : len(sample.pages)] = sample.pages[filled:]
+                self.num_filled[row] = len(sample.pages)
+                changed = True
+        return changed
+
+    def point_at(self, table: Tensor, position: Tensor) -> None:
+        """Prepare one step of rows whose pages are in `table` and whose new tokens are at `position`.
+
+        All of it on the device: the positions are not read by the host.
+        """
+        size = self.cache.page_size
+        self.table = table
+        if self.kernel is not None:
+            self.slots, self.lengths = self.kernel.places(table, position, size)
+            return
+        page = table.gather(1, (position // size)[:, None]).squeeze(1)
+        self.lengths = (position + 1).int()
+        self.slots = page.long() * size + position % size
+
+    def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
+        """Prepare one step of `samples`, whose new tokens go into `slots`."""
+        self.update_table(samples)
+        device = self.cache.device
+        lengths = [sample.num_cached + 1 for sample in samples]
+        self.longest = max(lengths)
+        used = pages_for(self.longest, self.cache.page_size)
+        # A contiguous copy: the transfer may still be running when the next step changes the host's table.
+        self.table = torch.from_numpy(self.host_table[: len(samples), :used].copy()).to(device, non_blocking=True)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
+        self.slots = slots
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.cache.write(layer, self.slots, key, value)
+        return self._attend(layer, query, scale=scale, window=window, softcap=softcap)
+
+    def attend_unrotated(
+        self,
+        layer: int,
+        query: Tensor,  # [tokens, heads * head_dim]; the three may be views of one product
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """`attend` for queries and keys that have not been rotated: one launch rotates them and fills the cache."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        query = self.kernel.write_kv_rope(query, key, value, cos, sin, keys, values, self.slots, exact_like_torch=False)
+        return self._attend(layer, query, scale=scale, window=window, softcap=softcap)
+
+    def _attend(self, layer: int, query: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        if self.kernel is None or not self.kernel.supports(query, keys, values):
+            return gathered_attention(query, keys, values, self.table, self.lengths, **options)
+        query = query.contiguous()
+        if self.shared is not None:
+            return self.kernel.shared_prefix_attention(
+                query, keys, values, self.table, self.lengths, self.shared, **options
+            )
+        return self.kernel.paged_attention(query, keys, values, self.table, self.lengths, **options)
+
+
+def gathered_attention(
+    query: Tensor,  # [rows, heads, dim]
+    keys: Tensor,  # [pages, page size, kv heads, dim]
+    values: Tensor,
+    table: Tensor,  # [rows, most pages]
+    lengths: Tensor,  # [rows]: tokens of each row, the new one included
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """One token per row over its pages, in plain torch: the reference of the kernel, and its replacement where it cannot run."""
+    k, v = keys[table.long()].flatten(1, 2), values[table.long()].flatten(1, 2)
+    visible = visible_positions(lengths.long()[:, None], k.shape[1], window)
+    return attend_to_rows(query, k, v, visible, scale, softcap)
+
+
+def visible_positions(lengths: Tensor, longest: int, window: int | None) -> Tensor:
+    """[rows, 1, 1, longest]: what the last token of each row sees; `lengths` is [rows, 1]."""
+    position = torch.arange(longest, device=lengths.device)
+    visible = position < lengths
+    if window is not None:
+        visible &= position >= lengths - window
+    return visible[:, None, None, :]
+
+
+def attend_to_rows(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """One token per row over a dense row of keys; query [rows, heads, dim], keys [rows, length, kv heads, dim]."""
+    rows, heads, dim = query.shape
+    kv_heads = keys.shape[2]
+    # The query heads that share keys become several queries of one head: nothing is repeated in memory.
+    q = query.reshape(rows, kv_heads, heads // kv_heads, dim)
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    else:
+        scores = softcap * torch.tanh(q.float() @ k.float().transpose(2, 3) * (scale / softcap))
+        out = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1).to(v.dtype) @ v
+    return out.reshape(rows, heads, v.shape[-1])
+
+
+def _load_kernel(device: torch.device):  # type: ignore[no-untyped-def]
+    if device.type != "cuda":
+        return None
+    try:
+        from posttrain.engines.native import kernels
+    except ImportError:  # a torch build without Triton
+        return None
+    return kernels

@@ -1,0 +1,286 @@
+"""The native engine: samples from the modules that are being trained. Implements `roles.Engine`.
+
+No weight is copied, merged or changed. The KV cache and other working memory are allocated on first use. On a GPU they stay
+for the next call, together with the CUDA graphs that contain their addresses, until `release` frees them for training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from pydantic import ConfigDict, PositiveInt
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.config.generation import NativeConfig
+from posttrain.engines.native.attention import DenseDecode, PagedDecode
+from posttrain.engines.native.decoding import SingleBackend
+from posttrain.engines.native.driver import Driver, NanLogits, Request
+from posttrain.engines.native.forward import ForwardPass
+from posttrain.engines.native.graphs import DecodeGraphs
+from posttrain.engines.native.kv_cache import PagedKvCache, num_pages_for_call
+from posttrain.engines.native.noise import sequence_key
+from posttrain.engines.native.sampler import TokenSampler
+from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for, pages_needed
+from posttrain.engines.native.stopping import StopRules
+from posttrain.errors import InputError
+from posttrain.policy.fused.layers import fuse_layers
+from posttrain.policy.runtime import evaluation_mode
+from posttrain.roles import Progress
+from posttrain.types import SMALLEST_TEMPERATURE, Completion, NoiseKey, Sampling, Task
+
+
+class SamplingError(InputError):
+    """A request that cannot be sampled."""
+
+
+class NativeSettings(NativeConfig):
+    """The config section and what the engine needs beside it. Sizes only: none of them changes what is sampled."""
+
+    model_config = ConfigDict(frozen=True)
+
+    max_total_tokens: PositiveInt = 4096  # prompt and completion together
+    # The same call computes the same bits, whatever was sampled before and however much memory is free.
+    deterministic: bool = False
+
+
+def native_settings(native: NativeConfig, max_total_tokens: int, deterministic: bool = False) -> NativeSettings:
+    return NativeSettings(**native.model_dump(), max_total_tokens=max_total_tokens, deterministic=deterministic)
+
+
+@dataclass
+class Workspace:
+    """The memory that calls work in."""
+
+    cache: PagedKvCache
+    num_pages: int
+    is_largest: bool  # memory did not allow for more
+    max_length: int  # of a sequence, in tokens
+    decode: DenseDecode | PagedDecode
+    graphs: DecodeGraphs | None = None
+
+    def fits(self, wanted: int, least: int, longest: int) -> bool:
+        enough = self.num_pages >= wanted or (self.is_largest and self.num_pages >= least)
+        return enough and longest <= self.max_length
+
+    def begin(self, groups: Sequence[PromptGroup], num_samples: int) -> None:
+        """Forget the previous call: its samples had the same admission numbers and other pages."""
+        if isinstance(self.decode, PagedDecode):
+            self.decode.forget_rows()
+        if self.graphs is not None:
+            self.graphs.begin(groups, num_samples)
+
+
+class NativeEngine:
+    """`model` is a causal language model of `transformers`, loaded with `attn_implementation="posttrain"`, or a PeftModel of
+    one. Adapters are active unless the caller has turned them off."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: NativeSettings | None = None
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.settings = settings or NativeSettings()
+        # Sharded modules use other streams, which cannot be captured, and their weights change address.
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self.forward = ForwardPass(model)
+        fuse_layers(self.forward.head.decoder, may_join=not sharded)
+        self._keeps_workspace = self.forward.device.type != "cpu"
+        self._use_graphs = not sharded and self.forward.device.type == "cuda"  # until a capture fails
+        self._workspace: Workspace | None = None
+        self._largest = (0, 0)  # pages, and tokens of one sequence, that calls have needed so far
+        self.num_preemptions = 0  # in the last call: many of them mean that the KV cache is too small
+        # Ids up to the tokenizer's highest may be drawn; the rest of the output head is padding.
+        self.vocab_size = min(max(tokenizer.get_vocab().values()) + 1, self.forward.head.vocab_size)
+
+    @torch.no_grad()  # not inference_mode: its tensors could be left behind in buffers that training uses
+    def generate(
+        self,
+        tasks: Sequence[Task],
+        num_samples: int,
+        sampling: Sampling,
+        key: NoiseKey,
+        progress: Progress | None = None,
+        *,
+        limits: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:
+        """For each task `num_samples` completions, in order. `progress` is called with numbers of finished completions.
+
+        `limits`: the most tokens for each task, where they differ; `sampling.max_new_tokens` holds for all.
+        """
+        _check(sampling, num_samples)
+        if limits is not None and (len(limits) != len(tasks) or min(limits, default=1) < 1):
+            raise SamplingError(f"limits has {len(limits)} numbers for {len(tasks)} tasks: one of at least 1 for each")
+        stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
+        sampler = TokenSampler(sampling, self.vocab_size)
+        requests = []
+        for task, limit in zip(tasks, limits or [sampling.max_new_tokens] * len(tasks), strict=True):
+            group = self._group(task, min(sampling.max_new_tokens, limit))
+            samples = [
+                Sample(group, index, sequence_key(key.seed, key.step, task.draw, index), scanner=stop.scanner())
+                for index in range(task.first_sample, task.first_sample + num_samples)
+            ]
+            requests.append(Request(group, samples, sampler, stop))
+        if requests:
+            with evaluation_mode(self.model):
+                self._run(requests, num_samples, progress)
+        return [[self._completion(sample) for sample in request.samples] for request in requests]
+
+    def release(self) -> None:
+        """Free the memory of the KV cache and of CUDA graphs for training. The next call allocates them again."""
+        if self._workspace is not None:
+            self._workspace = None
+            torch.cuda.empty_cache()  # the graphs' memory pool is not reusable before
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Memory that `release` would free, without that of CUDA graphs."""
+        return 0 if self._workspace is None else self._workspace.cache.num_bytes
+
+    def _group(self, task: Task, max_new_tokens: int) -> PromptGroup:
+        length, limit = len(task.prompt_ids), self.settings.max_total_tokens
+        if not 0 < length < limit:
+            raise SamplingError(
+                f"task {task.id!r} has {length} prompt tokens: between 1 and {limit - 1} fit max_total_tokens {limit}"
+            )
+        if not 0 <= min(task.prompt_ids) <= max(task.prompt_ids) < self.forward.head.vocab_size:
+            raise SamplingError(
+                f"task {task.id!r} has a token outside the model's vocabulary of {self.forward.head.vocab_size}: "
+                "was it made with another tokenizer?"
+            )
+        return PromptGroup(task, min(max_new_tokens, limit - length))
+
+    def _run(self, requests: Sequence[Request], num_samples: int, progress: Progress | None) -> None:
+        groups = [request.group for request in requests]
+        longest = max(group.prompt_length + group.max_new_tokens for group in groups)
+        self.forward.check_length(longest)
+        workspace = self._workspace_for(groups, num_samples, longest)
+        workspace.begin(groups, num_samples)
+        scheduler = Scheduler(workspace.num_pages, self.settings.page_size, self.settings.max_batch_size)
+        decoding = SingleBackend(self.forward, workspace.decode)
+        driver = Driver(
+            self.forward,
+            workspace.cache,
+            scheduler,
+            decoding,
+            self.settings.max_prefill_tokens,
+            graphs=workspace.graphs,
+        )
+        for request in requests:
+            driver.add(request)
+        try:
+            while driver.unfinished:
+                _step(driver, progress)
+        except BaseException:
+            self._workspace = None  # steps may still be running in it
+            raise
+        self.num_preemptions = scheduler.num_preemptions
+        if workspace.graphs is not None and driver.graphs is None:
+            self._use_graphs, workspace.graphs = False, None
+
+    def _workspace_for(self, groups: Sequence[PromptGroup], num_samples: int, longest: int) -> Workspace:
+        """That of the previous call, if it is large enough or as large as memory allows; else a new one."""
+        settings = self.settings
+        wanted = _pages_wanted(groups, num_samples, settings)
+        least = max(pages_needed(group, settings.page_size) for group in groups)
+        held = self._workspace
+        if held is not None and held.fits(wanted, least, longest):
+            return held
+        self.release()
+        if self._keeps_workspace:
+            if settings.deterministic:
+                longest = settings.max_total_tokens  # how attention is split over processors depends on it
+            # Calls of many sizes take turns, the turns of conversations for instance: the largest so far fits them all.
+            wanted, longest = self._largest = max(wanted, self._largest[0]), max(longest, self._largest[1])
+        num_pages = num_pages_for(self.forward, settings, wanted, least)
+        depends_on_free_memory = self._keeps_workspace and settings.kv_cache_gib is None and num_pages < wanted
+        if settings.deterministic and depends_on_free_memory:
+            raise SamplingError(
+                "deterministic sampling needs a KV cache for all answers that run together, and the free memory holds "
+                f"{num_pages / wanted:.0%} of it: which answers wait would depend on what else is in memory. Set "
+                "kv_cache_gib, or lower max_batch_size"
+            )
+        cache = new_cache(self.forward, settings, num_pages)
+        if not self._keeps_workspace:
+            return Workspace(cache, num_pages, num_pages < wanted, longest, DenseDecode(cache, longest))
+        width = pages_for(longest, settings.page_size)
+        decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.config.num_attention_heads)
+        graphs = DecodeGraphs(self.forward, decode) if self._use_graphs else None
+        workspace = Workspace(cache, num_pages, num_pages < wanted, width * settings.page_size, decode, graphs)
+        self._workspace = workspace
+        return workspace
+
+    def _completion(self, sample: Sample) -> Completion:
+        assert sample.finish_reason is not None
+        return Completion(
+            token_ids=tuple(sample.token_ids),
+            logprobs=tuple(sample.logprobs),
+            text=self.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+            finish_reason=sample.finish_reason,
+        )
+
+
+def _step(driver: Driver, progress: Progress | None) -> None:
+    num_finished = 0
+    for update in driver.step():
+        if isinstance(update, NanLogits):
+            sample = update.sample
+            raise FloatingPointError(
+                f"the logits for token {len(sample.token_ids)} of task {sample.group.task.id!r} are NaN: "
+                "the weights of the model have diverged"
+            )
+        num_finished += update.finish_reason is not None
+    if num_finished and progress is not None:
+        progress(num_finished)
+
+
+def num_pages_for(forward: ForwardPass, settings: NativeSettings, wanted: int, least: int) -> int:
+    """Pages for sequences that memory allows: `wanted` at most, `least` at least."""
+    return num_pages_for_call(
+        forward.layers(), settings.page_size, settings.kv_cache_gib, forward.device, wanted=wanted, least=least,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        reserve=forward.working_bytes(settings.max_prefill_tokens, settings.max_batch_size),
+    )  # fmt: skip
+
+
+def new_cache(forward: ForwardPass, settings: NativeSettings, num_pages: int) -> PagedKvCache:
+    """A cache with `num_pages` for sequences and the scratch page for padding."""
+    return PagedKvCache(forward.layers(), num_pages + 1, settings.page_size, forward.device)
+
+
+def _pages_wanted(groups: Sequence[PromptGroup], num_samples: int, settings: NativeSettings) -> int:
+    """Pages with which the largest batch that can run together never waits for one."""
+    size = settings.page_size
+
+    def own(group: PromptGroup) -> int:
+        return pages_for(group.prompt_length + group.max_new_tokens, size) - group.prompt_length // size + 1
+
+    total, slots = 0, settings.max_batch_size
+    for group in sorted(groups, key=own, reverse=True):
+        together = min(num_samples, slots)
+        total += pages_for(group.prompt_length, size) + together * own(group)
+        slots -= together
+        if slots == 0:
+            break
+    return max(total + 1, max(pages_needed(group, size) for group in groups))
+
+
+def _check(sampling: Sampling, num_samples: int) -> None:
+    wrong = {
+        "num_samples": (num_samples, num_samples >= 1, "at least 1"),
+        "max_new_tokens": (sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
+        "temperature": (
+            sampling.temperature,
+            sampling.temperature == 0 or sampling.temperature >= SMALLEST_TEMPERATURE,
+            f"0 (greedy), or at least {SMALLEST_TEMPERATURE:g},",
+        ),
+        "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1 (off)"),
+        "top_k": (sampling.top_k, sampling.top_k >= 0, "0 (off) or more"),
+        "stop_strings": (sampling.stop_strings, all(sampling.stop_strings), "strings that are not empty"),
+    }
+    for name, (value, fine, accepted) in wrong.items():
+        if not fine:
+            raise SamplingError(f"{name} is {value!r}: {accepted} is accepted")

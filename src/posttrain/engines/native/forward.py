@@ -1,0 +1,127 @@
+"""Forward passes of a `transformers` model over the paged cache: prefill of prompts, and one token per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.engines.native.attention import DenseDecode, PagedDecode, PrefillAttention, PrefillPiece
+from posttrain.engines.native.kv_cache import PagedKvCache
+from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample
+from posttrain.models.attention_interface import ATTENTION, AttentionContext, attention_context
+from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
+from posttrain.policy.model_support import LayerShape, check_length, observe_layers
+
+
+class ForwardPass:
+    def __init__(self, model: nn.Module) -> None:
+        self.base = without_adapter_wrapper(model)
+        self.config: Any = self.base.config.get_text_config()
+        implementation = getattr(self.config, "_attn_implementation", None)
+        if implementation != ATTENTION:
+            raise UnsupportedModelError(
+                f"the model's attention is {implementation!r}: load it with attn_implementation={ATTENTION!r}"
+            )
+        self.head = OutputHead(model)
+        self._layers: dict[tuple[torch.device, torch.dtype], dict[int, LayerShape]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    @property
+    def _embedding(self) -> Tensor:
+        weight: Tensor = self.base.get_input_embeddings().weight
+        return weight
+
+    def hidden(self, context: AttentionContext, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [tokens, hidden size] of one packed row; `context` computes the attention."""
+        with attention_context(context):
+            return self.head.hidden(token_ids[None], positions[None])
+
+    def next_logits(self, decode: DenseDecode | PagedDecode, samples: Sequence[Sample]) -> Tensor:
+        """[samples, vocabulary] after the last token of each; the token's keys and values are written to its pages."""
+        size = decode.cache.page_size
+        last = [sample.token_ids[-1] for sample in samples]
+        at = [sample.num_cached for sample in samples]
+        slots = [
+            sample.pages[position // size] * size + position % size
+            for sample, position in zip(samples, at, strict=True)
+        ]
+        inputs = torch.tensor([last, at, slots], dtype=torch.long).to(decode.cache.device, non_blocking=True)
+        decode.prepare(samples, inputs[2])
+        return self.head.logits(self.hidden(decode, inputs[0], inputs[1]))
+
+    def layers(self) -> dict[int, LayerShape]:
+        """Shapes of keys and values per layer, found by running one token. Also compares our logits with the model's."""
+        place = (self.device, self._embedding.dtype)
+        if place not in self._layers:
+            self._layers[place] = observe_layers(self.base, self.head)
+        return self._layers[place]
+
+    def working_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """Estimated peak memory of a pass over `num_tokens` and of the logits of `num_rows`."""
+        config = self.config
+        widest = max(int(getattr(config, "intermediate_size", 0) or 0), config.hidden_size)
+        per_token = 4 * config.hidden_size * 4 + 4 * widest * self._embedding.element_size()
+        return num_tokens * per_token + 3 * num_rows * self.head.vocab_size * 4
+
+    def check_length(self, longest: int) -> None:
+        """Refuse lengths at which the model's positions would depend on which sequences run together."""
+        check_length(self.config, longest)
+
+
+def prefill(forward: ForwardPass, cache: PagedKvCache, jobs: Sequence[Prefill], max_tokens: int) -> None:
+    """Compute prompts into the cache: several in one packed row; one that is longer than a row goes through in pieces."""
+    for row in packed_rows(jobs, max_tokens):
+        tokens: list[int] = []
+        positions: list[int] = []
+        pieces: list[PrefillPiece] = []
+        ends: list[tuple[PromptGroup, int]] = []
+        for job, begin, end in row:
+            pieces.append(PrefillPiece(len(tokens), end - begin, job.start + begin, job.pages))
+            tokens += job.token_ids[begin:end]
+            positions += range(job.start + begin, job.start + end)
+            if job.group is not None and end == len(job.token_ids):
+                ends.append((job.group, len(tokens) - 1))
+        inputs = torch.tensor([tokens, positions], dtype=torch.long).to(cache.device)
+        hidden = forward.hidden(PrefillAttention(cache, pieces), inputs[0], inputs[1])
+        last = hidden.index_select(0, torch.tensor([at for _, at in ends], dtype=torch.long).to(hidden.device))
+        for (group, _), vector in zip(ends, last, strict=True):
+            group.last_hidden = vector.clone()  # not a view, which would keep the whole row alive
+
+
+def first_logits(forward: ForwardPass, samples: Sequence[Sample]) -> Tensor:
+    """[samples, vocabulary]: all samples of a group draw their first token from one row of logits."""
+    groups = list(dict.fromkeys(sample.group for sample in samples))
+    row_of = {group: row for row, group in enumerate(groups)}
+    logits = forward.head.logits(torch.stack([_last_hidden(group) for group in groups]))
+    rows = torch.tensor([row_of[sample.group] for sample in samples]).to(logits.device)
+    return logits.index_select(0, rows)
+
+
+def packed_rows(jobs: Sequence[Prefill], max_tokens: int) -> Iterator[list[tuple[Prefill, int, int]]]:
+    """Rows of at most `max_tokens`, each a list of (job, begin, end). A job is cut only if it is longer than a row."""
+    row: list[tuple[Prefill, int, int]] = []
+    used = 0
+    for job in jobs:
+        length = len(job.token_ids)
+        if row and used + length > max_tokens:
+            yield row
+            row, used = [], 0
+        begin = 0
+        while length - begin > max_tokens:
+            yield [(job, begin, begin + max_tokens)]
+            begin += max_tokens
+        row.append((job, begin, length))
+        used += length - begin
+    if row:
+        yield row
+
+
+def _last_hidden(group: PromptGroup) -> Tensor:
+    assert group.last_hidden is not None, "a prompt is computed before its samples start"
+    return group.last_hidden

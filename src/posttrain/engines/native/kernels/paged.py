@@ -1,0 +1,168 @@
+"""Attention of one new token per sequence over its pages.
+
+One program per sequence, key head and piece of the sequence. The query heads that share a key head are the rows of a small
+matrix product, so each page is read once. Small batches cut their sequences into pieces to occupy the whole GPU
+(flash-decoding, Dao et al. 2023); a second kernel combines those, always in the same order. Positions before a sliding window
+are skipped. Results depend on the number of pieces by rounding only, and that number on shapes only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from posttrain.engines.native.kernels.attend import combine_pieces_kernel, paged_attention_kernel
+from posttrain.engines.native.kernels.shapes import (
+    MIN_SPLIT_TOKENS,
+    AttentionTile,
+    attention_tile,
+    multiprocessors,
+    next_power_of_two,
+    num_splits,
+)
+
+_MAX_HEAD_DIM = 256
+_MAX_GROUP = 128
+# The smallest tile of the matrix units.
+SMALLEST_TILE = 16
+_LOG2_E = math.log2(math.e)
+
+
+def supports(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the attention kernels can take these: where they are, their types and their shapes."""
+    heads, kv_heads = query.shape[1], keys.shape[2]
+    return (
+        runs_here(query)
+        and query.dtype == keys.dtype == values.dtype
+        and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and query.shape[-1] == keys.shape[-1]
+        and keys.shape[:3] == values.shape[:3]
+        and max(keys.shape[-1], values.shape[-1]) <= _MAX_HEAD_DIM
+        and heads % kv_heads == 0
+        and heads // kv_heads <= _MAX_GROUP
+        and query.stride(-1) == 1
+        and keys.is_contiguous()
+        and values.is_contiguous()
+    )
+
+
+def runs_here(tensor: Tensor) -> bool:
+    """On CUDA devices; anywhere else only in Triton's interpreter (TRITON_INTERPRET=1), which tests use."""
+    return tensor.is_cuda or bool(triton.knobs.runtime.interpret)
+
+
+def paged_attention(
+    query: Tensor,  # [rows, heads, dim]; may be a view of a wider product, the last dim contiguous
+    keys: Tensor,  # [pages, page size, kv heads, dim]
+    values: Tensor,  # [pages, page size, kv heads, value dim]
+    table: Tensor,  # [rows, most pages], int32
+    lengths: Tensor,  # [rows], int32: tokens of each row, the new one included; 0 gives zeros
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    out: Tensor | None = None,  # [rows, heads, value dim], contiguous
+    tile: AttentionTile | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """`tile` and `splits` are for tuning: without them they follow from the shapes."""
+    assert supports(query, keys, values), "the caller has asked supports()"
+    rows, heads, dim = query.shape
+    page_size, kv_heads, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    out = output_like(query, value_dim, out)
+    if rows == 0:
+        return out
+    group = heads // kv_heads
+    padded = max(next_power_of_two(max(dim, value_dim)), SMALLEST_TILE)
+    tile = tile or attention_tile(padded, query.element_size(), max(next_power_of_two(group), SMALLEST_TILE))
+    if splits is None:
+        splits = num_splits(rows * kv_heads, table.shape[1] * page_size, multiprocessors(query.device))
+    pieces, sums = piece_buffers(out, splits, 0)
+    attend_to_own(
+        query, keys, values, table, lengths, None, out, pieces, sums, scale=scale, window=window, softcap=softcap,
+        tile=tile, splits=splits, prefix_splits=0, prefix_block=1,
+    )  # fmt: skip
+    return out
+
+
+def output_like(query: Tensor, value_dim: int, out: Tensor | None) -> Tensor:
+    shape = (query.shape[0], query.shape[1], value_dim)
+    if out is None:
+        return torch.empty(shape, dtype=query.dtype, device=query.device)
+    assert out.shape == shape, f"the output has shape {tuple(out.shape)}, {shape} was computed"
+    assert out.is_contiguous(), "the output is written as a block"
+    return out
+
+
+def piece_buffers(out: Tensor, splits: int, prefix_splits: int) -> tuple[Tensor, Tensor]:
+    """Buffers for the pieces of every row and head, and for log2 of their sums; `out`, unused, if nothing is split."""
+    num_slots = num_slots_of(splits, prefix_splits)
+    if num_slots == 0:
+        return out, out
+    rows, heads, value_dim = out.shape
+    pieces = torch.empty((rows, heads, num_slots, value_dim), dtype=torch.float32, device=out.device)
+    return pieces, torch.empty((rows, heads, num_slots), dtype=torch.float32, device=out.device)
+
+
+def num_slots_of(splits: int, prefix_splits: int) -> int:
+    """A sequence that is not split needs no slot: its program writes the output."""
+    return prefix_splits + (splits if splits > 1 else 0)
+
+
+def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What the product of query and key is multiplied with, inside and outside of the soft cap; log2(e) included."""
+    if softcap is None:
+        return scale * _LOG2_E, 1.0
+    return 2.0 * scale / softcap, softcap * _LOG2_E
+
+
+def attend_to_own(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, starts: Tensor | None,
+    out: Tensor, pieces: Tensor, sums: Tensor, *, scale: float, window: int | None, softcap: float | None,
+    tile: AttentionTile, splits: int, prefix_splits: int, prefix_block: int,
+) -> None:  # fmt: skip
+    """Each row from its start on (None: from 0), put together with what `pieces` holds of the prefix."""
+    rows, heads, dim = query.shape
+    page_size, kv_heads, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    check_indices(table, lengths)
+    inner, outer = score_scales(scale, softcap)
+    group, window_or_0 = heads // kv_heads, 0 if window is None else window
+    starts_or_any, has_start = (lengths, False) if starts is None else (starts, True)
+    slots = num_slots_of(splits, prefix_splits)
+    paged_attention_kernel[(kv_heads, rows, splits)](
+        query, keys, values, out, pieces, sums, table, lengths, starts_or_any,
+        inner, outer, window_or_0, query.stride(0), query.stride(1), table.stride(0),
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PADDED=max(next_power_of_two(group), SMALLEST_TILE),
+        KEY_DIM=dim, KEY_PADDED=max(next_power_of_two(dim), SMALLEST_TILE),
+        VALUE_DIM=value_dim, VALUE_PADDED=max(next_power_of_two(value_dim), SMALLEST_TILE),
+        PAGE_SIZE=page_size, BLOCK=tile.block, SPLITS=splits, MIN_TOKENS=MIN_SPLIT_TOKENS,
+        SLOTS=slots, PREFIX_SPLITS=prefix_splits, PREFIX_BLOCK=prefix_block, HAS_START=has_start,
+        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, EXACT_WEIGHTS=exact_weights(tile, query),
+        PRECISION=dot_precision(query), num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        combine_pieces_kernel[(heads, rows)](
+            out, pieces, sums, lengths, starts_or_any, window_or_0,
+            VALUE_DIM=value_dim, VALUE_PADDED=next_power_of_two(value_dim), SLOTS=slots,
+            SLOTS_PADDED=next_power_of_two(slots), PREFIX_SPLITS=prefix_splits, SPLITS=splits,
+            PREFIX_BLOCK=prefix_block, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
+            HAS_START=has_start, HAS_WINDOW=window is not None, num_warps=4 if slots > 8 else 1, num_stages=1,
+        )  # fmt: skip
+
+
+def check_indices(table: Tensor, lengths: Tensor) -> None:
+    assert table.dtype == torch.int32, f"the page table is {table.dtype}, int32 is expected"
+    assert lengths.dtype == torch.int32, f"lengths are {lengths.dtype}, int32 is expected"
+    assert table.stride(1) == 1, "the pages of a row must be contiguous"
+    assert lengths.stride(0) == 1, "lengths must be contiguous"
+
+
+def exact_weights(tile: AttentionTile, query: Tensor) -> bool:
+    return tile.exact_weights and query.dtype != torch.float32
+
+
+def dot_precision(query: Tensor) -> str:
+    return "ieee" if query.dtype == torch.float32 else "tf32"

@@ -1,0 +1,77 @@
+"""Tile sizes of the attention kernels, and the number of pieces that a sequence is split into. Without Triton.
+
+All of it follows from shapes that are fixed when a CUDA graph is captured: nothing is timed and nothing is read from the
+device while the engine runs. `bench/tune_decode_kernels.py` times the candidates on a GPU; what it finds goes into `TILES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+# A program of the split kernel should have at least this many positions, or starting it costs more than it reads.
+MIN_SPLIT_TOKENS = 128
+MAX_SPLITS = 64
+# Programs per multiprocessor that a launch aims at. Three or four are resident at a time.
+_PROGRAMS_PER_SM = 4
+# Assumed without a GPU (Triton's interpreter).
+_DEFAULT_NUM_SMS = 132
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """`block` positions of keys and values per iteration of one program."""
+
+    block: int
+    num_warps: int
+    num_stages: int
+    # Softmax weights meet the values in the values' precision. True: the rounding error goes through a second product, so
+    # that weights have 16 bits instead of 8 in bf16. Costs matrix units, which decoding leaves idle, and no memory traffic.
+    exact_weights: bool = False
+
+
+# Bytes of one key or value (padded to a power of two) -> tile. All but one of the stages of keys and values are in shared
+# memory (228 KiB on Hopper), of which a program should take a third at most, so that one loads while another computes.
+TILES: dict[int, AttentionTile] = {
+    128: AttentionTile(block=128, num_warps=4, num_stages=3),  # e.g. 64 dims of bf16
+    256: AttentionTile(block=64, num_warps=4, num_stages=3),  # 128 dims of bf16
+    512: AttentionTile(block=32, num_warps=4, num_stages=3),  # 256 dims of bf16, 128 of fp32
+    1024: AttentionTile(block=16, num_warps=4, num_stages=2),  # 256 dims of fp32
+}
+
+
+def attention_tile(padded_dim: int, itemsize: int, tile_rows: int) -> AttentionTile:
+    """The tile for keys of `padded_dim` numbers; one program has `tile_rows` queries."""
+    row_bytes = min(max(padded_dim * itemsize, min(TILES)), max(TILES))
+    tile = TILES[row_bytes]
+    if tile_rows * padded_dim >= 64 * 256 or tile_rows >= 128:
+        # The sums of a tile this large need the registers of eight warps.
+        return AttentionTile(min(tile.block, 64), 8, min(tile.num_stages, 2), tile.exact_weights)
+    return tile
+
+
+def num_splits(num_programs: int, max_tokens: int, num_sms: int) -> int:
+    """Pieces per sequence, a power of two, so that `num_programs` unsplit programs over at most `max_tokens` fill the GPU.
+
+    Large batches fill it without, and then the pass that puts pieces together would be pure cost.
+    """
+    num_programs = max(num_programs, 1)
+    wanted = (_PROGRAMS_PER_SM * num_sms + num_programs // 2) // num_programs
+    affordable = max_tokens // MIN_SPLIT_TOKENS
+    limit = max(1, min(wanted, affordable, MAX_SPLITS))
+    return 1 << (limit.bit_length() - 1)
+
+
+def multiprocessors(device: torch.device) -> int:
+    return _num_sms(device.index) if device.type == "cuda" else _DEFAULT_NUM_SMS
+
+
+@cache
+def _num_sms(index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def next_power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length() if number > 1 else 1

@@ -1,0 +1,130 @@
+"""The tensors of the paged KV cache: per layer one pool of pages for keys and one for values, and their size.
+
+`scheduler.py` allocates the pages to sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.errors import InputError
+from posttrain.policy.model_support import LayerShape
+
+GIB = 2**30
+_CPU_DEFAULT_BYTES = 2 * GIB
+
+
+class KvCacheTooSmallError(InputError):
+    """The cache cannot hold a single sequence."""
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that cost no memory on a CPU until they are written.
+
+    `torch.zeros` writes every byte; for `np.zeros` the system maps zero pages, allocated on the first write. Masked positions
+    must be finite, because their weight of 0 times NaN is NaN.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = int(np.prod(shape))
+    return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+
+class PagedKvCache:
+    """The last page is the scratch page for padding: it fills unused entries of page tables."""
+
+    def __init__(self, layers: dict[int, LayerShape], num_pages: int, page_size: int, device: torch.device) -> None:
+        self.layers = layers
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.device = device
+        self.keys: dict[int, Tensor] = {}  # layer -> [pages, page size, heads, dim]
+        self.values: dict[int, Tensor] = {}
+        for layer, shape in layers.items():
+            pages = (num_pages, page_size, shape.num_heads)
+            self.keys[layer] = zeros((*pages, shape.key_dim), shape.dtype, device)
+            self.values[layer] = zeros((*pages, shape.value_dim), shape.dtype, device)
+
+    @property
+    def scratch_page(self) -> int:
+        return self.num_pages - 1
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_size * sum(shape.bytes_per_token for shape in self.layers.values())
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write keys and values of tokens to `slots` (page * page size + offset in the page)."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values at `slots`; [slots, heads, dim]."""
+        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+        return keys.index_select(0, slots), values.index_select(0, slots)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        source, target = torch.tensor(copies, dtype=torch.long).T.contiguous().to(self.device)
+        for pool in (*self.keys.values(), *self.values.values()):
+            pool.index_copy_(0, target, pool.index_select(0, source))
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Fill pages with zeros: masked positions must be finite, see `zeros`."""
+        at = torch.tensor(pages, dtype=torch.long, device=self.device)
+        for pool in (*self.keys.values(), *self.values.values()):
+            pool.index_fill_(0, at, 0)
+
+    def slots(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
+        """Slots of positions [start, end) of the sequence in `pages`."""
+        position = np.arange(start, end)
+        return (
+            np.asarray(pages, dtype=np.int64)[position // self.page_size] * self.page_size + position % self.page_size
+        )
+
+
+def num_pages_for_call(
+    layers: dict[int, LayerShape],
+    page_size: int,
+    kv_cache_gib: float | None,
+    device: torch.device,
+    *,
+    wanted: int,
+    least: int,
+    gpu_memory_utilization: float = 0.9,
+    reserve: int = 0,
+) -> int:
+    """Pages of a cache for one call: `wanted` if memory allows, never fewer than the `least` that one sequence takes.
+
+    On a GPU the cache may take memory until `gpu_memory_utilization` of it is in use, including by others; `reserve` bytes of
+    that are left for forward passes.
+    """
+    page_bytes = page_size * sum(shape.bytes_per_token for shape in layers.values())
+    # On a CPU decoding keeps a dense copy of the active sequences, which takes about as much again.
+    budget_per_page = page_bytes * (2 if device.type == "cpu" else 1)
+    if kv_cache_gib is not None:
+        budget = kv_cache_gib * GIB
+    elif device.type == "cpu":
+        budget = float(max(_CPU_DEFAULT_BYTES, least * budget_per_page))
+    else:
+        free, total = _cuda_bytes(device)
+        budget = float(free - (1 - gpu_memory_utilization) * total - reserve)
+    affordable = int(budget // budget_per_page)
+    if affordable < least:
+        raise KvCacheTooSmallError(
+            f"the longest sequence of this call needs {least * budget_per_page / GIB:.3g} GiB of KV cache and "
+            f"{max(budget, 0) / GIB:.3g} GiB may be used: raise kv_cache_gib or gpu_memory_utilization, or lower "
+            "max_new_tokens or the length of prompts"
+        )
+    return min(wanted, affordable)
+
+
+def _cuda_bytes(device: torch.device) -> tuple[int, int]:
+    """Free memory, including what torch has cached, and total memory."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total

@@ -1,0 +1,134 @@
+"""Draws one token per row of logits, with keyed noise, and returns its log-probability.
+
+**The draw** is the Gumbel-max trick on two levels: blocks of about sqrt(V) tokens compete with the log of their mass, then
+the tokens of the winning block compete with each other. That is an exact sample of the softmax for 2*sqrt(V) noises instead
+of V. Inverting the distribution function would take a single one, but all of its V boundaries move when logits are rounded
+differently (another batch size, another number of ranks). Measured with SmolLM2-135M in fp32, logits computed in one pass
+against token by token: 31 of 18,000 draws changed with inversion, none with Gumbel-max, because an argmax changes only if its two
+best candidates are equal to rounding.
+
+**The log-probability** is that of the full row of logits divided by the temperature, before top-k and top-p and with the
+padding of the vocabulary: what a trainer computes from the same logits. At temperature 0 it is taken at temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from posttrain.engines.native.noise import gumbel, token_keys
+from posttrain.types import Sampling
+
+# Keys of the noise of blocks begin here, beyond any vocabulary.
+_BLOCK_INDEX = 1 << 40
+# Nuclei larger than this are found by sorting the whole row.
+_NUCLEUS_GUESS = 1024
+
+
+@dataclass(frozen=True)
+class TokenSampler:
+    """`vocab_size` is the tokenizer's: what the output head has beyond it is padding and is never drawn."""
+
+    sampling: Sampling
+    vocab_size: int
+
+    def draw(self, logits: Tensor, sequence_keys: Tensor, token_index: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and log-probabilities, both [rows], for logits [rows, head's vocabulary]."""
+        temperature = self.sampling.temperature
+        if (
+            logits.is_cuda
+            and not self.sampling.top_k
+            and self.sampling.top_p == 1.0
+            and (kernel := _kernel()) is not None
+        ):
+            return kernel(logits, sequence_keys, token_index, temperature=temperature, vocab_size=self.vocab_size)
+        scores = logits.float()
+        if temperature not in (0.0, 1.0):
+            scores = scores * (1.0 / temperature)
+        candidates, padding = scores[:, : self.vocab_size], scores[:, self.vocab_size :]
+        top = candidates.amax(dim=-1, keepdim=True)
+        masses = (candidates - top).exp_()
+        if temperature == 0.0:
+            tokens = candidates.argmax(dim=-1)
+        else:
+            tokens = self._sample(candidates, masses, token_keys(sequence_keys, token_index))
+        # Everything relative to the best score: large logits would cost digits.
+        total = masses.sum(dim=-1, keepdim=True).log()
+        if padding.shape[1]:
+            total = torch.logaddexp(total, padding.logsumexp(dim=-1, keepdim=True) - top)
+        logprobs = scores.gather(1, tokens[:, None]) - top - total
+        return tokens, logprobs.squeeze(1)
+
+    def _sample(self, scores: Tensor, masses: Tensor, keys: Tensor) -> Tensor:
+        if self.sampling.top_k or self.sampling.top_p < 1.0:
+            excluded = scores < _smallest_kept(scores, self.sampling.top_k, self.sampling.top_p)
+            scores = scores.masked_fill(excluded, float("-inf"))
+            masses = masses.masked_fill(excluded, 0.0)
+        size = block_size(scores.shape[1])
+        block_masses = _sum_blocks(masses, size)
+        blocks = torch.arange(block_masses.shape[1], device=scores.device)
+        noise = gumbel(keys[:, None], blocks + _BLOCK_INDEX)
+        block = (block_masses.double().log() + noise).argmax(dim=-1)
+
+        members = block[:, None] * size + torch.arange(size, device=scores.device)
+        values = scores.gather(1, members.clamp(max=scores.shape[1] - 1)).double() + gumbel(keys[:, None], members)
+        values = values.masked_fill(members >= scores.shape[1], float("-inf"))
+        return members.gather(1, values.argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+@cache
+def _kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The same draw in one pass over the logits."""
+    try:
+        from posttrain.engines.native.kernels import sample_rows
+    except ImportError:  # a torch build without Triton
+        return None
+    return sample_rows
+
+
+def block_size(vocab_size: int) -> int:
+    """The power of two at or above the square root of the vocabulary."""
+    return 1 << ((vocab_size - 1).bit_length() + 1) // 2
+
+
+def _sum_blocks(masses: Tensor, size: int) -> Tensor:
+    vocab_size = masses.shape[1]
+    whole = vocab_size // size * size
+    sums = masses[:, :whole].unflatten(1, (-1, size)).sum(dim=-1)
+    if whole == vocab_size:
+        return sums
+    return torch.cat([sums, masses[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
+
+
+def _smallest_kept(scores: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The score of the last token that top-k, and then top-p among those, keep; [rows, 1]. Equal scores stay together."""
+    vocab_size = scores.shape[1]
+    if top_k and top_k < vocab_size:
+        ordered = scores.topk(top_k, dim=-1).values
+        if top_p == 1.0:
+            return ordered[:, -1:]
+        return _nucleus_end(ordered, ordered.logsumexp(dim=-1, keepdim=True), top_p)
+    if top_p == 1.0:
+        return scores.amin(dim=-1, keepdim=True)
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    if scores.device.type == "cpu" and vocab_size > _NUCLEUS_GUESS:
+        # Sorting a whole row costs as much as the model; the nucleus is nearly always small. The check is free on a CPU, and
+        # would synchronise a GPU.
+        ordered = scores.topk(_NUCLEUS_GUESS, dim=-1).values
+        if bool((ordered.sub(total).exp_().sum(dim=-1) >= top_p).all()):
+            return _nucleus_end(ordered, total, top_p)
+    return _nucleus_end(scores.sort(dim=-1, descending=True).values, total, top_p)
+
+
+def _nucleus_end(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
+    """The score that carries the mass of the tokens before it to `top_p`; at least the best one is kept."""
+    probabilities = (ordered - total).exp_()
+    # A single row would be summed by many processors of a GPU in a nondeterministic order.
+    rows = probabilities.expand(2, -1) if len(probabilities) == 1 and probabilities.is_cuda else probabilities
+    before = rows.cumsum(dim=-1)[: len(probabilities)] - probabilities
+    kept = (before < top_p).sum(dim=-1, keepdim=True).clamp_(min=1)
+    return ordered.gather(1, kept - 1)

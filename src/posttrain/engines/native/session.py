@@ -1,0 +1,211 @@
+"""A long-lived session of the native engine: requests arrive and are cancelled while others run.
+
+`NativeEngine.generate` returns when its last completion is done. A server calls `add`, `cancel` and `step` itself. The KV
+cache is allocated once and never grows. Each request has its own sampling settings; its noise is keyed by its seed, so its
+tokens do not depend on other requests.
+
+A session may switch adapters: samples of one adapter run through the model together, one adapter after another.
+
+Not thread-safe: one thread calls everything but `check`. A process may have several sessions, but only one of them may be
+inside `step` at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from posttrain.engines.native.decoding import BackendPerAdapter
+from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
+from posttrain.engines.native.engine import NativeEngine, NativeSettings, SamplingError, new_cache, num_pages_for
+from posttrain.engines.native.graphs import ModelLogprobs
+from posttrain.engines.native.noise import sequence_key
+from posttrain.engines.native.sampler import TokenSampler
+from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
+from posttrain.engines.native.stopping import StopRules
+from posttrain.types import FinishReason, Sampling, Task
+
+
+@dataclass(frozen=True)
+class SessionRequest:
+    """A prompt to be continued `num_samples` times. The same seed gives the same answers, whatever else is running."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    num_samples: int = 1
+    adapter: str = ""  # "" is the model as it was loaded
+    num_top_logprobs: int | None = None  # None: the model's own log-probabilities are not requested
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One more token of one sample. `logprob` is the sampler's, under the temperature used, as in `Completion`."""
+
+    request_id: str
+    sample: int
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None = None
+    model_logprobs: ModelLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class FailureEvent:
+    """The request has ended without an answer."""
+
+    request_id: str
+    message: str
+
+
+Event = TokenEvent | FailureEvent
+
+
+class GenerationSession:
+    """`activate` is called with the name of the adapter whose samples come next, whenever it changes. `settings` take the
+    place of the engine's."""
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        activate: Callable[[str], None] | None = None,
+        settings: NativeSettings | None = None,
+    ) -> None:
+        self.forward, self.tokenizer = engine.forward, engine.tokenizer
+        self.settings = settings or engine.settings
+        self._activate = activate
+        self._vocab_size = engine.vocab_size
+        self._samplers: dict[Sampling, TokenSampler] = {}
+        self._requests: dict[str, Request] = {}
+        self._num_preemptions = 0  # before the last `reset`
+        engine.model.eval()
+        self._allocate()
+        self.driver = self._new_driver()
+
+    @torch.no_grad()
+    def _allocate(self) -> None:
+        settings, longest = self.settings, self.settings.max_total_tokens
+        self.forward.check_length(longest)
+        least = pages_for(longest, settings.page_size) + 1
+        self.num_pages = num_pages_for(self.forward, settings, least * settings.max_batch_size + 1, least)
+        self._cache = new_cache(self.forward, settings, self.num_pages)
+        self._decoding = BackendPerAdapter(
+            self.forward, self._cache, self.num_pages, settings.max_batch_size, settings.max_total_tokens
+        )
+
+    def _new_driver(self) -> Driver:
+        settings = self.settings
+        scheduler = Scheduler(self.num_pages, settings.page_size, settings.max_batch_size)
+        # Prompts of about one row at a time: active samples wait for no more than that.
+        tokens = settings.max_prefill_tokens
+        return Driver(
+            self.forward,
+            self._cache,
+            scheduler,
+            self._decoding,
+            tokens,
+            activate=self._activate,
+            max_admitted_tokens=tokens,
+        )
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> bool:
+        return self.driver.unfinished
+
+    @property
+    def num_active(self) -> int:
+        return len(self.driver.scheduler.active)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.driver.scheduler.waiting)
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.num_pages - self.driver.scheduler.pages.num_free
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._num_preemptions + self.driver.scheduler.num_preemptions
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+        """Raise SamplingError for a request that `add` would refuse. Reads only constants: any thread may call it."""
+        length, limit = len(prompt_ids), self.settings.max_total_tokens
+        if length < 1 or max_new_tokens < 1 or length + max_new_tokens > limit:
+            raise SamplingError(
+                f"{length} prompt tokens and {max_new_tokens} new ones: at least 1 of each, and at most {limit} together"
+            )
+        vocabulary = self.forward.head.vocab_size
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
+            raise SamplingError(f"a prompt token is outside the model's vocabulary of {vocabulary} tokens")
+
+    def add(self, request: SessionRequest) -> None:
+        """Append a request to the queue."""
+        assert request.id not in self._requests, f"two requests have the id {request.id}"
+        assert request.num_samples >= 1
+        sampling = request.sampling
+        self.check(request.prompt_ids, sampling.max_new_tokens)
+        stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
+        group = PromptGroup(Task(0, request.id, "", request.prompt_ids), sampling.max_new_tokens)
+        samples = [
+            Sample(group, index, sequence_key(request.seed, 0, 0, index), scanner=stop.scanner())
+            for index in range(request.num_samples)
+        ]
+        added = Request(group, samples, self._sampler(sampling), stop, request.adapter, request.num_top_logprobs)
+        self._requests[request.id] = added
+        self.driver.add(added)
+
+    def _sampler(self, sampling: Sampling) -> TokenSampler:
+        """One sampler for all settings that draw alike."""
+        if len(self._samplers) > 256:  # mostly settings of finished requests
+            self._samplers.clear()
+        drawing = Sampling(1, sampling.temperature, sampling.top_p, sampling.top_k)
+        if sampling.temperature == 0.0:
+            drawing = Sampling(1, 0.0)
+        return self._samplers.setdefault(drawing, TokenSampler(drawing, self._vocab_size))
+
+    def cancel(self, request_id: str) -> None:
+        """Free the slots and pages of the request at once. Unknown ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.driver.cancel(request)
+
+    def reset(self) -> list[str]:
+        """Drop all requests, after `step` has raised. Returns their ids."""
+        lost = list(self._requests)
+        self._requests.clear()
+        self._decoding.forget_rows()
+        self._num_preemptions = self.num_preemptions
+        self.driver = self._new_driver()
+        return lost
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """One step of the driver: prefill waiting requests, or draw one more token for every active sample."""
+        events: list[Event] = []
+        for update in self.driver.step():
+            request_id = update.sample.group.task.id
+            events.append(_event(request_id, update))
+            request = self._requests.get(request_id)
+            if request is not None and not request.unfinished:
+                del self._requests[request_id]
+        if not self.driver.scheduler.active:
+            self._decoding.drop_copies()  # an idle server keeps none
+        return events
+
+
+def _event(request_id: str, update: Update) -> Event:
+    if isinstance(update, NanLogits):
+        return FailureEvent(request_id, "the model's output is NaN: its weights are damaged")
+    return TokenEvent(
+        request_id, update.sample.index, update.token_id, update.logprob, update.finish_reason, update.model_logprobs
+    )

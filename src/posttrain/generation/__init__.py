@@ -1,1 +1,0 @@
-"""Sampling: the native engine, and rollouts made with any engine."""

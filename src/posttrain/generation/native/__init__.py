@@ -1,5 +1,0 @@
-"""The native engine: continuous batching over the modules that are being trained."""
-
-from posttrain.generation.native.engine import NativeEngine, NativeSettings, SamplingError
-
-__all__ = ["NativeEngine", "NativeSettings", "SamplingError"]

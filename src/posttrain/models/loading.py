@@ -1,0 +1,168 @@
+"""Loads models and their tokenizers with transformers.
+
+Raises `SettingsError` for what the user can fix: a missing folder, a name that the hub does not have, a config with
+impossible values, weights that do not fit it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.errors import InputError, reason_of
+from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.models.accepted_names import ModelReferenceError
+from posttrain.models.attention_interface import ATTENTION
+from posttrain.models.hub import why_unavailable
+
+# Raised by transformers while it reads a config or builds the modules of a model from it. ValueError also covers an
+# unknown kind of model.
+CONFIG_ERRORS = (StrictDataclassError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class SettingsError(InputError):
+    """The run's settings do not fit the model."""
+
+
+def resolve_device(setting: str) -> torch.device:
+    if setting == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("policy.device is cuda, but torch sees no CUDA device; use cpu or auto")
+    return torch.device(setting)
+
+
+def check_available(name: str, field: str, holding: str = "config.json and weights") -> None:
+    """SettingsError, without the retries of the hub's client, if neither a folder nor the hub has the model."""
+    if (reason := why_unavailable(name, holding)) is not None:
+        raise SettingsError(f"{field}: {reason}")
+
+
+def explain_missing(name: str, field: str, error: Exception) -> SettingsError:
+    if Path(name).is_dir():
+        return SettingsError(f"{field}: the folder {name!r} is not a Hugging Face model folder: {error}")
+    return SettingsError(f"{field}: {name!r} is no local folder and could not be fetched from the hub: {error}")
+
+
+def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObject:
+    """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
+    check_available(name, field)
+    try:
+        return AutoConfig.from_pretrained(name).to_dict()
+    except (OSError, *CONFIG_ERRORS) as error:
+        if not isinstance(error, OSError) and (Path(name) / "config.json").is_file():
+            raise _bad_config(name, field, error) from error
+        raise explain_missing(name, field, ValueError(reason_of(error))) from error
+
+
+def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTrainedTokenizerBase:
+    check_available(name, field, holding="a tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise explain_missing(name, field, error) from error
+    except (LookupError, TypeError, AttributeError) as error:  # valid JSON that is no tokenizer
+        raise SettingsError(
+            f"{field}: the tokenizer in {name!r} cannot be read: {type(error).__name__}: {error}; see tokenizer.json and "
+            "tokenizer_config.json there"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise SettingsError(f"{field}: the tokenizer of {name!r} has no end-of-sequence token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    name: str, dtype: torch.dtype, device: torch.device, overrides: JsonMapping | None = None
+) -> PreTrainedModel:
+    check_available(name, "policy.model_name")
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **dict(overrides or {})
+        )
+    except OSError as error:
+        raise explain_missing(name, "policy.model_name", error) from error
+    except ImportError as error:  # quantized weights need a package per format
+        raise SettingsError(f"policy.model_name: {name!r} cannot be loaded here: {reason_of(error)}") from error
+    except (TypeError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and (damaged := _damaged_file(Path(name))) is not None:
+            raise SettingsError(f"policy.model_name: {damaged} is damaged: {error}") from error
+        changed = f" with policy.hf_config_overrides {dict(overrides)}" if overrides else ""
+        raise SettingsError(f"policy.model_name {name!r}{changed}: {error}") from error
+    except CONFIG_ERRORS as error:
+        raise _bad_config(name, "policy.model_name", error, overrides) from error
+    if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
+        raise SettingsError(
+            f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "
+            "which would start as noise. Is it the whole model, and do policy.hf_config_overrides fit it?"
+        )
+    if report["unexpected_keys"] and not (dist.is_initialized() and dist.get_rank() > 0):
+        unexpected = sorted(report["unexpected_keys"])
+        print(
+            f"warning: {name!r} holds {len(unexpected)} weights that its config.json does not describe "
+            f"({', '.join(unexpected[:3])}{', …' * (len(unexpected) > 3)}), and the model is used without them. Is it the "
+            "config of another model?",
+            file=sys.stderr,
+        )
+    model.config.use_cache = False
+    return model.to(device)
+
+
+def sampling_dtype(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        return DTYPES["bfloat16" if device.type == "cuda" else "float32"]
+    if precision not in DTYPES:
+        raise ModelReferenceError(f"precision {precision!r} is not known; accepted: auto, {', '.join(DTYPES)}")
+    return DTYPES[precision]
+
+
+def _bad_config(name: str, field: str, error: Exception, overrides: JsonMapping | None = None) -> SettingsError:
+    """The config was read, and no model can be built from it."""
+    file = Path(name) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    place = str(file) if file.is_file() else repr(name)
+    changed = f" with policy.hf_config_overrides {dict(overrides)}" if overrides else ""
+    return SettingsError(f"{field}: {place}{changed}: {explain_config_error(error, {**config, **(overrides or {})})}")
+
+
+def explain_config_error(error: Exception, config: JsonMapping) -> str:
+    """Why transformers cannot build a model from `config`, in one line."""
+    if isinstance(error, KeyError) and error.args:
+        # A look-up by a value of the config, such as the name of an activation. The error holds the value only.
+        keys = [key for key, value in config.items() if value == error.args[0]]
+        return f"{keys[0]} {error.args[0]!r} is not known to transformers" if keys else f"KeyError: {error}"
+    lines = str(error).split("\n")
+    if type(error).__name__.startswith("StrictDataclass"):
+        # The first line has the field, the second what is wrong with it.
+        return " ".join(line.strip() for line in lines)
+    first = next((line.strip() for line in lines if line.strip()), "")
+    plain = isinstance(error, (ValueError, OSError)) and first
+    return first if plain else f"{type(error).__name__}: {first}".removesuffix(": ")
+
+
+def _damaged_file(folder: Path) -> Path | None:
+    """The first weight file that cannot be opened. The error of safetensors does not name it."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return file
+    return None
+
+
+def flops_per_token(model_config: JsonMapping, num_parameters: int) -> float:
+    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted."""
+    embedding = int(model_config.get("vocab_size", 0)) * int(model_config.get("hidden_size", 0))
+    tied = bool(model_config.get("tie_word_embeddings", False))
+    # Looking up an embedding costs nothing. The output projection does; when tied, it is the same tensor.
+    return 6.0 * (num_parameters if tied else num_parameters - embedding)

@@ -1,0 +1,147 @@
+"""Safetensors files, read and written one tensor at a time, so that a model larger than the memory can be processed.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header with type, shape and
+place of every tensor, then the data. A file may hold parts of tensors, as sharded training writes them: the header then holds
+the offsets of the part in the whole tensor (`DCP_SHARDING_INFO`, as torch.distributed.checkpoint writes it).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import InputError
+
+DTYPE_OF_CODE = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+_SHARDING = "DCP_SHARDING_INFO"
+_MAX_HEADER_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A tensor in a file, or a part of one: `offsets` are where it begins in the whole."""
+
+    file: Path
+    begin: int  # byte in the file
+    facts: TensorFacts
+    offsets: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        buffer = torch.empty(self.facts.num_bytes, dtype=torch.uint8)
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.begin)
+            view = memoryview(buffer.numpy().data)
+            while len(view):
+                count = file.readinto(view)
+                if not count:
+                    raise InputError(f"{self.file} ends in the middle of its data: it was cut short")
+                view = view[count:]
+        return buffer.view(self.facts.dtype).reshape(self.facts.shape)
+
+
+def stored_parts(file: Path) -> dict[str, StoredPart]:
+    """What a safetensors file holds, by name. The data is not read, but must be there in full."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+                raise ValueError("its header is no safetensors header")
+            header = json.loads(stream.read(length))
+        sharding = json.loads(header.pop("__metadata__", {}).get(_SHARDING, "{}"))
+        parts = {}
+        for name, entry in header.items():
+            facts = TensorFacts(tuple(entry["shape"]), DTYPE_OF_CODE[entry["dtype"]])
+            begin, end = entry["data_offsets"]
+            if end - begin != facts.num_bytes or 8 + length + end > size:
+                raise ValueError(f"the data of {name} is not all there: the file has {size} bytes")
+            offsets = tuple(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(facts.shape)
+            parts[name] = StoredPart(file, 8 + length + begin, facts, offsets)
+    except FileNotFoundError as error:
+        raise InputError(f"{file} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file} cannot be read as safetensors: {error}") from error
+    return parts
+
+
+def assemble(name: str, parts: list[StoredPart], facts: TensorFacts) -> Tensor:
+    """The whole tensor from its parts."""
+    if len(parts) == 1 and parts[0].facts.shape == facts.shape:
+        return parts[0].read()
+    whole = torch.empty(facts.shape, dtype=facts.dtype)
+    for part in parts:
+        place = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.facts.shape, strict=True))
+        whole[place] = part.read()
+    return whole
+
+
+def whole_facts(name: str, parts: list[StoredPart]) -> TensorFacts:
+    """Shape and type of the tensor that the parts make up; InputError if some of it is in none of them."""
+    first = parts[0].facts
+    if any(p.facts.dtype != first.dtype or len(p.facts.shape) != len(first.shape) for p in parts):
+        raise InputError(f"{name}: the parts in {_files(parts)} are of different types or ranks")
+    ends = zip(*[[o + n for o, n in zip(p.offsets, p.facts.shape, strict=True)] for p in parts], strict=True)
+    shape = tuple(max(axis) for axis in ends)
+    covered = sum(math.prod(part.facts.shape) for part in parts)
+    if covered < math.prod(shape):
+        raise InputError(
+            f"{name}: {_files(parts)} hold {covered} of its {math.prod(shape)} numbers; a shard is missing"
+        )
+    return TensorFacts(shape, first.dtype)
+
+
+def _files(parts: list[StoredPart]) -> str:
+    names = sorted({part.file.name for part in parts})
+    return f"{parts[0].file.parent}/{names[0]}" + (f" … {names[-1]}" if len(names) > 1 else "")
+
+
+def write_safetensors(
+    file: Path, plan: Mapping[str, TensorFacts], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[int]:
+    """Write the tensors of `plan`, which come in its order. Yields the number of bytes written after each."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, facts in plan.items():
+        shape, end = list(facts.shape), at + facts.num_bytes
+        header[name] = {"dtype": CODE_OF_DTYPE[facts.dtype], "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little"))
+        stream.write(text)
+        for (name, facts), (given, tensor) in zip(plan.items(), tensors, strict=True):
+            assert name == given, f"{given} came where {name} was planned"
+            assert (tuple(tensor.shape), tensor.dtype) == (facts.shape, facts.dtype), name
+            stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            yield facts.num_bytes

@@ -1,0 +1,116 @@
+"""The tokens between two turns of the model: the end of its turn, the observation, the opening of its next turn.
+
+Token in, token out: the prompt of the next turn is the tokens of the last prompt, the tokens that the model sampled, and
+the tokens made here. Nothing that the model has read or sampled is rendered or tokenised again. What the chat template
+prints around an observation is found by rendering the conversation with a placeholder for each of the model's turns and
+keeping what follows the last one. So neither the model's text nor how a template would render it now matters.
+
+Some templates render an earlier turn in another way once the conversation goes on: they drop its chain of thought, or
+move the tools. Training on such a text would be training on tokens that were not sampled. `caution` is set for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from posttrain.data.chat import ChatFormat, Ids
+from posttrain.data.errors import DataError
+from posttrain.types import Message
+
+# Letters and digits only, as in chat.py: no template trims or escapes it, and no observation holds it by chance.
+_PLACEHOLDER = "posttrain5d0c8e17b2turn"
+_THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The environment's messages after one of the model's turns. An empty role is the template's for tools."""
+
+    messages: tuple[Message, ...]
+
+
+class NextTurn:
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._end = chat.end_of_turn
+        self._end_ids = chat.encode_prompts([self._end])[0] if self._end else []
+        self.role = self._find_role()
+        self._after_turn(
+            [{"role": "user", "content": "?"}], [Exchange(({"role": "", "content": "?"},))]
+        )  # a template that cannot render it is refused here
+        self.caution = self._find_caution()
+
+    def ids(self, prompt: Sequence[Message], exchanges: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
+        """The tokens to append to `sampled`, the model's last turn. `exchanges` are all so far, the new one last."""
+        body = self._after_turn(prompt, exchanges)
+        if not self._end or not body.startswith(self._end):  # contents one after another: nothing ends a turn
+            return self._chat.encode_prompts([body])[0]
+        body = body[len(self._end) :]
+        return self._following_end(body) if self._is_closed(sampled) else [*self._end_ids, *self._following_end(body)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """As the engine decodes completions."""
+        text: str = self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def _after_turn(self, prompt: Sequence[Message], exchanges: Sequence[Exchange]) -> str:
+        """All that the template prints after the last of the model's turns, the opening of the next included."""
+        turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
+        answers = ([turn, *self._with_roles(exchange)] for exchange in exchanges)
+        whole = self._chat.render([*prompt, *chain.from_iterable(answers)])
+        _, found, after = whole.rpartition(_PLACEHOLDER)
+        if not found:
+            raise DataError(
+                "the chat template leaves out earlier turns of the assistant, so no conversation of several turns can be "
+                "written with it; use another one (policy.tokenizer.chat_template)"
+            )
+        return after
+
+    def _with_roles(self, exchange: Exchange) -> list[Message]:
+        return [{**message, "role": message["role"] or self.role} for message in exchange.messages]
+
+    def _is_closed(self, sampled: Sequence[int]) -> bool:
+        """Whether the model itself has ended its turn. A stop string or the limit may have done it instead."""
+        if list(sampled[-len(self._end_ids) :]) == self._end_ids:
+            return True
+        # " </s>": the space before the special token is the template's, not the model's.
+        last = self._end_ids[-1]
+        return bool(sampled) and sampled[-1] == last and last in self._chat.stop_token_ids
+
+    def _following_end(self, body: str) -> Ids:
+        """Tokens of a text after the end of a turn: some tokenizers encode the start of a text differently."""
+        whole, alone = self._chat.encode_prompts([self._end + body, body])
+        return whole[len(self._end_ids) :] if whole[: len(self._end_ids)] == self._end_ids else alone
+
+    def _find_role(self) -> str:
+        """`tool` if the template writes it, else `user`."""
+        asked: Message = {"role": "user", "content": "?"}
+        turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
+        for role in ("tool", "user"):
+            try:
+                written = self._chat.render([asked, turn, {"role": role, "content": "0bserved"}])
+            except DataError:
+                continue
+            if "0bserved" in written.rpartition(_PLACEHOLDER)[2]:
+                return role
+        raise DataError(
+            "the chat template can write neither a tool's turn nor a user's after an assistant's, so no conversation of several "
+            "turns can be written with it; use another one (policy.tokenizer.chat_template)"
+        )
+
+    def _find_caution(self) -> str | None:
+        """How the template changes earlier turns; None if it does not."""
+        asked: Message = {"role": "user", "content": "?"}
+        before = self._chat.render([asked])
+        for opening, what in (("", "writes an answer"), (_THOUGHT, "writes an answer with a chain of thought")):
+            text = opening + _PLACEHOLDER
+            turn: Message = {"role": "assistant", "content": text}
+            after: Message = {"role": self.role, "content": "?"}
+            if not self._chat.render([asked, turn, after]).startswith(before + text):
+                return (
+                    f"the chat template {what} in another way once the conversation goes on; posttrain keeps the tokens that "
+                    "were sampled, so a server that renders the whole conversation again shows the model another text"
+                )
+        return None

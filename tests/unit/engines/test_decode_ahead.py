@@ -1,0 +1,276 @@
+"""The driver one step ahead of the host, on a CPU: CUDA graphs are simulated by computing again.
+
+What a captured graph adds, fixed addresses, is tested on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
+from torch import Tensor, nn
+
+import posttrain.engines.native.cuda_graph_cache as cache_module
+import posttrain.engines.native.driver as driver_module
+import posttrain.engines.native.graphs as graphs_module
+from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.engines.native.attention import PagedDecode
+from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, GraphCaptureError, batch_sizes
+from posttrain.engines.native.graphs import SharedPrefixes
+from posttrain.engines.native.kv_cache import GIB, LayerShape, PagedKvCache
+from posttrain.engines.native.scheduler import PromptGroup
+from posttrain.engines.native.session import GenerationSession, SessionRequest, TokenEvent
+from posttrain.types import Completion, NoiseKey, Sampling, Task
+
+TOKENIZER = byte_tokenizer()
+KEY = NoiseKey(seed=3, step=5)
+# Some answers stop early, others do not.
+SAMPLING = Sampling(24, temperature=1.3, stop_token_ids=tuple(range(0, VOCAB_SIZE, 40)))
+PAGE_BYTES = 4 * 2 * 2 * 2 * 8 * 4 * 2  # as in test_native_engine.py
+
+
+class SimulatedGraphs(CudaGraphCache):
+    """Computes again instead of replaying, into the tensor that the first time returned."""
+
+    def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+        result = compute()
+        kept: dict[Hashable, Tensor] = self.__dict__.setdefault("kept", {})
+        return kept.setdefault(key, torch.empty_like(result)).copy_(result)
+
+
+class FailingGraphs(CudaGraphCache):
+    def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+        raise GraphCaptureError("a layer synchronises with the device")
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_model("llama")
+
+
+def make_tasks() -> list[Task]:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in (3, 16, 9, 30, 1)]
+    return [Task(draw, f"t:{draw}", "", tuple(prompt.tolist())) for draw, prompt in enumerate(prompts)]
+
+
+def ahead(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, graphs: type[CudaGraphCache] = SimulatedGraphs, **settings: Any
+) -> NativeEngine:
+    monkeypatch.setattr(graphs_module, "CudaGraphCache", graphs)
+    engine = NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, **settings))
+    engine._keeps_workspace = engine._use_graphs = True
+    return engine
+
+
+def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> None:
+    for one, other in zip(left, right, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=LOGPROB_ROUNDING)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 7, 64])
+def test_running_ahead_equals_running_in_step(model: nn.Module, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    expected = NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, SAMPLING, KEY)
+    reasons = {completion.finish_reason for group in expected for completion in group}
+    assert reasons == {"stop", "length"}
+    engine = ahead(model, monkeypatch, max_batch_size=batch)
+    assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)
+
+
+@pytest.mark.parametrize("num_pages", [15, 22, 31])
+def test_preempted_samples_continue_where_they_were(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, num_pages: int
+) -> None:
+    expected = NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, SAMPLING, KEY)
+    engine = ahead(model, monkeypatch, kv_cache_gib=num_pages * PAGE_BYTES / GIB)
+    assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)
+    assert engine.num_preemptions > 0
+
+
+def test_workspace_is_kept_until_released(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ahead(model, monkeypatch, max_batch_size=8)
+    first = engine.generate(make_tasks(), 4, SAMPLING, KEY)
+    workspace = engine._workspace
+    assert workspace is not None
+    assert engine.num_held_bytes == workspace.cache.num_bytes > 0
+    assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), first)
+    assert_same(engine.generate(make_tasks()[:2], 4, SAMPLING, KEY), first[:2])
+    assert engine._workspace is workspace
+    engine.release()
+    assert engine.num_held_bytes == 0
+    assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), first)
+    assert engine._workspace is not workspace
+
+
+def test_longer_call_gets_larger_workspace(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ahead(model, monkeypatch, max_batch_size=8)
+    engine.generate(make_tasks()[:1], 1, Sampling(2), KEY)
+    small = engine._workspace
+    long = Sampling(40, ignore_eos=True)
+    expected = NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, long, KEY)
+    assert_same(engine.generate(make_tasks(), 4, long, KEY), expected)
+    assert engine._workspace is not small
+
+
+def test_model_that_cannot_be_captured_is_sampled_without_graphs(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = NativeEngine(model, TOKENIZER).generate(make_tasks(), 2, SAMPLING, KEY)
+    engine = ahead(model, monkeypatch, FailingGraphs)
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        assert_same(engine.generate(make_tasks(), 2, SAMPLING, KEY), expected)
+    assert_same(engine.generate(make_tasks(), 2, SAMPLING, KEY), expected)  # and does not try again
+
+
+def test_kept_workspace_does_not_leak_the_previous_call(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without graphs, as for sharded models: the samples of each call are numbered from 0 on, in other pages."""
+    engine = ahead(model, monkeypatch)
+    engine._use_graphs = False
+    long = Sampling(24, ignore_eos=True)
+    engine.generate(make_tasks(), 3, long, KEY)
+    workspace = engine._workspace
+    for tasks in (make_tasks()[::-1], make_tasks()[2:]):
+        expected = NativeEngine(model, TOKENIZER).generate(tasks, 2, long, KEY)
+        assert_same(engine.generate(tasks, 2, long, KEY), expected)
+    assert engine._workspace is workspace
+
+
+def test_failed_capture_stops_prefix_sharing(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = SharedPrefixes.begin
+
+    def sharing(self: SharedPrefixes, groups: Any, num_samples: int) -> None:
+        begin(self, groups, num_samples)
+        self.decode.shared = "tiles"
+
+    monkeypatch.setattr(SharedPrefixes, "begin", sharing)
+    engine = ahead(model, monkeypatch, FailingGraphs)
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        engine.generate(make_tasks(), 2, SAMPLING, KEY)
+    assert engine._workspace is not None
+    assert isinstance(engine._workspace.decode, PagedDecode)
+    assert engine._workspace.decode.shared is None
+
+
+def test_prefix_tiles_have_room_for_padding_rows(model: nn.Module) -> None:
+    rows: list[int] = []
+    kernel = SimpleNamespace(
+        DecodeShape=lambda *sizes: sizes,
+        shared_prefix_pays=lambda *args: True,
+        samples_per_tile=lambda *args: 4,
+        PrefixTiles=SimpleNamespace(empty=lambda max_rows, samples, **where: rows.append(max_rows)),
+    )
+    cache = PagedKvCache({0: LayerShape(2, 8, 8, torch.float32)}, 4, 4, torch.device("cpu"))
+    decode = PagedDecode(cache, max_rows=100, max_pages_per_row=2, num_heads=4)
+    decode.kernel = kernel
+    SharedPrefixes(decode).begin([PromptGroup(make_tasks()[3], 4)], 4)
+    assert rows == [104] * 3
+
+
+def test_adapter_switch_and_moved_weights_capture_new_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: set[Hashable] = set()
+
+    class KeepingKeys(SimulatedGraphs):
+        def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+            keys.add(key)
+            return super().run(key, compute, changes)
+
+    adapted: Any = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    engine = ahead(adapted, monkeypatch, KeepingKeys)
+
+    def num_captured() -> int:
+        engine.generate(make_tasks()[:2], 2, SAMPLING, KEY)
+        return len(keys)
+
+    first = num_captured()
+    assert num_captured() == first
+    with adapted.disable_adapter():
+        assert num_captured() == 2 * first
+    assert num_captured() == 2 * first
+    moved = next(adapted.parameters())
+    prefill = driver_module.prefill
+
+    def joining(forward: Any, cache: Any, jobs: Any, max_tokens: int) -> None:
+        """As the first pass through layers whose weights are joined."""
+        if jobs and moved.data_ptr() == before:
+            moved.data = moved.data.clone()
+        prefill(forward, cache, jobs, max_tokens)
+
+    before = moved.data_ptr()
+    monkeypatch.setattr(driver_module, "prefill", joining)
+    assert num_captured() == 3 * first
+    assert num_captured() == 3 * first, "the key contains the addresses at capture"
+
+
+def test_least_recently_used_graph_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Hashable] = []
+
+    def capture(self: CudaGraphCache, compute: Callable[[], Tensor], changes: Tensor | None) -> Any:
+        captured.append(int(compute()))
+        return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), result=compute())
+
+    monkeypatch.setattr(CudaGraphCache, "_capture", capture)
+    monkeypatch.setattr(cache_module, "_MAX_GRAPHS", 3)
+    graphs = CudaGraphCache(torch.device("cpu"))
+    for key in (1, 2, 3, 1, 4, 1, 3, 2):
+        assert int(graphs.run(key, lambda key=key: torch.tensor(key))) == key  # type: ignore[misc]
+    assert captured == [1, 2, 3, 4, 2], "2 was evicted for 4 and captured again; 1 and 3 stayed"
+
+
+def test_each_task_may_have_its_own_limit(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = Sampling(24, ignore_eos=True)
+    whole = NativeEngine(model, TOKENIZER).generate(make_tasks(), 2, sampling, KEY)
+    limits = [1, 24, 5, 30, 2]
+    for engine in (NativeEngine(model, TOKENIZER), ahead(model, monkeypatch, max_batch_size=4)):
+        limited = engine.generate(make_tasks(), 2, sampling, KEY, limits=limits)
+        for group, all_of_it, limit in zip(limited, whole, limits, strict=True):
+            for short, long in zip(group, all_of_it, strict=True):
+                assert short.token_ids == long.token_ids[:limit]
+
+
+def session_tokens(session: GenerationSession, tasks: list[Task], samplings: list[Sampling]) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for task, sampling in zip(tasks, samplings, strict=True):
+        session.add(SessionRequest(task.id, task.prompt_ids, sampling, seed=task.draw))
+    while session.unfinished:
+        for event in session.step():
+            assert isinstance(event, TokenEvent)
+            tokens.setdefault(event.request_id, []).append(event.token_id)
+    return tokens
+
+
+def test_session_replays_graphs_up_to_the_logits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    samplings = [
+        SAMPLING,
+        Sampling(9, temperature=0.0, ignore_eos=True),
+        Sampling(20, top_k=5),
+        Sampling(3, top_p=0.7, temperature=0.8),
+        Sampling(30, ignore_eos=True),
+    ]
+    settings = NativeSettings(page_size=4, max_batch_size=3, max_total_tokens=80)
+    expected = session_tokens(GenerationSession(NativeEngine(model, TOKENIZER, settings)), make_tasks(), samplings)
+    monkeypatch.setattr(graphs_module, "CudaGraphCache", SimulatedGraphs)
+    session = GenerationSession(NativeEngine(model, TOKENIZER, settings))
+    session._decoding.use_graphs = True
+    assert session_tokens(session, make_tasks(), samplings) == expected
+    session.add(SessionRequest("lost", make_tasks()[1].prompt_ids, SAMPLING, seed=9))
+    session.step()
+    session.reset()  # the next requests get the admission numbers of those that were dropped
+    assert session_tokens(session, make_tasks(), samplings) == expected
+
+
+def test_batch_sizes_cover_every_batch_in_fine_steps() -> None:
+    for most in (1, 7, 8, 20, 256, 500, 512, 1024):
+        sizes = batch_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] >= most
+        assert all(size % 8 == 0 for size in sizes)
+    large = batch_sizes(1024)
+    assert max(b - a for a, b in pairwise(large)) <= 64

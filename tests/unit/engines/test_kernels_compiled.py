@@ -1,0 +1,92 @@
+"""Compiles the kernels for a Hopper GPU, without having one: what would be launched, with the sizes that would be chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_without_gpu import WITHOUT_TRITON, Compiled, only_compile
+
+pytest.importorskip("triton", reason=WITHOUT_TRITON)
+
+SHARED_MEMORY_BYTES = 232_448  # that one program may have on Hopper
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiled:
+    from posttrain.engines.native.kernels import paged, rope_write, sampling
+
+    for module in (paged, rope_write, sampling):
+        monkeypatch.setattr(module, "runs_here", lambda tensor: True)
+    return only_compile(monkeypatch, tmp_path)
+
+
+def attention_inputs(heads: int, kv_heads: int, dim: int, rows: int = 16) -> tuple[Tensor, ...]:
+    pool = torch.zeros(4, 16, kv_heads, dim, dtype=BF16)
+    table, lengths = torch.zeros(rows, 64, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+    return torch.zeros(rows, heads, dim, dtype=BF16), pool, pool, table, lengths
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "options"),
+    [
+        (32, 8, 128, {"window": None, "softcap": None}),  # Llama
+        (14, 2, 64, {"window": None, "softcap": None}),  # Qwen
+        (8, 4, 256, {"window": 512, "softcap": 50.0}),  # Gemma
+    ],
+)
+def test_decode_attention_pipelines_loads_and_allows_three_programs(
+    compiled: Compiled, heads: int, kv_heads: int, dim: int, options: dict[str, Any]
+) -> None:
+    from posttrain.engines.native import kernels
+
+    kernels.paged_attention(*attention_inputs(heads, kv_heads, dim), scale=0.1, **options)
+    assert set(compiled) == {"paged_attention_kernel", "combine_pieces_kernel"}
+    kernel = compiled["paged_attention_kernel"]
+    assert 3 * kernel.metadata.shared <= SHARED_MEMORY_BYTES
+    # Two blocks of keys and of values are on their way when a third is used.
+    assert "ttg.async_wait" in kernel.asm["ttgir"]
+    assert kernel.asm["ttgir"].count("{num = 2 : i32}") >= 1
+    assert "tt.dot" in kernel.asm["ttgir"]
+
+
+def test_shared_prefixes_use_the_matrix_units(compiled: Compiled) -> None:
+    from posttrain.engines.native import kernels
+
+    tiles = kernels.PrefixTiles.empty(16, kernels.samples_per_tile(4, 2, 16))
+    kernels.shared_prefix_attention(
+        *attention_inputs(32, 8, 128), tiles, scale=0.1, window=None, softcap=None, splits=1
+    )
+    # Rows that are not cut need no pass of their own to be put together.
+    assert set(compiled) == {"shared_prefix_kernel", "paged_attention_kernel"}
+    assert compiled["shared_prefix_kernel"].metadata.shared <= SHARED_MEMORY_BYTES // 2
+    assert "warp_group_dot" in compiled["shared_prefix_kernel"].asm["ttgir"]
+
+
+def test_stepping_kernels_compile(compiled: Compiled) -> None:
+    from posttrain.engines.native import kernels
+
+    state = torch.zeros(5, 8, dtype=torch.int64)
+    kernels.places(torch.zeros(8, 4, dtype=torch.int32), state[1], 16)
+    kernels.move_on(state[0], state[1], state[2], state[3], state[4], torch.zeros(8))
+    assert set(compiled) == {"_places", "_move_on"}
+
+
+def test_rotation_and_draw_compile(compiled: Compiled) -> None:
+    from posttrain.engines.native import kernels
+
+    query, key, value = torch.zeros(2, 48 * 128, dtype=BF16).split([32 * 128, 8 * 128, 8 * 128], dim=1)
+    pool, angles, weight = torch.zeros(2, 16, 8, 128, dtype=BF16), torch.zeros(2, 128, dtype=BF16), torch.ones(128)
+    slots = torch.zeros(2, dtype=torch.int64)
+    kernels.write_kv_rope(query, key, value, angles, angles, pool, pool, slots, query_norm=weight, key_norm=weight)
+    # No multiply-add where torch rounds between the two.
+    assert "fma.rn.f32" not in compiled["_write_kv_rope_kernel"].asm["ptx"]
+    logits = torch.zeros(1, 151_936, dtype=BF16)
+    kernels.sample_rows(logits, slots[:1], slots[:1], temperature=0.7, vocab_size=151_669)
+    # Sixteen bytes at a time.
+    assert "ld.global.v4.b32" in compiled["_block_masses_kernel"].asm["ptx"]
+    assert "_draw_kernel" in compiled

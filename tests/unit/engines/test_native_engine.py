@@ -1,0 +1,249 @@
+"""What the engine promises beyond the engine contract: its settings change nothing, and the model is left as it was."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
+from torch import nn
+
+import posttrain.engines.native.engine as engine_module
+from posttrain.engines.native import NativeEngine, NativeSettings, SamplingError
+from posttrain.engines.native.attention import PagedDecode
+from posttrain.engines.native.forward import packed_rows
+from posttrain.engines.native.kv_cache import GIB, KvCacheTooSmallError, PagedKvCache
+from posttrain.engines.native.scheduler import Prefill
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.types import Completion, NoiseKey, Sampling, Task
+
+TOKENIZER = byte_tokenizer()
+SAMPLING = Sampling(20, temperature=1.0, ignore_eos=True)
+KEY = NoiseKey(seed=3, step=5)
+
+
+def make_tasks(lengths: tuple[int, ...] = (3, 16, 9, 30, 1)) -> list[Task]:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in lengths]
+    return [Task(draw, f"t:{draw}", "", tuple(prompt.tolist())) for draw, prompt in enumerate(prompts)]
+
+
+def token_ids(completions: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in group] for group in completions]
+
+
+def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> None:
+    assert token_ids(left) == token_ids(right)
+    for one, other in zip(left, right, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.finish_reason == b.finish_reason
+            assert a.logprobs == pytest.approx(b.logprobs, abs=LOGPROB_ROUNDING)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: nn.Module) -> list[list[Completion]]:
+    return NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, SAMPLING, KEY)
+
+
+# A page of 4 tokens of the tiny model takes 2 KiB here (2 layers, keys and values, 2 heads of 8, fp32, the dense copy as well).
+PAGE_BYTES = 4 * 2 * 2 * 2 * 8 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        NativeSettings(page_size=1),
+        NativeSettings(page_size=7),
+        NativeSettings(page_size=64),
+        NativeSettings(max_batch_size=1),
+        NativeSettings(max_batch_size=3),
+        NativeSettings(max_prefill_tokens=8),
+        NativeSettings(max_prefill_tokens=1, page_size=4),
+        NativeSettings(max_total_tokens=50),
+    ],
+    ids=str,
+)
+def test_settings_do_not_change_what_is_sampled(
+    model: nn.Module, expected: list[list[Completion]], settings: NativeSettings
+) -> None:
+    assert_same(NativeEngine(model, TOKENIZER, settings).generate(make_tasks(), 4, SAMPLING, KEY), expected)
+
+
+@pytest.mark.parametrize("num_pages", [14, 20, 31])
+def test_preemption_does_not_change_completions(
+    model: nn.Module, expected: list[list[Completion]], num_pages: int
+) -> None:
+    settings = NativeSettings(page_size=4, kv_cache_gib=num_pages * PAGE_BYTES / GIB)
+    engine = NativeEngine(model, TOKENIZER, settings)
+    assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)
+    assert engine.num_preemptions > 0
+
+
+def test_order_and_batch_do_not_change_what_is_sampled(model: nn.Module, expected: list[list[Completion]]) -> None:
+    engine = NativeEngine(model, TOKENIZER)
+    tasks = make_tasks()
+    assert_same(engine.generate(tasks[::-1], 4, SAMPLING, KEY)[::-1], expected)
+    assert_same([engine.generate([task], 4, SAMPLING, KEY)[0] for task in tasks], expected)
+    assert_same(engine.generate(tasks, 2, SAMPLING, KEY), [group[:2] for group in expected])
+
+
+def test_reading_pages_in_place_equals_the_dense_copy(
+    model: nn.Module, expected: list[list[Completion]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def paged(cache: PagedKvCache, longest: int) -> PagedDecode:
+        return PagedDecode(cache, 20, longest)
+
+    monkeypatch.setattr(engine_module, "DenseDecode", paged)
+    engine = NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, max_batch_size=7))
+    assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)
+
+
+def test_cache_too_small_for_one_sequence_is_refused(model: nn.Module) -> None:
+    engine = NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, kv_cache_gib=10 * PAGE_BYTES / GIB))
+    with pytest.raises(KvCacheTooSmallError, match="kv_cache_gib"):
+        engine.generate(make_tasks(), 1, SAMPLING, KEY)
+
+
+def test_cache_memory_is_freed(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[PagedKvCache]] = []
+
+    class Watched(PagedKvCache):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            alive.append(weakref.ref(self))
+
+    monkeypatch.setattr(engine_module, "PagedKvCache", Watched)
+    engine = NativeEngine(model, TOKENIZER)
+    engine.generate(make_tasks(), 2, SAMPLING, KEY)
+    gc.collect()
+    assert len(alive) == 1
+    assert alive[0]() is None
+
+
+def test_model_is_unchanged_after_sampling() -> None:
+    model = tiny_model("llama", attention_dropout=0.5).train()
+    frozen = model.get_decoder().layers[0]
+    frozen.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    NativeEngine(model, TOKENIZER).generate(make_tasks(), 2, SAMPLING, KEY)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.requires_grad
+        assert parameter.grad is None
+        assert not parameter.is_inference()
+    # It can be trained right away.
+    ids = torch.tensor([[4, 5, 6]])
+    with attention_context(PackedAttention([Segment(0, 3)], torch.device("cpu"))):
+        model(ids, position_ids=torch.arange(3)[None], use_cache=False).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_training_mode_is_restored_after_an_error(model: nn.Module) -> None:
+    model = tiny_model("llama").train()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="task 't:0'"):
+        NativeEngine(model, TOKENIZER).generate(make_tasks(), 1, SAMPLING, KEY)
+    assert all(module.training for module in model.modules())
+
+
+def test_weights_changed_in_place_are_sampled() -> None:
+    model = tiny_model("llama")
+    engine = NativeEngine(model, TOKENIZER)
+    before = engine.generate(make_tasks(), 2, SAMPLING, KEY)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(-1)
+    after = engine.generate(make_tasks(), 2, SAMPLING, KEY)
+    fresh = NativeEngine(model, TOKENIZER).generate(make_tasks(), 2, SAMPLING, KEY)
+    assert token_ids(after) == token_ids(fresh)
+    assert token_ids(after) != token_ids(before)
+
+
+def test_adapters_are_active_and_can_be_turned_off(expected: list[list[Completion]]) -> None:
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False, lora_dropout=0.5)
+    torch.manual_seed(0)
+    adapted = get_peft_model(tiny_model("llama"), config).train()
+    engine = NativeEngine(adapted, TOKENIZER)
+    with_adapters = engine.generate(make_tasks(), 4, SAMPLING, KEY)
+    assert token_ids(with_adapters) != token_ids(expected)
+    assert token_ids(engine.generate(make_tasks(), 4, SAMPLING, KEY)) == token_ids(with_adapters)
+    with adapted.disable_adapter():
+        assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)
+    merged = adapted.merge_and_unload()
+    assert_same(NativeEngine(merged, TOKENIZER).generate(make_tasks(), 4, SAMPLING, KEY), with_adapters)
+
+
+def test_bf16_runs_in_bf16() -> None:
+    model = tiny_model("qwen3", dtype=torch.bfloat16)
+    engine = NativeEngine(model, TOKENIZER)
+    completions = engine.generate(make_tasks(), 2, SAMPLING, KEY)
+    assert {shape.dtype for shape in engine.forward.layers().values()} == {torch.bfloat16}
+    assert all(len(completion.token_ids) == 20 for group in completions for completion in group)
+
+
+def test_vocabulary_padding_is_never_sampled() -> None:
+    model = tiny_model("llama", vocab_size=400)  # the tokenizer has 260
+    completions = NativeEngine(model, TOKENIZER).generate(make_tasks(), 8, SAMPLING, KEY)
+    highest = max(max(completion.token_ids) for group in completions for completion in group)
+    assert 200 < highest < len(TOKENIZER)
+
+
+def test_total_length_is_limited(model: nn.Module, expected: list[list[Completion]]) -> None:
+    engine = NativeEngine(model, TOKENIZER, NativeSettings(max_total_tokens=35))
+    completions = engine.generate(make_tasks(), 4, SAMPLING, KEY)
+    assert [len(group[0].token_ids) for group in completions] == [20, 19, 20, 5, 20]
+    assert {completion.finish_reason for group in completions for completion in group} == {"length"}
+    assert completions[3][0].token_ids == expected[3][0].token_ids[:5]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1e-300}, "temperature is 1e-300: 0 .greedy., or at least 1e-05, is accepted"),
+        ({"top_p": 0.0}, "top_p is 0.0: above 0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"stop_strings": ("",)}, "stop_strings"),
+    ],
+)
+def test_impossible_requests_are_refused_by_name(model: nn.Module, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SamplingError, match=message):
+        NativeEngine(model, TOKENIZER).generate(make_tasks(), 1, Sampling(**{"max_new_tokens": 4, **change}), KEY)
+
+
+def test_impossible_prompts_are_refused_by_name(model: nn.Module) -> None:
+    engine = NativeEngine(model, TOKENIZER, NativeSettings(max_total_tokens=8))
+    with pytest.raises(SamplingError, match=r"task 'x' has 0 prompt tokens: between 1 and 7 fit max_total_tokens 8"):
+        engine.generate([Task(0, "x", "", ())], 1, SAMPLING, KEY)
+    with pytest.raises(SamplingError, match="task 'x' has 8 prompt tokens"):
+        engine.generate([Task(0, "x", "", (1,) * 8)], 1, SAMPLING, KEY)
+    with pytest.raises(SamplingError, match="outside the model's vocabulary of 96"):
+        engine.generate([Task(0, "x", "", (1, 96))], 1, SAMPLING, KEY)
+    with pytest.raises(SamplingError, match="num_samples is 0"):
+        engine.generate(make_tasks(), 0, SAMPLING, KEY)
+
+
+@pytest.mark.parametrize("settings", [{"page_size": 0}, {"max_batch_size": 0}, {"kv_cache_gib": 0.0}])
+def test_impossible_settings_are_refused_by_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        NativeSettings(**settings)
+
+
+def test_prefill_rows_are_filled_and_only_long_prompts_are_split() -> None:
+    jobs = [Prefill(list(range(length)), 0, ()) for length in (3, 4, 5, 23, 2)]
+    rows = [[(jobs.index(job), begin, end) for job, begin, end in row] for row in packed_rows(jobs, 10)]
+    assert rows == [[(0, 0, 3), (1, 0, 4)], [(2, 0, 5)], [(3, 0, 10)], [(3, 10, 20)], [(3, 20, 23), (4, 0, 2)]]
