@@ -582,7 +582,7 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
 SERVE_WITH_A_HOLD = """
 import os, sys, time
 from posttrain.cli.main import main
-from posttrain.generation.native.session import GenerationSession
+from posttrain.engines.native.session import GenerationSession
 
 hold, step, num_tokens = sys.argv.pop(1), GenerationSession.step, 0
 
