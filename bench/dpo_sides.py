@@ -76,7 +76,6 @@ def posttrain_side(job: DpoJob) -> dict[str, Any]:
     from posttrain.algorithms.dpo import Dpo
     from posttrain.policy.objectives import PreferenceLoss
     from posttrain.policy.reference_cache import CachedReference
-    from posttrain.recipes.recipe import options
 
     model, tokenizer = open_model(job.model, job.device, job.torch_dtype, job.seed)
     with tokenizer_folder(tokenizer) as folder:
@@ -93,7 +92,7 @@ def posttrain_side(job: DpoJob) -> dict[str, Any]:
         config = run_config("dpo", settings, job.overrides)
         policy, worker = policy_around(model, config.policy, needs_reference=True)
     del model
-    objective = PreferenceLoss(**options(config.dpo, PreferenceLoss))
+    objective = PreferenceLoss(config.dpo)
     dpo = Dpo(
         job.pairs_per_step, objective, policy, PairsInOrder(job.pairs()), reference=CachedReference(policy, max_bytes=0)
     )

@@ -65,7 +65,7 @@ def assert_goes_on_as_if_nothing_had_happened(arguments: list[str], folder: Path
 
 
 @pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
-def test_a_signal_saves_at_the_end_of_the_step_and_the_run_goes_on_exactly(
+def test_a_signal_saves_at_the_end_of_the_step_and_the_run_resumes_exactly(
     sent: signal.Signals, exit_code: int, model: Path, data: Path, whole: Path, tmp_path: Path
 ) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
@@ -152,7 +152,7 @@ def test_a_torn_checkpoint_is_reported_and_the_one_before_it_is_used(
     assert weights_of(folder / f"step_{STEPS}") == weights_of(whole / f"step_{STEPS}")
 
 
-def test_bf16_goes_on_exactly_too(model: Path, data: Path, tmp_path: Path) -> None:
+def test_bf16_runs_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:
     """The fp32 masters are part of the checkpoint: rounding to bf16 and back would lose what the optimizer remembers."""
     for name, steps in (("whole", [6]), ("stopped", [2, 6])):
         for max_steps in steps:
@@ -213,7 +213,7 @@ def test_a_changed_learning_rate_holds_from_the_resumed_step_on(model: Path, dat
     assert load_config("dpo", folder / "config_from_step_3.yaml").config.policy.optimizer.kwargs["lr"] == 1e-3
 
 
-def test_a_checkpoint_without_optimizer_is_no_place_to_go_on_from(
+def test_a_checkpoint_without_optimizer_cannot_be_resumed(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"

@@ -15,6 +15,7 @@ from tiny_models import byte_tokenizer, gradients, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from posttrain.config import DpoConfig, LossFnConfig
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.objectives import ClippedPolicyGradient, PreferenceLoss, clipped
@@ -120,7 +121,7 @@ def with_reference(batch: TokenBatch, family: str = "llama") -> TokenBatch:
 def test_dpo_sigmoid(tmp_path: Path, family: str, beta: float) -> None:
     loss, expected, theirs = trl_dpo(tmp_path, PAIRS, family, beta=beta, loss_type="sigmoid")
     batch = with_reference(PAIRS, family)
-    actual_loss, actual, metrics = ours(PreferenceLoss(reference_policy_kl_penalty=beta), batch, family)
+    actual_loss, actual, metrics = ours(PreferenceLoss(DpoConfig(reference_policy_kl_penalty=beta)), batch, family)
     assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
     assert metrics["num_ranked_right"] / len(PAIRS.prompts) == approx(theirs["rewards/accuracies"])
@@ -131,7 +132,7 @@ def test_dpo_sigmoid(tmp_path: Path, family: str, beta: float) -> None:
 
 def test_dpo_with_rewards_averaged_over_tokens(tmp_path: Path) -> None:
     loss, expected, _ = trl_dpo(tmp_path, PAIRS, beta=0.3, loss_type="sigmoid_norm")
-    objective = PreferenceLoss(reference_policy_kl_penalty=0.3, preference_average_log_probs=True)
+    objective = PreferenceLoss(DpoConfig(reference_policy_kl_penalty=0.3, preference_average_log_probs=True))
     actual_loss, actual, _ = ours(objective, with_reference(PAIRS))
     assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
@@ -142,7 +143,12 @@ def test_dpo_with_a_supervised_term(tmp_path: Path) -> None:
     pairs = random_batch([5, 9, 5, 2, 5, 6], [0, 0, 1, 1, 2, 2], [4, 8, 2], seed=3)
     loss, expected, _ = trl_dpo(tmp_path, pairs, beta=0.3, loss_type=["sigmoid", "sft"], loss_weights=[0.8, 0.25])
     objective = PreferenceLoss(
-        reference_policy_kl_penalty=0.3, preference_loss_weight=0.8, sft_loss_weight=0.25, sft_average_log_probs=True
+        DpoConfig(
+            reference_policy_kl_penalty=0.3,
+            preference_loss_weight=0.8,
+            sft_loss_weight=0.25,
+            sft_average_log_probs=True,
+        )
     )
     actual_loss, actual, _ = ours(objective, with_reference(pairs))
     assert actual_loss == approx(loss)
@@ -259,7 +265,9 @@ OFF_POLICY = {
 def test_grpo_after_the_first_update(tmp_path: Path, theirs: dict[str, Any], options: dict[str, Any]) -> None:
     batch = grpo_batch()
     loss, expected = trl_grpo(grpo_trainer(tmp_path, **theirs, beta=0.0), batch)
-    actual_loss, actual, _ = ours(ClippedPolicyGradient(**options), batch)
+    actual_loss, actual, _ = ours(
+        ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options})), batch
+    )
     assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
 
@@ -269,7 +277,7 @@ def test_grpo_after_the_first_update(tmp_path: Path, theirs: dict[str, Any], opt
 def test_grpo_on_policy_under_a_temperature(tmp_path: Path, family: str, kind: str, token_level: bool) -> None:
     batch = grpo_batch(family, temperature=0.7, on_policy=True)
     loss, expected = trl_grpo(grpo_trainer(tmp_path, family, loss_type=kind, temperature=0.7, beta=0.0), batch)
-    objective = ClippedPolicyGradient(token_level_loss=token_level)
+    objective = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0, token_level_loss=token_level))
     actual_loss, actual, _ = ours(objective, batch, family, temperature=0.7)
     assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
@@ -279,7 +287,9 @@ def test_grpo_on_policy_under_a_temperature(tmp_path: Path, family: str, kind: s
 def test_one_batch_equals_gradient_accumulation_of_trl(tmp_path: Path, kind: str, token_level: bool) -> None:
     batch = grpo_batch()
     loss, expected = trl_grpo(grpo_trainer(tmp_path, accumulate=2, loss_type=kind, beta=0.0), batch)
-    actual_loss, actual, _ = ours(ClippedPolicyGradient(token_level_loss=token_level), batch)
+    actual_loss, actual, _ = ours(
+        ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0, token_level_loss=token_level)), batch
+    )
     assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
 
@@ -292,7 +302,9 @@ def test_kl_with_bias_correction(tmp_path: Path, kind: str, token_level: bool, o
     trainer = grpo_trainer(tmp_path, loss_type=kind, beta=0.2, use_bias_correction_kl=True)
     loss, expected = trl_grpo(trainer, batch)
     objective = ClippedPolicyGradient(
-        reference_policy_kl_penalty=0.2, token_level_loss=token_level, use_on_policy_kl_approximation=not on_policy
+        LossFnConfig(
+            reference_policy_kl_penalty=0.2, token_level_loss=token_level, use_on_policy_kl_approximation=not on_policy
+        )
     )
     actual_loss, actual, metrics = ours(objective, batch)
     assert actual_loss == approx(loss)
@@ -304,7 +316,7 @@ def test_kl_with_bias_correction(tmp_path: Path, kind: str, token_level: bool, o
 def test_kl_without_bias_correction_differs_by_the_score_function_term_alone(tmp_path: Path) -> None:
     batch = grpo_batch(on_policy=True)
     loss, expected = trl_grpo(grpo_trainer(tmp_path, loss_type="dapo", beta=0.2, use_bias_correction_kl=False), batch)
-    actual_loss, actual, _ = ours(ClippedPolicyGradient(reference_policy_kl_penalty=0.2), batch)
+    actual_loss, actual, _ = ours(ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.2)), batch)
     assert actual_loss == approx(loss)
 
     model = policy()

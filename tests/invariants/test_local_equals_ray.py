@@ -246,7 +246,7 @@ def test_sigterm_saves_a_checkpoint_under_ray(model: Path, data: Path, tmp_path:
     assert_same_curves(folder, tmp_path / "whole")
 
 
-def test_error_of_a_rank_is_reported_as_bad_input(
+def test_input_errors_of_ranks_are_reported_like_others(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = ["lora_cfg.match_all_linear=false", "lora_cfg.target_modules=[wq]"]

@@ -14,6 +14,7 @@ from float64 import approx, assert_same_gradients, float64
 from tiny_models import VOCAB_SIZE, gradients, tiny_model
 from torch import Tensor
 
+from posttrain.config import DpoConfig, LossFnConfig
 from posttrain.config.preference_losses import LOSSES
 from posttrain.data.packing import MicroBatching, plan_micro_batches
 from posttrain.models.attention_interface import attention_context
@@ -119,59 +120,77 @@ with float64():
     )
 PREFERENCES = {
     f"{name}, with token-level sft": PreferenceLoss(
-        preference_loss=name,
-        reference_policy_kl_penalty=0.3,
-        label_smoothing=0.1,
-        sft_loss_weight=0.2,
-        sft_token_level_loss=True,
+        DpoConfig(
+            preference_loss=name,
+            reference_policy_kl_penalty=0.3,
+            label_smoothing=0.1,
+            sft_loss_weight=0.2,
+            sft_token_level_loss=True,
+        )
     )
     for name, traits in LOSSES.items()
     if traits.is_paired
 }
 
 CASES: Mapping[str, tuple[TokenBatch, Objective]] = {
-    "grpo, token level": (GROUPS, ClippedPolicyGradient(reference_policy_kl_penalty=0.1, ratio_clip_c=3.0)),
-    "grpo, sequence level": (GROUPS, ClippedPolicyGradient(reference_policy_kl_penalty=0.1, token_level_loss=False)),
+    "grpo, token level": (
+        GROUPS,
+        ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.1, ratio_clip_c=3.0)),
+    ),
+    "grpo, sequence level": (
+        GROUPS,
+        ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.1, token_level_loss=False)),
+    ),
     "gspo, corrected": (
         GROUPS,
         ClippedPolicyGradient(
-            sequence_level_importance_ratios=True,
-            token_level_loss=False,
-            use_importance_sampling_correction=True,
-            truncated_importance_sampling_type="seq-mask-tis",
-            truncated_importance_sampling_ratio=1.1,
-            truncated_importance_sampling_ratio_min=0.9,
+            LossFnConfig(
+                reference_policy_kl_penalty=0.0,
+                sequence_level_importance_ratios=True,
+                token_level_loss=False,
+                use_importance_sampling_correction=True,
+                truncated_importance_sampling_type="seq-mask-tis",
+                truncated_importance_sampling_ratio=1.1,
+                truncated_importance_sampling_ratio_min=0.9,
+            )
         ),
     ),
     "a constant length, bounded ratios": (
         GROUPS,
         ClippedPolicyGradient(
-            loss_normalizer="max_tokens",
-            max_response_tokens=12,
-            ratio_ceiling=1.3,
-            log_ratio_clamp_value=0.25,
-            reference_policy_kl_penalty=0.1,
-            kl_importance_weight="previous",
+            LossFnConfig(
+                loss_normalizer="max_tokens",
+                max_response_tokens=12,
+                ratio_ceiling=1.3,
+                log_ratio_clamp_value=0.25,
+                reference_policy_kl_penalty=0.1,
+                kl_importance_weight="previous",
+            )
         ),
     ),
     "rloo": (
         GROUPS,
         ClippedPolicyGradient(
-            sequence_level_importance_ratios=True, sequence_ratio_type="product", token_level_loss=False
+            LossFnConfig(
+                reference_policy_kl_penalty=0.0,
+                sequence_level_importance_ratios=True,
+                sequence_ratio_type="product",
+                token_level_loss=False,
+            )
         ),
     ),
     "grpo with the likelihood of rewarded answers": (
         REWARDED,
-        ClippedPolicyGradient(positive_example_nll_weight=0.3, reference_policy_kl_penalty=0.1),
+        ClippedPolicyGradient(LossFnConfig(positive_example_nll_weight=0.3, reference_policy_kl_penalty=0.1)),
     ),
-    "dpo": (PAIRS, PreferenceLoss(reference_policy_kl_penalty=0.3)),
+    "dpo": (PAIRS, PreferenceLoss(DpoConfig(reference_policy_kl_penalty=0.3))),
     "dpo, averaged, with sft": (
         PAIRS,
-        PreferenceLoss(preference_average_log_probs=True, sft_average_log_probs=True, sft_loss_weight=0.2),
+        PreferenceLoss(DpoConfig(preference_average_log_probs=True, sft_average_log_probs=True, sft_loss_weight=0.2)),
     ),
     **{name: (PAIRS, objective) for name, objective in PREFERENCES.items()},
-    "kto": (JUDGED, KtoLoss(reference_policy_kl_penalty=0.3, undesirable_weight=0.5, sft_loss_weight=0.2)),
-    "kto, token-level sft": (JUDGED, KtoLoss(sft_loss_weight=0.2, sft_token_level_loss=True)),
+    "kto": (JUDGED, KtoLoss(DpoConfig(reference_policy_kl_penalty=0.3, undesirable_weight=0.5, sft_loss_weight=0.2))),
+    "kto, token-level sft": (JUDGED, KtoLoss(DpoConfig(sft_loss_weight=0.2, sft_token_level_loss=True))),
     "sft": (EXAMPLES, NegativeLogLikelihood()),
 }
 every_case = pytest.mark.parametrize(("batch", "objective"), CASES.values(), ids=CASES.keys())
@@ -203,7 +222,7 @@ def outcomes() -> dict[str, Outcome]:
 
 @pytest.mark.parametrize(("batching", "ranks"), WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("case", CASES)
-def test_loss_is_independent_of_micro_batching(
+def test_micro_batching_does_not_change_the_loss(
     outcomes: dict[str, Outcome], case: str, batching: MicroBatching, ranks: int
 ) -> None:
     expected, actual = outcomes[case], train(*CASES[case], batching, ranks)
@@ -219,7 +238,7 @@ def test_reported_loss_is_the_differentiated_loss(batch: TokenBatch, objective: 
 
 
 @every_case
-def test_loss_is_independent_of_the_order_of_responses(batch: TokenBatch, objective: Objective) -> None:
+def test_loss_does_not_depend_on_the_order_of_the_responses(batch: TokenBatch, objective: Objective) -> None:
     step: Callable[[int], int] = (lambda i: i ^ 2) if objective.keeps_groups_whole else (lambda i: 7 - i)
     expected, actual = whole(batch, objective), whole(batch.select([step(i) for i in range(8)]), objective)
     assert actual.loss == approx(expected.loss)
@@ -235,7 +254,7 @@ def test_denominators_per_micro_batch_would_give_another_loss(batch: TokenBatch,
         part = batch.select(rows, recount=True)
         losses.append(float(objective(forward(model, part), part)[0].detach()))
     expected = whole(batch, objective).loss
-    if isinstance(objective, PreferenceLoss) and not objective.sft_token_level_loss:
+    if isinstance(objective, PreferenceLoss) and not objective.config.sft_token_level_loss:
         # four parts with one pair each: the mean is right, the sum is not
         assert sum(losses) == approx(4 * expected)
     elif isinstance(objective, PreferenceLoss | KtoLoss):

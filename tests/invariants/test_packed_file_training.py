@@ -101,9 +101,7 @@ def test_packing_on_the_fly_trains_like_no_packing(model: Path, data: Path, tmp_
     assert all(row["train/packing_efficiency"] > 50 for row in rows_of(packed) if "train/loss" in row)
 
 
-def test_resumed_run_from_a_packed_file_equals_uninterrupted_run(
-    model: Path, data: Path, packs: Path, tmp_path: Path
-) -> None:
+def test_training_from_packs_resumes_exactly(model: Path, data: Path, packs: Path, tmp_path: Path) -> None:
     def arguments(folder: Path) -> list[str]:
         return [*dpo(model, data, folder, steps=6), entry("PackedPairs", packs)]
 

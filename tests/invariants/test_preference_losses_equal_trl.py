@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from posttrain.algorithms.kto import Kto
 from posttrain.algorithms.step_reports import StageClock
 from posttrain.algorithms.supervised_batches import judged_batch, pair_batch
+from posttrain.config import DpoConfig
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
@@ -204,7 +205,7 @@ WITH_REFERENCE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_losses_with_a_reference(kind: Kind, tmp_path: Path, theirs: dict[str, Any], options: dict[str, Any]) -> None:
     beta = 0.3
     expected = trl_dpo(kind, tmp_path, PAIRS, beta=beta, **theirs)
-    objective = PreferenceLoss(reference_policy_kl_penalty=beta, **options)
+    objective = PreferenceLoss(DpoConfig(reference_policy_kl_penalty=beta, **options))
     actual = ours(kind, objective, with_reference(kind, pair_batch(PAIRS)))
     assert_same(actual, expected)
     if not options.get("preference_average_log_probs"):
@@ -218,7 +219,7 @@ def test_losses_with_a_reference(kind: Kind, tmp_path: Path, theirs: dict[str, A
 def test_default_ipo_differs_from_trl(kind: Kind, tmp_path: Path) -> None:
     """Guards the table in the docs: summed, as in NeMo-Aligner and OpenRLHF, it is another loss."""
     loss, _, _ = trl_dpo(kind, tmp_path, PAIRS, beta=0.3, loss_type="ipo")
-    objective = PreferenceLoss(preference_loss="ipo", reference_policy_kl_penalty=0.3)
+    objective = PreferenceLoss(DpoConfig(preference_loss="ipo", reference_policy_kl_penalty=0.3))
     assert ours(kind, objective, with_reference(kind, pair_batch(PAIRS)))[0] != pytest.approx(loss, rel=0.1)
 
 
@@ -268,7 +269,7 @@ def test_simpo(kind: Kind, tmp_path: Path, smoothing: float) -> None:
         label_smoothing=smoothing,
     )
     objective = PreferenceLoss(
-        preference_loss="simpo", reference_policy_kl_penalty=2.0, simpo_gamma=0.8, label_smoothing=smoothing
+        DpoConfig(preference_loss="simpo", reference_policy_kl_penalty=2.0, simpo_gamma=0.8, label_smoothing=smoothing)
     )
     actual = ours(kind, objective, pair_batch(PAIRS))
     assert_same(actual, expected)
@@ -278,7 +279,9 @@ def test_simpo(kind: Kind, tmp_path: Path, smoothing: float) -> None:
 def test_simpo_with_the_likelihood_term_that_trl_adds_by_default(kind: Kind, tmp_path: Path) -> None:
     expected = trl_without_reference("cpo", kind, tmp_path, PAIRS, loss_type="simpo", beta=2.0)
     objective = PreferenceLoss(
-        preference_loss="simpo", reference_policy_kl_penalty=2.0, sft_loss_weight=1.0, sft_token_level_loss=True
+        DpoConfig(
+            preference_loss="simpo", reference_policy_kl_penalty=2.0, sft_loss_weight=1.0, sft_token_level_loss=True
+        )
     )
     assert_same(ours(kind, objective, pair_batch(PAIRS)), expected)
 
@@ -290,7 +293,7 @@ def test_label_smoothing(kind: Kind, tmp_path: Path) -> None:
     )
     batch = pair_batch(PAIRS)
     certain = batch.with_columns(reference_logprobs=torch.zeros_like(batch.columns["mask"]))
-    objective = PreferenceLoss(preference_loss="cdpo", reference_policy_kl_penalty=0.3, label_smoothing=0.15)
+    objective = PreferenceLoss(DpoConfig(preference_loss="cdpo", reference_policy_kl_penalty=0.3, label_smoothing=0.15))
     assert_same(ours(kind, objective, certain), expected)
 
 
@@ -299,14 +302,14 @@ def test_orpo(kind: Kind, tmp_path: Path) -> None:
     pairs = random_pairs([1, 1, 1, 1], [(5, 9), (1, 7), (6, 6), (3, 8)], seed=5)
     expected = trl_without_reference("orpo", kind, tmp_path, pairs, beta=0.25)
     objective = PreferenceLoss(
-        preference_loss="orpo", preference_loss_weight=0.25, sft_loss_weight=1.0, sft_token_level_loss=True
+        DpoConfig(preference_loss="orpo", preference_loss_weight=0.25, sft_loss_weight=1.0, sft_token_level_loss=True)
     )
     assert_same(ours(kind, objective, pair_batch(pairs)), expected)
 
 
 def test_the_odds_ratio_term_of_orpo_after_prompts_of_any_length(kind: Kind, tmp_path: Path) -> None:
     _, _, theirs = trl_without_reference("orpo", kind, tmp_path, PAIRS, beta=0.25)
-    _, _, metrics = ours(kind, PreferenceLoss(preference_loss="orpo"), pair_batch(PAIRS))
+    _, _, metrics = ours(kind, PreferenceLoss(DpoConfig(preference_loss="orpo")), pair_batch(PAIRS))
     assert metrics["preference_loss"] == approx(-theirs["log_odds_ratio"])
 
 
@@ -363,7 +366,7 @@ class TwoModels:
 def prepared(kind: Kind, answers: list[Judged], seed: int) -> tuple[TokenBatch, dict[str, float]]:
     """The batch as the algorithm hands it to the policy's update."""
     models: Any = TwoModels(kind, seed)
-    step = Kto(len(answers), 64, KtoLoss(), models, models, models)
+    step = Kto(len(answers), 64, KtoLoss(DpoConfig()), models, models, models)
     return step._with_reference(judged_batch(answers), 1, StageClock(), keep_mismatches=False)
 
 
@@ -372,7 +375,7 @@ def test_kto(kind: Kind, tmp_path: Path, seed: int, good: float, bad: float) -> 
     answers = random_answers(seed)
     expected = trl_kto(kind, tmp_path, answers, seed, beta=0.2, desirable_weight=good, undesirable_weight=bad)
     batch, measured = prepared(kind, answers, seed)
-    objective = KtoLoss(reference_policy_kl_penalty=0.2, desirable_weight=good, undesirable_weight=bad)
+    objective = KtoLoss(DpoConfig(reference_policy_kl_penalty=0.2, desirable_weight=good, undesirable_weight=bad))
     actual = ours(kind, objective, batch)
     assert_same(actual, expected)
     assert measured["kl"] == approx(expected[2]["kl"])

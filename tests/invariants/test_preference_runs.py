@@ -15,7 +15,7 @@ import torch
 from tiny_runs import LORA, dpo, results_of, rows_of, run, same_up_to_rounding, save_data, save_model, weights_of
 
 from posttrain.algorithms.supervised_batches import judged_batch, pair_batch
-from posttrain.config import load_config
+from posttrain.config import DpoConfig, load_config
 from posttrain.config.preference_losses import LOSSES
 from posttrain.data.packing import MicroBatching
 from posttrain.orchestration.rank import build_rank
@@ -206,7 +206,7 @@ def test_another_optimizer_or_schedule_cannot_go_on_from_a_checkpoint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = copy_until(2, finished["dpo"], tmp_path / "changed")
-    assert run(arguments("dpo", model, data, folder, *change)) == 64
+    assert run([*arguments("dpo", model, data, folder, *change), "--resume-with-changes"]) == 64
     message = capsys.readouterr().err
     for part in parts:
         assert part in message
@@ -251,7 +251,7 @@ def test_updates_on_two_ranks_equal_one_process_for_every_loss(model: Path) -> N
         ShardedTrainer(group, batching, batching, seed=0) for group in (LocalWorker(build_rank(setup)), workers)
     )
     assert here.reference_fingerprint() == there.reference_fingerprint()
-    for objective in [*OBJECTIVES, KtoLoss(sft_loss_weight=0.1)]:
+    for objective in [*OBJECTIVES, KtoLoss(DpoConfig(sft_loss_weight=0.1))]:
         outcomes = []
         for policy in (here, there):
             plain = judged_batch(ANSWERS) if isinstance(objective, KtoLoss) else pair_batch(PAIRS)
@@ -278,7 +278,7 @@ ANSWERS = [
     Judged(i, "", random_ids(2 + i, GENERATOR), random_ids(7 - i, GENERATOR), desirable=i % 3 > 0) for i in range(6)
 ]
 OBJECTIVES = [
-    PreferenceLoss(preference_loss=name, label_smoothing=0.1, sft_loss_weight=0.1, sft_token_level_loss=True)
+    PreferenceLoss(DpoConfig(preference_loss=name, label_smoothing=0.1, sft_loss_weight=0.1, sft_token_level_loss=True))
     for name, traits in LOSSES.items()
     if traits.is_paired
 ]

@@ -104,9 +104,7 @@ def test_low_precision_state_resumes_exactly_from_a_background_checkpoint(
 
 
 @pytest.mark.parametrize("settings", [[], LORA_WITH_DROPOUT], ids=["all weights", "adapters with dropout"])
-def test_resumed_reward_model_run_equals_uninterrupted_run(
-    settings: list[str], model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_reward_model_resumes_exactly(settings: list[str], model: Path, data: Path, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert run([*rm(model, data, whole, steps=STEPS), *settings]) == 0
     assert len({row["train/loss"] for row in rows_of(whole) if "train/loss" in row}) == STEPS, "losses vary"

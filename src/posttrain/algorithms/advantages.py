@@ -189,16 +189,21 @@ class Whitening:
 # -- estimators by name --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class EstimatorOptions:
+class EstimatorOptions(Protocol):
     """The settings of `grpo.adv_estimator` that an estimator may read."""
 
-    normalize_rewards: bool
-    use_leave_one_out_baseline: bool
-    std_over: Literal["group", "batch"]
-    group_of_one: Literal["zero", "reward"]
-    minus_baseline: bool
-    reward_weights: Sequence[float] | None
+    @property
+    def normalize_rewards(self) -> bool: ...
+    @property
+    def use_leave_one_out_baseline(self) -> bool: ...
+    @property
+    def std_over(self) -> Literal["group", "batch"]: ...
+    @property
+    def group_of_one(self) -> Literal["zero", "reward"]: ...
+    @property
+    def minus_baseline(self) -> bool: ...
+    @property
+    def reward_weights(self) -> Sequence[float] | None: ...
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,9 @@ class Grpo:
             return []
         num_updates = self.settings.num_updates_per_step
         anchored = with_anchor(batch, is_off_policy, several_updates=num_updates > 1)
-        return minibatches(anchored, groups, num_updates, with_rewarded=self.objective.positive_example_nll_weight != 0)
+        return minibatches(
+            anchored, groups, num_updates, with_rewarded=self.objective.config.positive_example_nll_weight != 0
+        )
 
 
 def _recorded_rows(groups: Sequence[Group]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint while training goes on: one thread, at most one write at a time, and every error is reported.
+"""Writing a checkpoint while training continues: one thread, at most one write at a time, and every error is reported.
 
 Ranks in other processes report the end of their part by a file in the checkpoint's folder, its mark. The folder is shared
 anyway, and a rank that is busy with the next step cannot answer calls.
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from posttrain.checkpointing import durable
 
-Write = Callable[[Callable[[], bool]], None]  # is given a function that says whether to give up
+Write = Callable[[Callable[[], bool]], None]  # its argument returns True once the run has failed
 _PERIOD_S = 0.05
-_GRACE_S = 60.0  # for ranks that may be gone
+_GRACE_S = 60.0  # for ranks that may have ended
 
 
 class BackgroundWrite:
@@ -35,7 +35,7 @@ class BackgroundWrite:
         assert self.is_over, "one write at a time"
         self._over.clear()
         self._given_up.clear()
-        # A process that is told to end at once does not wait for it: what it leaves behind is not called a checkpoint.
+        # A daemon: a process that ends at once does not wait for it, and leaves a folder without its final name.
         threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
 
     def _run(self, write: Write) -> None:
@@ -60,7 +60,7 @@ class BackgroundWrite:
         return error
 
     def give_up(self) -> None:
-        """The run has failed: its write may end well, but does not wait for others that may be gone."""
+        """The run has failed: its write may still complete, but stops waiting for ranks that may have ended."""
         self._given_up.set()
 
     def take_write_s(self) -> float | None:
@@ -80,7 +80,7 @@ def leave_mark(folder: Path, rank: int, problem: str) -> None:
 
 
 def wait_for_marks(folder: Path, num_ranks: int, is_given_up: Callable[[], bool]) -> None:
-    """Return when every rank has left its mark, and take the marks away. RuntimeError with the problem of the first that failed.
+    """Return when every rank has left its mark, and remove the marks. RuntimeError with the problem of the first that failed.
 
     Once `is_given_up`, the run has failed, and ranks have a minute left: they may have failed with it.
     """
@@ -99,7 +99,7 @@ def wait_for_marks(folder: Path, num_ranks: int, is_given_up: Callable[[], bool]
 def _has_written(folder: Path, rank: int) -> bool:
     mark = _mark(folder, rank)
     if _bare_mark(folder, rank).exists():
-        problem = "it could not even say why; is the disk full?"
+        problem = "it could not write the reason; is the disk full?"
     elif mark.exists():
         problem = mark.read_text(encoding="utf-8")
     else:

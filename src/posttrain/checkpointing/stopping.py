@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
 
 _EXIT_CODES = {signal.SIGTERM: 85, signal.SIGINT: 130}
 _FIELD = "checkpointing.checkpoint_must_save_by"
@@ -21,7 +20,7 @@ _FORM = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
 
 class Interruption:
-    """While it is entered, the first SIGTERM or SIGINT is remembered and answered with a line on stderr.
+    """While it is entered, the first SIGTERM or SIGINT is stored and answered with a line on stderr.
 
     A second SIGINT raises KeyboardInterrupt at once; further SIGTERMs change nothing. Python delivers signals to the main
     thread only, so in any other thread entering does nothing and `active` stays False.
@@ -32,7 +31,7 @@ class Interruption:
         self.active = False
         self._num_sigints = 0
         self._owner = 0
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     @property
     def exit_code(self) -> int:
@@ -57,7 +56,7 @@ class Interruption:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
-            # A forked child inherits this handler, but not the loop that would act on it. It must die when it is told to.
+            # A forked child inherits this handler, but not the loop that would act on it. It must end at the signal.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -74,9 +73,9 @@ class Interruption:
 
 
 class SaveDeadline:
-    """Says when one more step might not fit: elapsed time plus the mean time of a step reaches the limit.
+    """When one more step might not fit: elapsed time plus the mean time of a step reaches the limit.
 
-    The time that saving takes is not foreseen: choose a limit that leaves room for it.
+    The time of saving is not included: choose a limit that leaves room for it.
     """
 
     def __init__(self, limit: str | None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""`posttrain grpo`, `posttrain dpo`, `posttrain rm`, `posttrain sft`: train."""
+"""`posttrain grpo`, `posttrain dpo` and the other kinds of run: train."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved 
 
 
 def add_parser(commands: Subparsers) -> None:
-    for kind, summary in KINDS.items():
+    for kind, (summary, _) in KINDS.items():
         parser = commands.add_parser(
             kind,
             help=summary,

@@ -43,8 +43,11 @@ FREE_TO_CHANGE = (
     "policy.logprob_batch_size",
     "policy.*.train_mb_tokens",
     "policy.*.logprob_mb_tokens",
+    "policy.logprob_chunk_size",
+    "policy.optimizer.offload_states",
     "policy.dtensor_cfg.activation_checkpointing",
     "policy.generation.native_cfg.*",
+    "dpo.reference_cache_gib",
 )
 NOT_SET = "not set"
 MAX_SHOWN = 120  # characters of a value in a message

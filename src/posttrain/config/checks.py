@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from posttrain.config.data import TRACE_GROUPS
+from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig, check_eval, eval_cautions
+from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.preference_losses import ambiguous_loss, check_preference_loss
-from posttrain.config.runs import DpoRunConfig, GrpoRunConfig, RmRunConfig, RunConfig
+from posttrain.config.run_config import RunConfig
 from posttrain.config.turns import check_turn_classes, check_turns, unused_turns
 from posttrain.config.variants import check_variants, compares_within_group, normalizer, unused_variants
 
@@ -22,7 +24,7 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
     """Everything in `config` that contradicts itself."""
     if isinstance(config, EvalRunConfig):
         return [*check_eval(config), *check_turn_classes(config.env)]
-    found = [*_data(config), *_optimizer(config), *_scoring_layer(config)]
+    found = [*_data(config), *_optimizer(config), *config.scoring_layer_problems()]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
         found += _record(config)
@@ -83,14 +85,6 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
             f"policy.optimizer.kwargs.lr is not set, and {config.policy.optimizer.name} would choose one of its own: "
             "set policy.optimizer.kwargs.lr"
         )
-
-
-def _scoring_layer(config: RunConfig) -> Iterator[str]:
-    enabled = config.policy.reward_model_cfg.enabled
-    if enabled and not isinstance(config, RmRunConfig):
-        yield "policy.reward_model_cfg.enabled = true trains a reward model: that is `posttrain rm`; here it must be false"
-    if isinstance(config, RmRunConfig) and not enabled:
-        yield "policy.reward_model_cfg.enabled = false: `posttrain rm` trains a reward model and nothing else; leave it true"
 
 
 def _batches(config: GrpoRunConfig) -> Iterator[str]:

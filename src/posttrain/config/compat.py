@@ -87,15 +87,18 @@ RENAMES: tuple[Rename, ...] = (
         "policy.generation",
         reason="nothing is sampled in this kind of run",
         applies=lambda value: value is not None,
-        kinds=("dpo", "rm", "sft"),
+        kinds=tuple(kind for kind in KINDS if kind != "grpo"),
     ),
     Rename("eval.pass_k_value", ("eval.k_value",), kinds=("eval",)),
-    Rename(
-        "rm.max_num_steps",
-        ("rm.max_num_steps",),
-        applies=lambda value: value == -1,
-        convert=lambda value: 1_000_000,
-        kinds=("rm",),
+    *(
+        Rename(
+            f"{kind}.max_num_steps",
+            (f"{kind}.max_num_steps",),
+            applies=lambda value: value == -1,
+            convert=lambda value: 1_000_000,
+            kinds=(kind,),
+        )
+        for kind in KINDS
     ),
 )
 

@@ -135,9 +135,6 @@ class EvalDataConfig(Section):
     env_name: str | None = Field(
         default=None, description="Key under `env` that judges; null is the one besides `math`, or else `math`."
     )
-    processor: str | None = Field(
-        default=None, description="How rows become prompts, by NeMo RL's name; the benchmark decides here."
-    )
     download_dir: str | None = Field(default=None, description="Folder for downloaded data.")
 
 

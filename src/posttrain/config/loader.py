@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from posttrain.config.base import Section
 from posttrain.config.checks import cautions, check_run
 from posttrain.config.compat import apply_renames
-from posttrain.config.errors import ConfigError
+from posttrain.config.dpo import DpoRunConfig
+from posttrain.config.errors import ConfigError, message_of
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.foreign_keys import (
     foreign_environments,
@@ -26,19 +27,12 @@ from posttrain.config.foreign_keys import (
     usual_values,
     vocabulary_of,
 )
+from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
 from posttrain.config.presets import chosen_preset, is_preset_origin
 from posttrain.config.render import plain_values, to_yaml_text, with_override_marks
-from posttrain.config.runs import (
-    ALL_KINDS,
-    RUN_CONFIGS,
-    DpoRunConfig,
-    GrpoRunConfig,
-    Kind,
-    RmRunConfig,
-    SftRunConfig,
-)
+from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import (
     find,
     is_field,
@@ -118,14 +112,6 @@ def load_config(
 def load_config(
     kind: Literal["dpo"], path: FilePath | None = None, overrides: Sequence[str] = ()
 ) -> LoadedConfig[DpoRunConfig]: ...
-@overload
-def load_config(
-    kind: Literal["rm"], path: FilePath | None = None, overrides: Sequence[str] = ()
-) -> LoadedConfig[RmRunConfig]: ...
-@overload
-def load_config(
-    kind: Literal["sft"], path: FilePath | None = None, overrides: Sequence[str] = ()
-) -> LoadedConfig[SftRunConfig]: ...
 @overload
 def load_config(
     kind: Literal["eval"], path: FilePath | None = None, overrides: Sequence[str] = ()
@@ -278,7 +264,7 @@ def _key_of(kind: Kind, location: tuple[int | str, ...], is_missing: bool, tree:
 
 
 def _explain(path: Path, problem: Any, tree: Tree) -> str:
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message_of(problem)
     if problem["type"] == "missing":
         return f"`{dotted(path)}` is missing: set it in the file or with {dotted(path)}=… on the command line"
     value = problem["input"]

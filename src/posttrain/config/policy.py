@@ -105,7 +105,8 @@ class SequencePackingConfig(Section):
 
 class RewardModelConfig(OpenSection):
     enabled: bool = Field(
-        default=False, description="Gives the model a scoring layer; true in `posttrain rm` and nowhere else."
+        default=False,
+        description="Gives the model a scoring layer; true in `posttrain rm` and nowhere else.",
     )
 
 

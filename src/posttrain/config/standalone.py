@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from posttrain.config.base import Section
-from posttrain.config.errors import ConfigError
+from posttrain.config.errors import ConfigError, message_of
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
 from posttrain.config.schema import (
@@ -64,7 +64,7 @@ def _refuse_wrong_shape(root: Node, tree: Tree) -> None:
 def _explain(problem: Any, file: FilePath, tree: Tree) -> str:
     path = _key_of(problem["loc"], tree)
     where = tree.origin(path) if path else str(file)
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message_of(problem)
     if problem["type"] == "missing":
         missing = (*path, str(problem["loc"][-1]))
         return f"{where}: `{dotted(missing)}` is missing"

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from posttrain.config.base import FreeMap
 from posttrain.config.data import EnvironmentConfig
+from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.rewards import RewardConfig
-from posttrain.config.runs import GrpoRunConfig
 
 BUILT_IN = {
     "calculator": "posttrain.environments.turns.calculator:Calculator",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Generic, Protocol
@@ -12,8 +11,9 @@ from typing import Any, Generic, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.config.data import TRACE_GROUPS
 from posttrain.data.chat import ChatFormat
-from posttrain.data.entries import Entry, read_entries
+from posttrain.data.entries import Entries, Entry, Section, read_entries
 from posttrain.data.errors import DataError
 from posttrain.data.named_datasets import (
     PREFERENCE_DATASETS,
@@ -26,8 +26,7 @@ from posttrain.data.named_datasets import (
 from posttrain.data.packed_file import PackedFile
 from posttrain.data.preference_readers import JudgedReader, PairReader
 from posttrain.data.readers import ExampleReader, Item, Numbered, Outcome, TaskReader
-from posttrain.data.recorded import DATASET_NAME as TRACE_GROUPS
-from posttrain.data.recorded import RecordedReader, RecordedRows, is_recorded
+from posttrain.data.recorded import RecordedReader, RecordedRows
 from posttrain.data.row_dataset import HoldOut, RowDataset, Table
 from posttrain.data.shuffling import keyed_order
 from posttrain.data.sources import Row
@@ -73,8 +72,8 @@ class Reader(Protocol[Item]):
 
 
 def load_task_dataset(
-    entries: Any,
-    defaults: Any,
+    entries: Entries,
+    defaults: Section | None,
     chat: ChatFormat,
     *,
     max_prompt_tokens: int | None,
@@ -88,7 +87,7 @@ def load_task_dataset(
     """
     loading: _Loading[Task] = _Loading(seed)
     for entry in read_entries(entries, defaults):
-        if is_recorded(entry):
+        if entry.holds_recorded_groups:
             recorded = RecordedRows(entry)
             answers = RecordedReader(entry, chat, max_total_tokens, needs_signal=needs_signal)
             loading.add(entry, None, answers, recorded.rows(), recorded.left_out)
@@ -100,7 +99,7 @@ def load_task_dataset(
 
 
 def load_pair_dataset(
-    entries: Any, defaults: Any, chat: ChatFormat, *, max_total_tokens: int, seed: int
+    entries: Entries, defaults: Section | None, chat: ChatFormat, *, max_total_tokens: int, seed: int
 ) -> PairDataset:
     """Pairs whose prompt with the longer answer has at most `max_total_tokens`."""
     loading: _Loading[Pair] = _Loading(seed)
@@ -119,7 +118,7 @@ def load_pair_dataset(
         if spec.kind == "traces":
             traces = TracePairRows(entry)
             # The text of a trace is what a user said.
-            plain = replace(entry, prompt_is_templated=bool(entry.prompt_is_templated))
+            plain = entry.model_copy(update={"prompt_is_templated": bool(entry.prompt_is_templated)})
             loading.add(entry, known, PairReader(plain, spec, chat, max_total_tokens), traces.rows(), traces.left_out)
         else:
             loading.add(entry, known, PairReader(entry, spec, chat, max_total_tokens))
@@ -127,7 +126,7 @@ def load_pair_dataset(
 
 
 def load_judged_dataset(
-    entries: Any, defaults: Any, chat: ChatFormat, *, max_total_tokens: int, seed: int
+    entries: Entries, defaults: Section | None, chat: ChatFormat, *, max_total_tokens: int, seed: int
 ) -> JudgedDataset:
     """Answers that are wanted or not: labelled ones, both answers of each pair, or traces by their rewards."""
     loading: _Loading[Judged] = _Loading(seed)
@@ -146,7 +145,13 @@ def load_judged_dataset(
 
 
 def load_example_dataset(
-    entries: Any, defaults: Any, chat: ChatFormat, *, max_total_tokens: int, only_unmask_final: bool, seed: int
+    entries: Entries,
+    defaults: Section | None,
+    chat: ChatFormat,
+    *,
+    max_total_tokens: int,
+    only_unmask_final: bool,
+    seed: int,
 ) -> ExampleDataset:
     """Examples of at most `max_total_tokens`; every assistant's turn is trained, or the last one only."""
     loading: _Loading[Example] = _Loading(seed)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from posttrain.config.data import TRACE_GROUPS
 from posttrain.data.chat import ChatFormat, is_answer
 from posttrain.data.conversations import as_prompt
 from posttrain.data.entries import Entry
@@ -22,14 +23,8 @@ from posttrain.types import Completion, Message, Rollout, Score, Task
 if TYPE_CHECKING:
     from posttrain.data.traces import Trace, TraceGroup
 
-DATASET_NAME = "TraceGroups"  # as in posttrain.config.data
-
 TOO_FEW = "fewer than two usable answers to the prompt"
 ALL_EQUAL = "all recorded rewards of the prompt are equal: nothing to learn from"
-
-
-def is_recorded(entry: Entry) -> bool:
-    return (entry.dataset_name or "").lower() == DATASET_NAME.lower()
 
 
 class RecordedRows(TraceRows):
@@ -49,7 +44,7 @@ class RecordedReader:
     def __init__(self, entry: Entry, chat: ChatFormat, max_total_tokens: int, *, needs_signal: bool) -> None:
         if entry.prompt_is_templated:
             raise DataError(
-                f"{entry.file}: prompt_is_templated = true: {DATASET_NAME} writes prompts with the chat template itself; give "
+                f"{entry.file}: prompt_is_templated = true: {TRACE_GROUPS} writes prompts with the chat template itself; give "
                 "the questions without it, or set policy.tokenizer.chat_template=null, which takes texts as they are"
             )
         self._entry, self._chat, self._limit, self._needs_signal = entry, chat, max_total_tokens, needs_signal

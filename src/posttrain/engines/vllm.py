@@ -18,10 +18,6 @@ from posttrain.roles import Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 
-class VllmError(InputError):
-    """vLLM is not installed, or does not support the request."""
-
-
 class VllmEngine:
     """A whole model in vLLM's offline engine. `options` are arguments of `vllm.LLM`."""
 
@@ -38,7 +34,7 @@ class VllmEngine:
         try:
             import vllm
         except ImportError as error:
-            raise VllmError(
+            raise InputError(
                 f"generation.backend=vllm needs vLLM ({error}): pip install 'posttrain[vllm]', or use generation.backend=native"
             ) from error
         self._vllm = vllm
@@ -65,7 +61,7 @@ class VllmEngine:
         prompts, parameters = [], []
         for task in tasks:
             if not 0 < len(task.prompt_ids) < self.max_model_len:
-                raise VllmError(
+                raise InputError(
                     f"task {task.id!r} has {len(task.prompt_ids)} prompt tokens: between 1 and {self.max_model_len - 1} "
                     f"fit max_model_len {self.max_model_len}"
                 )

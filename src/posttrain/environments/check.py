@@ -12,8 +12,7 @@ from typing import Any
 
 from posttrain.config.rewards import PythonRewardConfig
 from posttrain.environments.reward_types import WORKER_SCORERS
-from posttrain.environments.settings import RewardConfigError, RewardSettings, read_settings
-from posttrain.environments.turns.settings import read_turns
+from posttrain.environments.settings import RewardConfigError, RewardSettings, read_settings, read_turns
 from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
 
 

@@ -105,7 +105,8 @@ def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iter
         rows = _rows_of_file(path, data.file_format)
     else:
         # Another hub dataset is tested on its test split, unless `data.split` is set.
-        entry = replace(entry, split=data.split or ("test" if known is None and path is None else None))
+        split = data.split or ("test" if known is None and path is None else None)
+        entry = entry.model_copy(update={"split": split})
         rows = entry.rows(known)
     for number, row in enumerate(rows):
         if limit is not None and number >= limit:

@@ -18,14 +18,9 @@ from posttrain.export.conversion_input import ConversionInput
 from posttrain.export.verification import Verification
 from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.hub import looks_like_hub_name
+from posttrain.recipes import KINDS
 from posttrain.reporting.run_files import METRICS_FILE, read_rows
 
-_METHODS = {
-    "grpo": "GRPO (reinforcement learning from rewards)",
-    "dpo": "a preference loss (DPO and relatives)",
-    "rm": "the Bradley-Terry loss (a reward model)",
-    "sft": "supervised fine-tuning",
-}
 _SECRET = re.compile(
     r"(^|_)((api|access|secret|private)_key|password|secret|(hf|api|access|auth)_token)$", re.IGNORECASE
 )
@@ -50,7 +45,7 @@ def lineage(source: ConversionInput, shown_as: str, *, merged: bool, verificatio
 
 
 def kind_of(run_config: JsonMapping) -> str | None:
-    return next((kind for kind in _METHODS if kind in run_config), None)
+    return next((kind for kind in KINDS if kind in run_config), None)
 
 
 def training_data(run_config: JsonMapping) -> list[JsonObject]:
@@ -87,6 +82,11 @@ def metrics_of(source: ConversionInput) -> dict[str, float]:
     return found
 
 
+def _scores_answers(run_config: JsonMapping) -> bool:
+    section = (run_config.get("policy") or {}).get("reward_model_cfg") or {}
+    return bool(section.get("enabled"))
+
+
 def _metrics_file(source: ConversionInput) -> Path:
     assert source.checkpoint is not None
     log_dir = (source.run_config.get("logger") or {}).get("log_dir")
@@ -98,7 +98,7 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
     kind = facts["algorithm"]
     front: JsonObject = {
         "library_name": "peft" if facts["lora"] == "adapter" else "transformers",
-        "pipeline_tag": "text-classification" if kind == "rm" else "text-generation",
+        "pipeline_tag": "text-classification" if _scores_answers(source.run_config) else "text-generation",
         "tags": ["posttrain", *([kind] if kind else [])],
     }
     if facts["base_model"] and looks_like_hub_name(facts["base_model"]):  # the hub refuses anything else there
@@ -117,7 +117,7 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
 
 def _introduction(facts: JsonMapping) -> str:
     base = f" from `{facts['base_model']}`" if facts["base_model"] else ""
-    how = f" with {_METHODS[facts['algorithm']]}" if facts["algorithm"] else ""
+    how = f" with {KINDS[facts['algorithm']].method}" if facts["algorithm"] else ""
     what = {"adapter": "A LoRA adapter trained", "merged": "A model with its LoRA adapter merged in, trained"}.get(
         facts["lora"], "A model trained" if facts["algorithm"] else "A model converted"
     )

@@ -1,7 +1,7 @@
 """Which models the packed forward pass computes correctly, found out by running one token through them.
 
 Refused are recurrent layers, attention windows that the attention function is not given, changes of the logits that
-`head` does not know, and rotary embeddings that depend on the rest of the batch.
+`head` does not support, and rotary embeddings that depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What an attention layer keeps of one token."""
+    """What an attention layer stores of one token in the KV cache."""
 
     num_heads: int
     key_dim: int
@@ -45,7 +45,7 @@ class Head(Protocol):
 
 
 def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
-    """What each attention layer keeps of a token, seen by running one. Refuses models that we would compute wrongly."""
+    """What each attention layer stores per token, found by running one. Refuses models that would be computed wrongly."""
     config, observer = base.config.get_text_config(), _LayerObserver()
     seen: list[Tensor] = []
     hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
@@ -63,28 +63,28 @@ def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
         )
     _check_windows(config, observer.windows)
     head.check_logits(seen[-1], logits)
-    _check_that_attention_alone_looks_back(config, head, one.device)
+    _check_attention_is_the_only_link(config, head, one.device)
     return observer.layers
 
 
-def _check_windows(config: Any, told: Mapping[int, int | None]) -> None:
-    """Refuse models that tell `transformers`' mask of a window, and not their attention, which is all that we hear."""
+def _check_windows(config: Any, windows: Mapping[int, int | None]) -> None:
+    """Refuse models that give a window to `transformers`' mask and not to the attention function, which is all that we use."""
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
-    for layer, window in told.items():
+    for layer, window in windows.items():
         kind = "sliding_attention" if kinds is None else kinds[layer]
         field = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
         limit = None if field is None else getattr(config, field, None)
         if window is None and limit is not None and limit < config.max_position_embeddings:
             raise UnsupportedModelError(
-                f"{config.model_type}: config.{field} is {limit}, and layer {layer} does not tell its attention so. posttrain "
-                "would let every token see all before it"
+                f"{config.model_type}: config.{field} is {limit}, and layer {layer} does not pass it to its attention function. "
+                "posttrain would let every token attend to all before it"
             )
 
 
 @torch.no_grad()
-def _check_that_attention_alone_looks_back(config: Any, head: Head, device: torch.device) -> None:
-    """Refuse models whose layers have another way than attention from one token to the next, beside it. Where a token sees
-    itself alone, it must not matter who stands before it: in our rows that may be another sequence, or nobody."""
+def _check_attention_is_the_only_link(config: Any, head: Head, device: torch.device) -> None:
+    """Refuse models whose layers pass something from token to token other than by attention. Where each token attends to itself
+    alone, the tokens before it must not matter: in a packed row they may belong to another sequence."""
     rows = torch.tensor([[0, 1, 2, 3], [2, 1, 0, 3]], device=device)
     with attention_context(_LayerObserver()):
         # Rows of one shape, so that rounding does not differ either.

@@ -1,14 +1,13 @@
 """Log-probabilities under the frozen reference, computed once per answer: in later epochs, and in every validation after
 the first, they are looked up.
 
-An answer is known by the tokens of its prompt and its own; the file by the fingerprint of the reference, which covers its
-weights, precision and temperature. What is looked up are the very bits that were computed.
+An answer is identified by the tokens of its prompt and its own; the file by the fingerprint of the reference, which covers
+its weights, precision and temperature. A lookup returns the bits that were computed.
 
 Exact resumption. The last bits of a log-probability depend on what else was in its micro-batch, so the resumed run must
 find those of the interrupted one, no more and no fewer. Hence every record names the step that it was made in; a run that
-goes on after step k drops what was made later, because it is about to make it again, and a fresh run starts with nothing.
-When the memory is used up nothing is added any more, and nothing is ever replaced: what is known depends on the steps that
-were made and on nothing else.
+resumes after step k drops later records, because it computes them again, and a fresh run starts empty. When the memory is
+used up nothing is added, and nothing is ever replaced: the content depends on the steps that were made and on nothing else.
 
 File: `reference_logprobs.bin` beside the checkpoints; a header, then a record for each call that computed something. A
 record that a kill left half-written does not have its checksum, and ends the file.
@@ -24,7 +23,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +44,7 @@ Logprobs = NDArray[np.float32]
 
 
 class CachedReference:
-    """`folder` None keeps the cache in memory alone; `max_bytes` 0 has none. `warn` is told when the file fails."""
+    """`folder` None keeps the cache in memory alone; `max_bytes` 0 has none. `warn` gets a message when the file fails."""
 
     def __init__(
         self,
@@ -87,9 +85,9 @@ class CachedReference:
             return
         if self._num_bytes + size > self._max_bytes:
             self._is_full = True
-            entries, size = {}, 0  # an empty record says so to a run that resumes
+            entries, size = {}, 0  # an empty record marks this for a run that resumes
         self._num_bytes += size
-        # Copies: a slice would keep the whole batch alive, and the caller may do with it what he likes.
+        # Copies: a slice would keep the whole batch alive, and the caller may change it.
         self._known.update({key: values.copy() for key, values in entries.items()})
         if self._path is not None:
             self._append(entries, step)
@@ -152,7 +150,7 @@ class CachedReference:
 
 
 def answer_keys(batch: TokenBatch) -> list[bytes]:
-    """What each answer is known by: a digest of its prompt's tokens and its own."""
+    """The key of each answer: a digest of its prompt's tokens and its own."""
     prompts = [_digest(prompt) for prompt in batch.prompts]
     return [
         hashlib.sha256(prompts[prompt] + _digest(response)).digest()[:_KEY_BYTES]
@@ -189,12 +187,12 @@ def _entries(payload: memoryview, count: int) -> dict[bytes, Logprobs]:
     return {key: part.copy() for key, part in zip(keys, parts, strict=True)}
 
 
-# Where a config came from and how it was read; none of it is seen in a number.
+# Where a config came from and how it was read; none of it changes a number.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 _CHUNK_BYTES = 2**24  # hashed in parallel; part of the definition
 
 
-def model_fingerprint(model: nn.Module, config: Mapping[str, Any], temperature: float) -> str:
+def model_fingerprint(model: nn.Module, config: Mapping[str, object], temperature: float) -> str:
     """SHA-256 of the weights under any adapters, their precision, the architecture and the temperature.
 
     A collective when the weights are sharded: every rank calls it. The answer is that of rank 0; the others return "".

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class RankSetup:
     policy: PolicyConfig
     seed: int
     needs_reference: bool
-    chat_template: str | None = None  # the one the data was written with: it travels with the checkpoints
+    chat_template: str | None = None  # the one that the data was formatted with: saved with the checkpoints
     trains: bool = True  # False: no optimizer, for sampling and evaluation only
     reward_model: bool = False  # a score for each answer, instead of a log-probability for each token
     answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
@@ -67,7 +67,7 @@ class RankSetup:
 class ModelFacts:
     """What the driver reports of the model, without holding it."""
 
-    config: dict[str, Any]  # `to_dict()` of the model's config
+    config: dict[str, object]  # `to_dict()` of the model's config
     num_parameters: int
     device: str
     device_name: str
@@ -121,9 +121,9 @@ class PolicyTrainer:
         return add_lora(model, lora, setup.seed, task_type="SEQ_CLS" if setup.reward_model else "CAUSAL_LM")
 
     def _recomputes_activations(self, setup: RankSetup) -> bool:
-        said = setup.policy.dtensor_cfg.activation_checkpointing
-        if said != "auto" or self.device.type != "cuda":
-            return said is True
+        configured = setup.policy.dtensor_cfg.activation_checkpointing
+        if configured != "auto" or self.device.type != "cuda":
+            return configured is True
         return setup.trains and should_checkpoint(
             base_config(self.model).to_dict(),
             setup.policy,
@@ -141,10 +141,10 @@ class PolicyTrainer:
             root = TokenLogprobs(model, self.config.logprob_chunk_size)
         fuse_layers(root.head.decoder, may_join=mesh is None)
         if mesh is not None:
-            layers: Any = root.head.decoder.layers
+            layers = cast(nn.ModuleList, root.head.decoder.layers)
             shard(root, list(layers), mesh)
-            # FSDP wants the first forward pass to enter at the root; the engine enters at the decoder. The root's own
-            # parameters stay whole after a pass, and the optimizer must not take hold of them as such.
+            # FSDP requires the first forward pass to enter at the root; the engine enters at the decoder. The root's own
+            # parameters stay whole after a pass, and the optimizer must get the sharded ones.
             self._score(root, [None])
             reshard(root)
         return root
@@ -170,8 +170,8 @@ class PolicyTrainer:
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
         )
 
-    def _model_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = base_config(self.model).to_dict()
+    def _model_config(self) -> dict[str, object]:
+        config: dict[str, object] = base_config(self.model).to_dict()
         # A reward model has no output table, so there is none to share with the input's.
         return {**config, "tie_word_embeddings": False} if self._scores_answers else config
 
@@ -240,13 +240,13 @@ class PolicyTrainer:
         """The same under the frozen reference: the base model under the adapters, or the copy made at the start."""
         if self.reference is not None:
             return self._score(self.reference, parts)
-        assert is_adapted(self.model), "a reference was not asked for when this worker was built"
+        assert is_adapted(self.model), "this trainer was built without a reference"
         self.model.eval()
         with without_adapters(self.model):
             return self._score(self.forward, parts)
 
     def reference_fingerprint(self) -> str:
-        """A digest of all that decides `reference_logprobs`, whatever the number of ranks. Rank 0 has the answer."""
+        """A digest of everything that determines `reference_logprobs`, whatever the number of ranks; on rank 0."""
         model = self.model if self.reference is None else self.reference.model
         return model_fingerprint(model, base_config(self.model).to_dict(), self.temperature)
 

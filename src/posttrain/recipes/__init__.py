@@ -1,4 +1,4 @@
-"""One recipe per kind of run: `recipes/<kind>.py`. This table is where a kind is registered, with its line of help.
+"""One recipe per kind of run: `recipes/<kind>.py`. This table is where a kind is registered.
 
 Importing this package loads no recipe and no torch: the command line reads the table on every start.
 """
@@ -6,17 +6,28 @@ Importing this package loads no recipe and no torch: the command line reads the 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from posttrain.config import RunConfig
     from posttrain.recipes.recipe import Recipe
 
+
+class KindOfRun(NamedTuple):
+    summary: str  # its line of help
+    method: str  # what a model card says that the model was trained with
+
+
 KINDS = {
-    "grpo": "reinforcement learning: sample, score, and prefer what scored better in its group",
-    "dpo": "direct preference optimisation on pairs of answers",
-    "rm": "reward model: learn a score for answers from pairs of them",
-    "sft": "supervised fine-tuning on recorded answers",
+    "grpo": KindOfRun(
+        "reinforcement learning: sample, score, and prefer what scored better in its group",
+        "GRPO (reinforcement learning from rewards)",
+    ),
+    "dpo": KindOfRun("direct preference optimisation on pairs of answers", "a preference loss (DPO and relatives)"),
+    "rm": KindOfRun(
+        "reward model: learn a score for answers from pairs of them", "the Bradley-Terry loss (a reward model)"
+    ),
+    "sft": KindOfRun("supervised fine-tuning on recorded answers", "supervised fine-tuning"),
 }
 
 

@@ -22,7 +22,6 @@ from posttrain.recipes.recipe import (
     RunParts,
     first_rows,
     load_both,
-    options,
     pair_accuracy,
 )
 from posttrain.reporting.presentation import Presentation, ShownMetric
@@ -57,7 +56,7 @@ class DpoRecipe(Recipe):
         stream = Stream(train, dpo.seed, config.data.shuffle)
 
         def algorithm(parts: RunParts) -> Dpo:
-            objective = PreferenceLoss(**options(dpo, PreferenceLoss))
+            objective = PreferenceLoss(dpo)
             return Dpo(
                 config.policy.train_global_batch_size,
                 objective,
@@ -82,7 +81,7 @@ class DpoRecipe(Recipe):
             return Kto(
                 config.policy.train_global_batch_size,
                 length,
-                KtoLoss(**options(dpo, KtoLoss)),
+                KtoLoss(dpo),
                 parts.policy,
                 stream,
                 self._reference(parts),

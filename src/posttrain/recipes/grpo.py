@@ -11,10 +11,11 @@ from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.config import EnvironmentConfig, GrpoRunConfig, PolicyConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset, load_task_dataset
+from posttrain.data.entries import Entries
 from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments, check_environments
 from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
-from posttrain.recipes.recipe import Entries, Prepared, Recipe, RunParts, first_rows, load_both
+from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import RolloutSource
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts

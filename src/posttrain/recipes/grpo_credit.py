@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from posttrain.algorithms.advantages import ESTIMATORS, EstimatorOptions, Spread, Whitening
+from posttrain.algorithms.advantages import ESTIMATORS, Spread, Whitening
 from posttrain.algorithms.credit import Credit, KlInReward
 from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, RewardStep
 from posttrain.config import AdvEstimatorConfig, GrpoRunConfig
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.recipes.recipe import options
 from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.dynamic_sampling import DynamicSampling
 from posttrain.rollouts.surplus import StreamAndSurplus
@@ -39,9 +36,7 @@ def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position
 def build_credit(config: GrpoRunConfig) -> Credit:
     estimator = config.grpo.adv_estimator
     return Credit(
-        ESTIMATORS[estimator.name].build(
-            EstimatorOptions(**options(estimator, EstimatorOptions)), _spread(estimator, Spread())
-        ),
+        ESTIMATORS[estimator.name].build(estimator, _spread(estimator, Spread())),
         reward_steps=_reward_steps(config),
         whitening=_whitening(estimator),
         kl=_kl_in_reward(config),
@@ -51,13 +46,13 @@ def build_credit(config: GrpoRunConfig) -> Credit:
 
 
 def build_objective(config: GrpoRunConfig) -> ClippedPolicyGradient:
-    objective = ClippedPolicyGradient(**options(config.loss_fn, ClippedPolicyGradient))
+    changes: dict[str, object] = {}
     if config.loss_fn.use_kl_in_reward:
-        objective = replace(objective, reference_policy_kl_penalty=0.0)
+        changes["reference_policy_kl_penalty"] = 0.0
     normalizer = ESTIMATORS[config.grpo.adv_estimator.name].loss_normalizer
     if normalizer is not None and config.loss_fn.loss_normalizer is None:
-        objective = replace(objective, loss_normalizer=normalizer)
-    return objective
+        changes["loss_normalizer"] = normalizer
+    return ClippedPolicyGradient(config.loss_fn.model_copy(update=changes))
 
 
 def _whitening(config: AdvEstimatorConfig) -> Whitening | None:
@@ -89,7 +84,9 @@ def _kl_in_reward(config: GrpoRunConfig) -> KlInReward | None:
 
 def _scaling(config: GrpoRunConfig) -> RewardScaling | None:
     scaling = config.grpo.reward_scaling
-    return RewardScaling(**options(scaling, RewardScaling)) if scaling.enabled else None
+    if not scaling.enabled:
+        return None
+    return RewardScaling(scaling.source_min, scaling.source_max, scaling.target_min, scaling.target_max)
 
 
 def _reward_steps(config: GrpoRunConfig) -> tuple[RewardStep, ...]:
@@ -98,5 +95,9 @@ def _reward_steps(config: GrpoRunConfig) -> tuple[RewardStep, ...]:
     if shaping.enabled and shaping.stop_properly_penalty_coef is not None:
         steps.append(CutOffPenalty(shaping.stop_properly_penalty_coef))
     elif shaping.enabled:
-        steps.append(OverlongPenalty(**options(shaping, OverlongPenalty)))
+        length, zone = shaping.max_response_length, shaping.overlong_buffer_length
+        assert length is not None, "refused when the config is loaded"
+        assert zone is not None, "refused when the config is loaded"
+        assert shaping.overlong_buffer_penalty is not None, "refused when the config is loaded"
+        steps.append(OverlongPenalty(length, zone, shaping.overlong_buffer_penalty))
     return tuple(steps)

@@ -6,17 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from posttrain.config import DataConfig, RunConfig
-from posttrain.config.data import DatasetConfig
 from posttrain.data.chat import ChatFormat
+from posttrain.data.entries import Entries
 from posttrain.data.readers import Item
 from posttrain.data.row_dataset import RowDataset
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import Algorithm, Engine, ShowProgress, Stateful, Trainer, WeightSync
-
-Entries = DatasetConfig | list[DatasetConfig]
 
 
 class Rows(Protocol):
@@ -61,7 +59,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Recipe(ABC):
-    """One kind of run. What follows from the config alone, such as sizes and the reference, is in `config/runs.py`."""
+    """One kind of run. What follows from the config alone, such as sizes and the reference, is in `config/run_config.py`."""
 
     config: RunConfig
     presentation: ClassVar[Presentation]
@@ -105,8 +103,3 @@ def first_rows(dataset: RowDataset[Item] | None, count: int) -> Sequence[Item]:
     if dataset is None:
         return []
     return [dataset[i] for i in range(len(dataset) if count <= 0 else min(count, len(dataset)))]
-
-
-def options(section: object, target: type) -> dict[str, Any]:
-    """The fields of a config section that a value object takes, by name."""
-    return {name: getattr(section, name) for name in target.__dataclass_fields__}  # type: ignore[attr-defined]

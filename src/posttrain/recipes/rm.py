@@ -7,7 +7,7 @@ from functools import partial
 from typing import ClassVar
 
 from posttrain.algorithms.rm import RewardModelTraining
-from posttrain.config import RmRunConfig
+from posttrain.config.rm import RmRunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_pair_dataset
 from posttrain.data.sampler import Stream
@@ -20,7 +20,6 @@ from posttrain.recipes.recipe import (
     RunParts,
     first_rows,
     load_both,
-    options,
     pair_accuracy,
 )
 from posttrain.reporting.presentation import Presentation, ShownMetric
@@ -57,7 +56,7 @@ class RewardModelRecipe(Recipe):
         def algorithm(parts: RunParts) -> RewardModelTraining:
             return RewardModelTraining(
                 config.policy.train_global_batch_size,
-                BradleyTerry(**options(rm, BradleyTerry)),
+                BradleyTerry(rm.center_rewards_coefficient, rm.margin_from_rewards),
                 parts.policy,
                 stream,
                 first_rows(validation, rm.val_batches * rm.val_global_batch_size),

@@ -9,8 +9,9 @@ from posttrain.algorithms.sft import Sft
 from posttrain.config import SftRunConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import ExampleDataset, load_example_dataset
+from posttrain.data.entries import Entries
 from posttrain.data.sampler import Stream
-from posttrain.recipes.recipe import Entries, Prepared, Recipe, RunParts, first_rows, load_both
+from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from posttrain.config import EnvironmentConfig
 from posttrain.data.chat import ChatFormat
-from posttrain.environments.settings import read_settings
+from posttrain.environments.settings import read_settings, read_turns
 from posttrain.environments.turns.pool import TurnRouter
-from posttrain.environments.turns.settings import read_turns
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.multi_turn import MultiTurnRollouts
 from posttrain.rollouts.next_turn import NextTurn

@@ -26,10 +26,6 @@ _ONE_SIDED_95 = 1.6449
 _MOST_REMEMBERED_ANSWERS = 100_000
 
 
-class CanaryError(InputError):
-    """A canary rule with an impossible value."""
-
-
 @dataclass(frozen=True)
 class CanaryRules:
     share: float = 0.1  # of the traffic, 0 to 1
@@ -49,7 +45,7 @@ class CanaryRules:
         }
         for name, (value, fine, accepted) in checks.items():
             if not fine:
-                raise CanaryError(f"canary {name} is {value}: {accepted} is accepted")
+                raise InputError(f"canary {name} is {value}: {accepted} is accepted")
 
 
 @dataclass

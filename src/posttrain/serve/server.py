@@ -26,10 +26,6 @@ _TICKS_PER_LOOK = 5  # between checks for silent connections; uvicorn ticks ten 
 _SWITCH_INTERVAL_S = 0.00005
 
 
-class AddressError(InputError):
-    """The address cannot be bound."""
-
-
 class DrainingServer(uvicorn.Server):
     """SIGTERM or Ctrl-C: new requests are refused with 503, running ones get up to `drain_timeout_s`, then it ends.
 
@@ -121,7 +117,7 @@ def listen(host: str, port: int) -> socket.socket:
         return listener
     except (OSError, OverflowError) as error:
         listener.close()
-        raise AddressError(f"cannot listen at {host}, port {port}: {error}") from error
+        raise InputError(f"cannot listen at {host}, port {port}: {error}") from error
 
 
 def run(service: Service, host: str, port: int, drain_timeout_s: float) -> int:

@@ -62,7 +62,7 @@ def test_each_form_of_the_divisor(spread: Spread, divisor: float) -> None:
     assert advantages == pytest.approx([2 / 3 / divisor, -1 / 3 / divisor, -1 / 3 / divisor])
 
 
-def test_a_rollout_that_is_alone_gets_nothing_or_its_reward() -> None:
+def test_group_of_one_gets_zero_or_its_reward() -> None:
     assert GroupAdvantages()(scores([None, 0.7], [1, 0])) == [[0, 0], pytest.approx([1, -1])]
     kept = GroupAdvantages(True, False, group_of_one="reward")
     assert kept(scores([None, 0.7], [0.5, 0.5])) == [pytest.approx([0, 0.7 / (1 + 1e-6)]), [0, 0]]

@@ -88,7 +88,7 @@ def test_equal_answers_vote_together_whatever_their_place() -> None:
 
 
 @pytest.mark.parametrize("name", ["pass@0", "pass@", "pass", "mean@1", "pass@1.5"])
-def test_a_metric_that_is_none_is_refused_by_name(name: str) -> None:
+def test_unknown_metric_is_refused_by_name(name: str) -> None:
     with pytest.raises(InputError, match="expected pass@k, cons@k or avg@k"):
         parse_metric(name)
 

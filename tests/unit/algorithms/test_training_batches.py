@@ -7,6 +7,7 @@ from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.supervised_batches import example_batch, pair_batch
+from posttrain.config import LossFnConfig
 from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.types import Completion, Example, Group, Pair, Rollout, Score, Task
@@ -30,7 +31,7 @@ def run(
 ) -> tuple[ScriptedPolicy, dict[str, float]]:
     policy = ScriptedPolicy()
     settings = GrpoSettings(len(groups), num_updates_per_step=updates, overlong_filtering=overlong_filtering)
-    objective = ClippedPolicyGradient(reference_policy_kl_penalty=kl)
+    objective = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=kl))
     credit = Credit(GroupAdvantages(normalize_rewards=False))
     grpo = Grpo(settings, objective, credit, policy, ScriptedRollouts(groups), SharedWeights())  # type: ignore[arg-type]
     return policy, dict(grpo.step(1).metrics)
@@ -48,7 +49,7 @@ def test_several_updates_score_the_old_policy_before_the_first_and_the_schedule_
     assert all((batch.columns["prev_logprobs"] == -1).all() for batch in policy.batches)
 
 
-def test_the_reference_is_scored_only_when_kl_has_a_price() -> None:
+def test_reference_is_scored_only_with_a_kl_penalty() -> None:
     policy, _ = run([make_group(0, [1.0, 0.0])], kl=0.1)
     assert policy.calls == ["reference_logprobs", "update", "end_step"]
     assert (policy.batches[0].columns["reference_logprobs"] == -2).all()
@@ -86,7 +87,7 @@ def test_an_unscored_rollout_is_neither_credited_nor_trained_on() -> None:
     assert metrics["reward"] == 0.5
 
 
-def test_a_step_without_any_score_makes_no_update_and_says_so() -> None:
+def test_step_without_scores_makes_no_update() -> None:
     policy, metrics = run([make_group(0, [None, None])])
     assert "update" not in policy.calls
     assert "end_step" in policy.calls
@@ -101,7 +102,7 @@ def test_overlong_filtering_masks_the_loss_but_keeps_the_reward_in_the_baseline(
     assert (batch.num_tokens, batch.num_sequences) == (3.0, 2.0)
 
 
-def test_where_every_answer_was_cut_off_there_is_no_update() -> None:
+def test_step_of_filtered_answers_alone_makes_no_update() -> None:
     """Weight decay and momentum would move the weights without anything to learn from."""
     groups = [make_group(0, [1.0], cut=0), make_group(1, [0.0])]
     policy, metrics = run(groups, updates=2, overlong_filtering=True)

@@ -25,7 +25,7 @@ def draw() -> list[float]:
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.randn(3).tolist()]
 
 
-def test_generators_go_on_where_they_were_after_a_save_and_a_load(tmp_path: Path) -> None:
+def test_generators_continue_after_a_save_and_a_load(tmp_path: Path) -> None:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)

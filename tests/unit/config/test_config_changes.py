@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 from posttrain.config import LoadedConfig, load_config
-from posttrain.config.changes import ConfigChange, changes_since
+from posttrain.config.changes import FREE_TO_CHANGE, ConfigChange, changes_since
 from posttrain.config.errors import ConfigError
 
 
@@ -116,3 +117,9 @@ def test_argument_that_was_removed_is_a_change() -> None:
 def test_config_of_another_kind_of_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="config of a dpo run, and this is a grpo run"):
         changes_since(load(kind="dpo").to_yaml(), load())
+
+
+def test_every_pattern_of_free_settings_matches_a_setting() -> None:
+    keys = {key for kind in ("grpo", "dpo", "rm", "sft") for key in load(kind=kind).flat()}
+    unused = [pattern for pattern in FREE_TO_CHANGE if not any(fnmatchcase(key, pattern) for key in keys)]
+    assert unused == []

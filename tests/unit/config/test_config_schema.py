@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from posttrain.config import KINDS, load_config
+from posttrain.config import ALL_KINDS, KINDS, load_config
 from posttrain.config.base import Section
 from posttrain.config.foreign_keys import vocabulary_of
 from posttrain.config.interpolation import resolve
@@ -195,18 +195,13 @@ def test_defaults_are_those_of_nemo_rl(kind: str, expected: dict) -> None:
     assert set(loaded.origins.values()) == {"default"}
 
 
-def test_the_packaged_grpo_file_agrees_with_the_defaults_of_the_models() -> None:
-    models = Tree(schema_defaults(RUN_CONFIGS["grpo"]))
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_default_is_in_the_schema_or_in_the_packaged_file_not_in_both(kind: str) -> None:
+    schema = Tree(schema_defaults(RUN_CONFIGS[kind]))
     absent = object()
-    for path, value in leaves(read_built_in("grpo").values):
-        model_value = models.get(path, absent)
-        if model_value is absent or model_value is None or "${" in str(value):
-            continue
-        if path[0] in ("logger", "env", "data") or path[:2] in {("policy", "scheduler"), ("policy", "optimizer")}:
-            continue  # maps whose content only the file knows
-        if path == ("policy", "sequence_packing", "enabled"):
-            continue  # on for GRPO, off for the others
-        assert value == model_value, path
+    assert [
+        dotted(path) for path, value in leaves(read_built_in(kind).values) if schema.get(path, absent) == value
+    ] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

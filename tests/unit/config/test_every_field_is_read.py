@@ -24,7 +24,6 @@ RESOLVED_BY_CONFIG = {
     "GrpoConfig.num_recorded_per_prompt": "read through num_recorded and num_fresh_per_prompt",
     "GrpoConfig.skip_reference_policy_logprobs_calculation": "checks.py refuses it where a reference is needed",
     "LossFnConfig.force_on_policy_ratio": "checks.py refuses it with several updates per step; with one it always holds",
-    "PolicyConfig.reward_model_cfg": "read through scores_answers",
     "EvalConfig.k_value": "read through metric_name",
     "JsonSchemaRewardConfig.schema_": "read by its alias, schema",
 }

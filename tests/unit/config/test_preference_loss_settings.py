@@ -2,8 +2,7 @@
 
 import pytest
 
-from posttrain.config import ConfigError, load_config
-from posttrain.config.algorithms import DpoConfig
+from posttrain.config import ConfigError, DpoConfig, load_config
 from posttrain.config.preference_losses import _OPTIONAL, LOSSES
 
 ORPO = ["dpo.preference_loss=orpo", "dpo.sft_loss_weight=1"]

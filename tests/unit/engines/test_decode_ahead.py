@@ -235,6 +235,15 @@ def test_each_task_may_have_its_own_limit(model: nn.Module, monkeypatch: pytest.
                 assert short.token_ids == long.token_ids[:limit]
 
 
+def test_progress_of_completions_of_one_token(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[int] = []
+    engine = ahead(model, monkeypatch, max_batch_size=4)
+    found = engine.generate(make_tasks(), 4, Sampling(1), KEY, received.append)
+    assert_same(found, NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, Sampling(1), KEY))
+    assert sum(received) == 20
+    assert len(received) >= 5, "one call per batch, not one at the end"
+
+
 def session_tokens(session: GenerationSession, tasks: list[Task], samplings: list[Sampling]) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     for task, sampling in zip(tasks, samplings, strict=True):

@@ -14,13 +14,13 @@ from posttrain.engines.native.attention import (
     gathered_attention,
 )
 from posttrain.engines.native.kv_cache import (
-    KvCacheTooSmallError,
     LayerShape,
     PagedKvCache,
     num_pages_for_call,
     zeros,
 )
 from posttrain.engines.native.scheduler import PromptGroup, Sample
+from posttrain.errors import InputError
 from posttrain.types import Task
 
 CPU = torch.device("cpu")
@@ -222,5 +222,5 @@ def test_without_a_budget_one_sequence_always_fits() -> None:
 
 def test_budget_below_one_sequence_is_refused_by_name() -> None:
     # 100 pages of 2 MiB
-    with pytest.raises(KvCacheTooSmallError, match=r"0\.195 GiB of KV cache.*raise kv_cache_gib"):
+    with pytest.raises(InputError, match=r"0\.195 GiB of KV cache.*raise kv_cache_gib"):
         num_pages_for_call(LAYERS, 16, 0.1, CPU, wanted=200, least=100)

@@ -13,11 +13,12 @@ from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import nn
 
 import posttrain.engines.native.engine as engine_module
-from posttrain.engines.native import NativeEngine, NativeSettings, SamplingError
+from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.attention import PagedDecode
 from posttrain.engines.native.forward import packed_rows
-from posttrain.engines.native.kv_cache import GIB, KvCacheTooSmallError, PagedKvCache
+from posttrain.engines.native.kv_cache import GIB, PagedKvCache
 from posttrain.engines.native.scheduler import Prefill
+from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
 from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.types import Completion, NoiseKey, Sampling, Task
@@ -110,7 +111,7 @@ def test_reading_pages_in_place_equals_the_dense_copy(
 
 def test_cache_too_small_for_one_sequence_is_refused(model: nn.Module) -> None:
     engine = NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, kv_cache_gib=10 * PAGE_BYTES / GIB))
-    with pytest.raises(KvCacheTooSmallError, match="kv_cache_gib"):
+    with pytest.raises(InputError, match="kv_cache_gib"):
         engine.generate(make_tasks(), 1, SAMPLING, KEY)
 
 
@@ -221,19 +222,19 @@ def test_total_length_is_limited(model: nn.Module, expected: list[list[Completio
     ],
 )
 def test_impossible_requests_are_refused_by_name(model: nn.Module, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(SamplingError, match=message):
+    with pytest.raises(InputError, match=message):
         NativeEngine(model, TOKENIZER).generate(make_tasks(), 1, Sampling(**{"max_new_tokens": 4, **change}), KEY)
 
 
 def test_impossible_prompts_are_refused_by_name(model: nn.Module) -> None:
     engine = NativeEngine(model, TOKENIZER, NativeSettings(max_total_tokens=8))
-    with pytest.raises(SamplingError, match=r"task 'x' has 0 prompt tokens: between 1 and 7 fit max_total_tokens 8"):
+    with pytest.raises(InputError, match=r"task 'x' has 0 prompt tokens: between 1 and 7 fit max_total_tokens 8"):
         engine.generate([Task(0, "x", "", ())], 1, SAMPLING, KEY)
-    with pytest.raises(SamplingError, match="task 'x' has 8 prompt tokens"):
+    with pytest.raises(InputError, match="task 'x' has 8 prompt tokens"):
         engine.generate([Task(0, "x", "", (1,) * 8)], 1, SAMPLING, KEY)
-    with pytest.raises(SamplingError, match="outside the model's vocabulary of 96"):
+    with pytest.raises(InputError, match="outside the model's vocabulary of 96"):
         engine.generate([Task(0, "x", "", (1, 96))], 1, SAMPLING, KEY)
-    with pytest.raises(SamplingError, match="num_samples is 0"):
+    with pytest.raises(InputError, match="num_samples is 0"):
         engine.generate(make_tasks(), 0, SAMPLING, KEY)
 
 

@@ -91,7 +91,7 @@ def test_models_with_a_recurrent_state_are_refused() -> None:
         (
             "phimoe",
             {"num_local_experts": 4, "sliding_window": 5},
-            r"config\.sliding_window is 5, and layer 0 does not tell",
+            r"config\.sliding_window is 5, and layer 0 does not pass it",
         ),
     ],
 )

@@ -14,8 +14,9 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
 from torch import nn
 
-from posttrain.engines.native import NativeEngine, NativeSettings, SamplingError
+from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest, TokenEvent
+from posttrain.errors import InputError
 from posttrain.types import NoiseKey, Sampling, Task
 
 TOKENIZER = byte_tokenizer()
@@ -325,6 +326,6 @@ def test_reset_returns_lost_requests_and_leaves_a_working_session(model: nn.Modu
 )
 def test_impossible_requests_are_refused(model: nn.Module, prompt: tuple[int, ...], new: int, words: str) -> None:
     session = session_of(model)
-    with pytest.raises(SamplingError, match=words):
+    with pytest.raises(InputError, match=words):
         session.add(SessionRequest("r", prompt, Sampling(new), seed=0))
     assert_empty(session)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from posttrain.config import load_config
-from posttrain.engines.vllm import VllmEngine, VllmError, vllm_options
+from posttrain.engines.vllm import VllmEngine, vllm_options
+from posttrain.errors import InputError
 from posttrain.types import NoiseKey, Sampling, Task
 
 
@@ -114,7 +115,7 @@ def test_settings_become_arguments_of_vllm(vllm: FakeVllm) -> None:
 
 
 def test_too_long_prompts_and_aborted_requests_are_errors(vllm: FakeVllm) -> None:
-    with pytest.raises(VllmError, match="task 'a' has 2 prompt tokens: between 1 and 1 fit"):
+    with pytest.raises(InputError, match="task 'a' has 2 prompt tokens: between 1 and 1 fit"):
         VllmEngine("m", "t", max_model_len=2).generate(TASKS, 1, SAMPLING, NoiseKey(1, 0))
     vllm.finish_reason = "abort"
     with pytest.raises(RuntimeError, match="abort"):
@@ -123,5 +124,5 @@ def test_too_long_prompts_and_aborted_requests_are_errors(vllm: FakeVllm) -> Non
 
 def test_missing_vllm_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(VllmError, match=r"pip install 'posttrain\[vllm\]', or use generation.backend=native"):
+    with pytest.raises(InputError, match=r"pip install 'posttrain\[vllm\]', or use generation.backend=native"):
         VllmEngine("m", "t", max_model_len=9)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.config import EnvironmentConfig
 from posttrain.environments import RewardConfigError, build_environments, check_environments
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.python_function import FunctionLoadError, load_function, load_scorer
@@ -237,16 +238,10 @@ def test_a_wrong_setting_is_named_with_what_would_do(blocks: Any, message: str) 
         build_environments(blocks)
 
 
-def test_blocks_may_be_pydantic_models_and_absent_values_mean_the_default(tmp_path: Path) -> None:
-    from pydantic import BaseModel
-
-    class Block(BaseModel):
-        num_workers: int = 3
-        timeout_s: float | None = None
-        math_verify_impl: str | None = None
-        function: str | None = None
-
-    settings = read_settings({"math": Block(), "mine": Block(function="a.py:f", timeout_s=2)}, tmp_path)
+def test_sections_of_a_config_are_taken_as_they_are(tmp_path: Path) -> None:
+    math_block = EnvironmentConfig(num_workers=3)
+    blocks = {"math": math_block, "mine": EnvironmentConfig(function="a.py:f", num_workers=3, timeout_s=2)}
+    settings = read_settings(blocks, tmp_path)
     math, mine = settings["math"].rewards[""], settings["mine"].rewards[""]
     assert (math.path, math.config.type, math.num_workers, math.timeout_s) == ("env.math", "math", 3, 10.0)
     assert (mine.path, mine.config.type, mine.num_workers, mine.timeout_s) == ("env.mine", "python", 3, 2.0)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from posttrain.environments import RewardConfigError, check_environments
 from posttrain.environments.item import BadSetup, Unscored
+from posttrain.environments.settings import read_turns
 from posttrain.environments.turns import (
     MalformedCall,
     ToolCall,
@@ -30,7 +31,6 @@ from posttrain.environments.turns.calculator import Calculator, evaluate, shown
 from posttrain.environments.turns.messages import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.environments.turns.search import Index, Search
-from posttrain.environments.turns.settings import read_turns
 from posttrain.environments.turns.worker_side import turn_taker
 from posttrain.types import Score
 

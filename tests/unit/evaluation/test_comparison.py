@@ -74,7 +74,7 @@ def test_the_permutation_test_is_near_the_one_that_lists_all_signs() -> None:
     assert sign_flip_test([], seed=3) == 1.0
 
 
-def test_a_clear_improvement_is_called_one_and_its_changes_are_listed() -> None:
+def test_clear_improvement_is_reported_with_its_changes() -> None:
     a = evaluation("a", [[0.0]] * 20 + [[1.0]] * 10)
     b = evaluation("b", [[1.0]] * 15 + [[0.0]] * 5 + [[1.0]] * 9 + [[0.0]])
     found = compare(a, b)
@@ -94,7 +94,7 @@ def test_a_clear_improvement_is_called_one_and_its_changes_are_listed() -> None:
     assert backwards.difference == -found.difference
 
 
-def test_noise_is_not_called_a_difference() -> None:
+def test_noise_is_not_reported_as_a_difference() -> None:
     found = compare(evaluation("a", [[1.0], [0.0], [0.0]]), evaluation("b", [[0.0], [1.0], [1.0]]))
     assert found.verdict.startswith("no difference can be told from noise")
 

@@ -48,7 +48,7 @@ def write(folder: Path, problems: list[ProblemResult], *, edit: dict[str, object
     return folder
 
 
-def test_what_was_written_is_read_back_in_the_order_of_the_dataset(tmp_path: Path) -> None:
+def test_results_are_read_back_in_the_order_of_the_dataset(tmp_path: Path) -> None:
     problems = [problem(1), problem(0), problem(2, None)]
     found = read_evaluation(write(tmp_path, problems))
     assert [p.index for p in found.problems] == [0, 1, 2]
@@ -110,7 +110,7 @@ def test_a_null_reward_needs_its_reason(tmp_path: Path) -> None:
         read_evaluation(tmp_path)
 
 
-def test_an_evaluation_that_is_not_finished_or_none_says_so(tmp_path: Path) -> None:
+def test_unfinished_or_missing_evaluation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="no such folder"):
         read_evaluation(tmp_path / "nowhere")
     with pytest.raises(EvaluationError, match=r"no summary.json; expected the save_path"):

@@ -81,7 +81,7 @@ def test_every_problem_is_answered_scored_and_saved_in_batches(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("batches_before", [0, 1, 2])
-def test_what_was_interrupted_goes_on_and_gives_the_same(tmp_path: Path, batches_before: int) -> None:
+def test_interrupted_evaluation_continues_with_the_same_answers(tmp_path: Path, batches_before: int) -> None:
     whole = run(tmp_path / "whole", Model())
     with pytest.raises(Killed):
         run(tmp_path / "cut", Model(dies_at_batch=batches_before))
@@ -92,7 +92,7 @@ def test_what_was_interrupted_goes_on_and_gives_the_same(tmp_path: Path, batches
 
 
 @pytest.mark.parametrize("kept_bytes", [10, 400, 700])
-def test_a_torn_file_is_mended_and_the_torn_batch_meets_the_same_neighbours(tmp_path: Path, kept_bytes: int) -> None:
+def test_torn_file_is_repaired_and_its_batch_repeated_as_a_whole(tmp_path: Path, kept_bytes: int) -> None:
     whole = run(tmp_path, Model())
     file = tmp_path / "problems.jsonl"
     file.write_bytes(file.read_bytes()[:kept_bytes])
@@ -101,7 +101,7 @@ def test_a_torn_file_is_mended_and_the_torn_batch_meets_the_same_neighbours(tmp_
     assert again.batches[0][0] == "p0" or kept_bytes > 600, "a batch is done again as a whole"
 
 
-def test_a_finished_evaluation_asks_nothing(tmp_path: Path) -> None:
+def test_finished_evaluation_samples_nothing(tmp_path: Path) -> None:
     run(tmp_path, Model())
     again = Model()
     run(tmp_path, again)

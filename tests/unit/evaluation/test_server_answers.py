@@ -164,7 +164,7 @@ def test_a_server_that_answers_nothing_ends_the_evaluation(server: Server) -> No
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_an_interrupt_waits_neither_for_attempts_nor_for_answers(server: Server, is_silent: bool) -> None:
+def test_interrupt_does_not_wait_for_retries_or_replies(server: Server, is_silent: bool) -> None:
     answers = threading.Event()
     server.script = {f"q{i}": [answers if is_silent else 503] for i in range(6)}
     client = replace(asking(server), first_wait_s=60.0)
@@ -187,7 +187,7 @@ def test_an_interrupt_waits_neither_for_attempts_nor_for_answers(server: Server,
     client.close()
 
 
-def test_an_error_of_ours_ends_all_threads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_ends_all_threads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: OpenAiServer, path: str, body: object) -> None:
         raise ZeroDivisionError(path)
 
@@ -196,7 +196,7 @@ def test_an_error_of_ours_ends_all_threads(server: Server, monkeypatch: pytest.M
         ask(asking(server), {i: f"q{i}" for i in range(6)})
 
 
-def test_a_wrong_key_is_not_tried_a_thousand_times(server: Server) -> None:
+def test_wrong_key_is_not_retried(server: Server) -> None:
     server.script = {"q": [401]}
     with pytest.raises(ServerError, match="HTTP 401"):
         ask(asking(server), {0: "q"}, 100)

@@ -226,7 +226,7 @@ def test_ranks_get_absolute_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {args[0] for _, arguments in ranks.calls for args in arguments} == {tmp_path / "somewhere"}
 
 
-def test_ranks_that_write_to_another_disk_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_write_to_another_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeRank, "save", lambda self, folder, optimizer: None)
     policy, _ = policy_over(2, MicroBatching())
     with pytest.raises(InputError, match=r"checkpointing\.checkpoint_dir"):
@@ -295,7 +295,7 @@ def test_tensor_parallel_ranks_get_the_same_data_and_count_once() -> None:
     assert [group[0].token_ids[0] for group in groups] == list(range(5))
 
 
-def test_the_local_worker_calls_the_worker_itself() -> None:
+def test_the_local_worker_calls_its_rank_directly() -> None:
     worker: Any = FakeRank()
     local = LocalWorker(worker)
     assert local.mesh.size == 1

@@ -304,7 +304,7 @@ def test_logprobs_of_rows_with_impossible_tokens(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", FUSED_LAYERS)
-def test_model_says_and_learns_the_same(family: str) -> None:
+def test_fused_model_has_the_same_outputs_and_gradients(family: str) -> None:
     model = family_model(family)
     own = copy.deepcopy(model)
     assert fuse_layers(decoder_of(model), may_join=True) == num_fused(model) == FUSED_LAYERS[family]

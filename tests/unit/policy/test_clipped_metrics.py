@@ -7,6 +7,7 @@ import pytest
 from float64 import float64
 from slow_reference import Case, random_case
 
+from posttrain.config import LossFnConfig
 from posttrain.policy.objectives import ClippedPolicyGradient
 
 EPSILON = 1e-8  # on the denominators of the loss; the definitions below have none
@@ -33,7 +34,8 @@ def half_way(lp: float, lg: float) -> float:
 
 def measured(case: Case, **options: object) -> dict[str, float]:
     with float64():
-        _, metrics = ClippedPolicyGradient(**options)(case.logprobs, case.batch)
+        settings = LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options})
+        _, metrics = ClippedPolicyGradient(settings)(case.logprobs, case.batch)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -74,5 +76,7 @@ def test_the_kl_metric_is_not_multiplied_by_its_price() -> None:
 
 
 def test_metrics_carry_no_graph() -> None:
-    _, metrics = ClippedPolicyGradient(reference_policy_kl_penalty=0.1)(random_case(23).logprobs, random_case(23).batch)
+    _, metrics = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.1))(
+        random_case(23).logprobs, random_case(23).batch
+    )
     assert not any(value.requires_grad for value in metrics.values())

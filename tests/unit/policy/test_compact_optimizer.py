@@ -165,7 +165,7 @@ def test_a_regression_ends_where_fp32_ends(form: StateFormat) -> None:
     assert relative < (0.003 if form.masters else 0.01)
 
 
-def test_without_masters_updates_below_the_resolution_add_up_by_chance() -> None:
+def test_without_masters_small_updates_add_up_by_stochastic_rounding() -> None:
     """500 steps of 4e-5 on a weight of 1: bf16 has nothing between 1 and 0.996, so to the nearest it would stay 1."""
     net = nn.Linear(64, 64, bias=False).bfloat16()
     nn.init.ones_(net.weight)
@@ -227,7 +227,7 @@ def test_a_backward_pass_leaves_no_bf16_gradients_behind() -> None:
     ],
     ids=lambda value: name_of(value) if isinstance(value, StateFormat) else "",
 )
-def test_state_takes_the_memory_that_it_says(form: StateFormat, bytes_per_number: float) -> None:
+def test_state_takes_the_documented_memory(form: StateFormat, bytes_per_number: float) -> None:
     net, optimizer = compact(torch.bfloat16, form)
     train(net, optimizer, range(1))
     of_wide = [t for key, t in optimizer.state_tensors().items() if "wide" in key and t.dim() > 0]
@@ -262,7 +262,7 @@ def restore(net: Net, optimizer: MixedPrecisionOptimizer, weights: dict[str, Ten
 
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_goes_on_from_saved_state_to_the_last_bit(form: StateFormat, dtype: torch.dtype) -> None:
+def test_resumed_optimizer_state_is_bitwise_equal(form: StateFormat, dtype: torch.dtype) -> None:
     whole, whole_optimizer = compact(dtype, form)
     train(whole, whole_optimizer, range(8))
     first, first_optimizer = compact(dtype, form)
@@ -349,7 +349,7 @@ def test_the_config_chooses_the_optimizer() -> None:
     assert OptimizerConfig(state_dtype="bf16", master_weights="fp32").state_dtype == "bfloat16"  # type: ignore[arg-type]
 
 
-def test_schedules_and_learning_rates_work_as_ever() -> None:
+def test_schedules_and_learning_rates_are_those_of_the_plain_optimizer() -> None:
     schedule = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 4}}
     net = Net(torch.bfloat16)
     optimizer = make_optimizer(net, OptimizerConfig(kwargs=KWARGS, state_dtype="int8"), schedule, seed=0)
@@ -381,7 +381,7 @@ def test_other_optimizers_are_refused() -> None:
         CompactOptimizer(Net(torch.bfloat16), "torch.optim.AdamW", {"amsgrad": True}, None, StateFormat("int8"), 0)
 
 
-def test_something_that_reads_the_weights_is_waited_for_before_they_change() -> None:
+def test_an_update_waits_for_readers_of_the_weights() -> None:
     for build in (lambda: ordinary(torch.bfloat16), lambda: compact(torch.bfloat16, StateFormat("int8"))):
         net, optimizer = build()
         give(net, optimizer, 0)

@@ -70,7 +70,7 @@ def test_the_engine_of_a_deterministic_policy_is_deterministic(tmp_path: Path) -
     assert engine.settings.deterministic
 
 
-def test_what_was_before_comes_back() -> None:
+def test_nested_determinism_restores_the_previous_mode() -> None:
     with deterministic_algorithms(True):
         with deterministic_algorithms(False):
             assert torch.are_deterministic_algorithms_enabled()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from float64 import TOLERANCE, approx
 
+from posttrain.config import LossFnConfig
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.types import TokenBatch
 
@@ -64,7 +65,7 @@ def batch(own: list[list[float]], between: int) -> tuple[torch.Tensor, TokenBatc
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_gradient_and_metrics_are_those_of_the_models_tokens_alone(name: str) -> None:
-    objective = ClippedPolicyGradient(**VARIANTS[name])
+    objective = ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **VARIANTS[name]}))
     own = [[-0.5, -1.0, -0.2], [-2.0, -0.1, -0.7, -0.4]]
     results = []
     for between in (0, 3):

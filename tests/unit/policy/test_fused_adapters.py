@@ -282,7 +282,7 @@ def test_adapters_that_are_put_on_a_fused_model() -> None:
     assert_near("without them again", hidden(bare), hidden(family_model("llama", FP64)), EXACT)
 
 
-def test_a_recorded_pass_is_valid_until_something_else_is_active_or_lies_elsewhere() -> None:
+def test_a_captured_pass_is_valid_until_adapters_or_addresses_change() -> None:
     model, _ = fused_and_own()
     state = capture_key(model)
     hidden(model)

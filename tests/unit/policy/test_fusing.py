@@ -69,7 +69,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
 @pytest.mark.parametrize("family", FUSED_LAYERS)
-def test_model_says_and_learns_the_same(family: str, may_join: bool) -> None:
+def test_fused_model_has_the_same_outputs_and_gradients(family: str, may_join: bool) -> None:
     model, own = fused_and_own(family, may_join=may_join)
     assert num_fused(model) == FUSED_LAYERS[family]
     assert_same_model(model, own, EXACT)
@@ -89,13 +89,13 @@ def test_activation_checkpointing(family: str, may_join: bool) -> None:
     assert_same_model(model, own, EXACT)
 
 
-def test_families_that_look_alike_are_told_apart_by_their_numbers() -> None:
+def test_similar_families_are_distinguished_by_their_outputs() -> None:
     """Granite without its factor is Llama, with it is not; an activation is not visible in the parts of a layer."""
     assert fuse_layers(decoder_of(family_model("granite", residual_multiplier=1.0)), may_join=True) == 2
     assert fuse_layers(decoder_of(family_model("llama", hidden_act="gelu")), may_join=True) == 0
 
 
-def test_layers_that_want_other_arguments_are_left_alone() -> None:
+def test_layers_with_other_arguments_are_not_fused() -> None:
     model = family_model("llama")
     decoder: Any = decoder_of(model)
     rotation = decoder.rotary_emb.forward
@@ -346,7 +346,7 @@ def normed(decoder: Any, **options: Any) -> Any:
         return decoder(input_ids=ids, use_cache=False, **options)
 
 
-def test_whoever_looks_at_a_layers_output_sees_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_see_the_complete_output_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model, own = fused_and_own("llama")
     decoder, plain = decoder_of(model), decoder_of(own)
     seen: list[Tensor] = []
@@ -373,7 +373,7 @@ def test_recomputation_of_either_kind() -> None:
         assert_same_model(model, own, EXACT)
 
 
-def test_a_family_that_does_something_between_layers_keeps_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_not_deferred_if_a_family_uses_states_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_model("llama", FP64)
     layer: Any = decoder_of(model).layers[0]
     called = type(layer).__call__

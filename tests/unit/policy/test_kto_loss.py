@@ -7,6 +7,7 @@ import torch
 from float64 import TOLERANCE, approx
 
 from posttrain.algorithms.supervised_batches import judged_batch, mismatched_batch
+from posttrain.config import DpoConfig
 from posttrain.policy.objectives import KtoLoss
 from posttrain.types import Judged, TokenBatch
 
@@ -37,13 +38,15 @@ def test_equals_the_slow_reference(sft: str, good_weight: float, bad_weight: flo
     batch, current = random_batch()
     beta, weight, sft_weight = 0.4, 0.8, 0.0 if sft == "off" else 0.3
     objective = KtoLoss(
-        reference_policy_kl_penalty=beta,
-        desirable_weight=good_weight,
-        undesirable_weight=bad_weight,
-        preference_loss_weight=weight,
-        sft_loss_weight=sft_weight,
-        sft_average_log_probs=sft == "mean",
-        sft_token_level_loss=sft == "tokens",
+        DpoConfig(
+            reference_policy_kl_penalty=beta,
+            desirable_weight=good_weight,
+            undesirable_weight=bad_weight,
+            preference_loss_weight=weight,
+            sft_loss_weight=sft_weight,
+            sft_average_log_probs=sft == "mean",
+            sft_token_level_loss=sft == "tokens",
+        )
     )
     logprobs = current.clone().requires_grad_()
     loss, metrics = objective(logprobs, batch)
@@ -76,15 +79,15 @@ def test_equals_the_slow_reference(sft: str, good_weight: float, bad_weight: flo
 
 def test_at_equality_the_loss_is_one_half_and_every_answer_a_tie() -> None:
     batch, _ = random_batch(kl=0.0)
-    loss, metrics = KtoLoss()(batch.columns["reference_logprobs"], batch)
+    loss, metrics = KtoLoss(DpoConfig())(batch.columns["reference_logprobs"], batch)
     assert float(loss) == 0.5
     assert (float(metrics["num_ties"]), float(metrics["num_ranked_right"])) == (5.0, 0.0)
 
 
-def test_a_higher_baseline_asks_more_of_good_answers_and_less_of_bad_ones() -> None:
+def test_a_higher_baseline_raises_the_loss_of_good_answers_and_lowers_that_of_bad_ones() -> None:
     low, current = random_batch(kl=0.0)
     high = low.with_columns(kl_baseline=torch.full_like(current, 2.0))
-    only_good, only_bad = KtoLoss(undesirable_weight=0.0), KtoLoss(desirable_weight=0.0)
+    only_good, only_bad = KtoLoss(DpoConfig(undesirable_weight=0.0)), KtoLoss(DpoConfig(desirable_weight=0.0))
     assert float(only_good(current, high)[0]) > float(only_good(current, low)[0])
     assert float(only_bad(current, high)[0]) < float(only_bad(current, low)[0])
 
@@ -92,13 +95,13 @@ def test_a_higher_baseline_asks_more_of_good_answers_and_less_of_bad_ones() -> N
 def test_hopeless_answers_have_a_finite_gradient() -> None:
     batch, current = random_batch()
     logprobs = (current - 400).requires_grad_()
-    loss, _ = KtoLoss(reference_policy_kl_penalty=1.0)(logprobs, batch)
+    loss, _ = KtoLoss(DpoConfig(reference_policy_kl_penalty=1.0))(logprobs, batch)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert math.isfinite(float(loss.detach()))
     assert gradient.isfinite().all()
 
 
-def test_mismatched_answers_are_those_to_the_prompt_before() -> None:
+def test_mismatched_answers_belong_to_the_previous_prompt() -> None:
     batch = judged_batch(answers())
     mismatched = mismatched_batch(batch, max_total_tokens=6)
     assert [prompt.tolist() for prompt in mismatched.prompts] == [[1, 2 + i] for i in range(5)]

@@ -315,7 +315,7 @@ def test_a_schedule_that_was_changed_holds_from_the_checkpoint_on(before: Any, a
     assert resumed.learning_rate == scheduled(faster, after, 11).learning_rate
 
 
-def test_a_schedule_that_is_over_before_the_checkpoint_is_told() -> None:
+def test_schedule_that_ends_before_the_checkpoint_is_refused() -> None:
     state = scheduled(ADAMW, ONE_CYCLE, 6).schedule_state()
     shorter = build(torch.float32, ADAMW, {**ONE_CYCLE, "kwargs": {"max_lr": 1.0, "total_steps": 4}})[1]
     with pytest.raises(InputError, match=r"policy.scheduler ends before the checkpoint"):

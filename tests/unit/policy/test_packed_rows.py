@@ -103,7 +103,7 @@ def test_sliding_windows_reach_into_the_shared_prompt_and_no_further(family: str
     assert_same_logprobs_and_gradients(family, LONG)
 
 
-def test_row_longer_than_a_dense_block_equals_responses_alone() -> None:
+def test_a_row_too_long_for_one_block_gives_the_same_logprobs() -> None:
     """Beside short groups, one whose prompt alone is longer than a dense block."""
     batch = random_batch([5, 210, 3], [7, 30, 1, 20, 9], [0, 1, 1, 1, 2], seed=2)
     assert_same_logprobs_and_gradients("gemma3", batch)

@@ -98,7 +98,7 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_missing_folder_is_told_by_its_field(tmp_path: Path) -> None:
+def test_missing_folder_error_names_the_field(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"policy\.model_name: no folder"):
         load(tmp_path / "nowhere")
 

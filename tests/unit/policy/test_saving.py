@@ -57,7 +57,7 @@ def test_transformers_loads_what_was_written(
         assert torch.equal(a, b), name
 
 
-def test_settings_of_generation_that_transformers_loads_and_does_not_save_end_no_training(tmp_path: Path) -> None:
+def test_unsaveable_generation_config_does_not_break_checkpointing(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.generation_config.temperature = 0.6  # without do_sample, as many models have it
     with pytest.raises(ValueError, match="do_sample"):
@@ -67,7 +67,7 @@ def test_settings_of_generation_that_transformers_loads_and_does_not_save_end_no
     assert (loaded.generation_config.temperature, loaded.generation_config.do_sample) == (0.6, None)
 
 
-def test_families_whose_files_hold_other_tensors_are_left_to_transformers(tmp_path: Path) -> None:
+def test_families_stored_with_other_tensors_are_saved_by_transformers(tmp_path: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes, **heads))
@@ -81,7 +81,7 @@ def test_families_whose_files_hold_other_tensors_are_left_to_transformers(tmp_pa
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 
-def test_host_memory_has_the_shapes_that_were_asked_for() -> None:
+def test_host_memory_has_the_requested_shapes() -> None:
     like = [
         torch.empty(3, 5, dtype=torch.bfloat16),
         torch.empty(()),
@@ -126,7 +126,7 @@ def test_a_copy_that_never_arrives_ends_in_an_error(monkeypatch: pytest.MonkeyPa
     copy.wait()
 
 
-def test_memory_is_taken_ahead_of_time() -> None:
+def test_memory_is_allocated_ahead_of_time() -> None:
     tensors = {"a": torch.zeros(1000)}
     area = StagingArea(pin=False)
     assert not area.prepare(tensors), "that happens in another thread"
@@ -137,7 +137,7 @@ def test_memory_is_taken_ahead_of_time() -> None:
     assert area.prepare(tensors)
 
 
-def test_memory_is_taken_again_when_the_optimizer_has_got_its_state() -> None:
+def test_memory_is_reallocated_once_the_optimizer_has_state() -> None:
     area = StagingArea(pin=False)
     area.prepare({"a": torch.zeros(1000)})  # a first step without an update
     more = {"a": torch.zeros(1000), "state": torch.zeros(2000)}
@@ -145,7 +145,7 @@ def test_memory_is_taken_again_when_the_optimizer_has_got_its_state() -> None:
     assert {key: view.shape for key, view in area.views(more).items()} == {"a": (1000,), "state": (2000,)}
 
 
-def test_memory_that_cannot_be_had_is_an_error_for_whoever_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_is_raised_by_views(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(num_bytes: int) -> Tensor:
         raise OSError("Cannot allocate memory")
 
@@ -184,7 +184,7 @@ def everything(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> dict[str
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
-def test_the_files_hold_what_was_there_when_the_save_began(kind: str, tmp_path: Path) -> None:
+def test_files_hold_the_state_at_the_beginning_of_the_save(kind: str, tmp_path: Path) -> None:
     model, optimizer, writer = build(kind)
     update(model, optimizer, 0)
     at_once, then = tmp_path / "at_once", everything(model, optimizer)
@@ -209,7 +209,7 @@ def test_the_files_hold_what_was_there_when_the_save_began(kind: str, tmp_path: 
     assert {path.relative_to(tmp_path / "later") for path in (tmp_path / "later").rglob("*")} == names
 
 
-def test_the_thread_that_writes_does_not_ask_the_model_for_its_tensors(
+def test_background_thread_does_not_read_tensors_from_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked for its state, a sharded model gives up the whole parameters that somebody may be sampling with."""
@@ -226,7 +226,7 @@ def test_the_thread_that_writes_does_not_ask_the_model_for_its_tensors(
     assert (tmp_path / contents.WEIGHTS / "model.safetensors").exists()
 
 
-def test_update_waits_for_the_copy_and_measures_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_waits_for_the_copy_and_reports_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, writer = build("bf16")
     update(model, optimizer, 0)
     before = everything(model, optimizer)

@@ -15,6 +15,7 @@ from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.reward_shaping import RewardScaling
 from posttrain.checkpointing.state import load_training_state, save_training_state
+from posttrain.config import LossFnConfig
 from posttrain.errors import InputError
 from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
@@ -50,7 +51,7 @@ def dynamic(source: ScriptedRollouts, *, num_per_batch: int, max_batches: int, *
 def algorithm(source: RolloutSource, num_groups: int, updates: int = 1, **settings: Any) -> Grpo:
     return Grpo(
         GrpoSettings(num_groups, num_updates_per_step=updates, **settings),
-        ClippedPolicyGradient(),
+        ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0)),
         Credit(GroupAdvantages()),
         ScriptedPolicy(-7.0, -9.0),  # type: ignore[arg-type]
         source,
@@ -81,7 +82,7 @@ def test_batches_are_sampled_until_enough_groups_have_signal() -> None:
     assert report.num_samples == 4
 
 
-def test_the_reward_is_of_all_groups_and_the_filtered_reward_of_those_that_were_kept() -> None:
+def test_reward_covers_all_groups_and_filtered_reward_the_kept_ones() -> None:
     grpo = algorithm(dynamic(source_of(BAD, [1.0, 0.5]), num_per_batch=2, max_batches=1), 1)
     metrics = grpo.step(1).metrics
     assert metrics["reward"] == pytest.approx((1 + 1 + 1 + 0.5) / 4)
@@ -99,7 +100,7 @@ def test_surplus_groups_are_the_first_of_the_next_step() -> None:
     assert second.metrics["dynamic_sampling_num_surplus_groups"] == 1
 
 
-def test_a_surplus_that_is_enough_needs_no_sampling() -> None:
+def test_sufficient_surplus_needs_no_sampling() -> None:
     source = source_of(GOOD, [1.0, 0.5], GOOD, GOOD)
     grpo = algorithm(dynamic(source, num_per_batch=2, max_batches=10), 1)
     grpo.step(1)
@@ -167,7 +168,7 @@ def test_answers_on_which_sampler_and_trainer_disagree_are_not_trained_on() -> N
     assert metrics["max_seq_mult_prob_error"] == pytest.approx((1 + torch.tensor(2.0).exp()) / 2)
 
 
-def test_exactly_as_many_batches_as_allowed_then_an_error_that_says_what_to_do() -> None:
+def test_error_with_remedies_after_the_allowed_number_of_batches() -> None:
     source = source_of(*[BAD] * 3, [0.0, 0.0], GOOD, [None, None], *[GOOD] * 4)
     grpo = algorithm(dynamic(source, num_per_batch=2, max_batches=3), 2)
     with pytest.raises(InputError) as caught:
@@ -189,12 +190,12 @@ def test_exactly_as_many_batches_as_allowed_then_an_error_that_says_what_to_do()
     assert trained(enough.step(1)) == [4, 5], "the last batch that is allowed may bring what is missing"
 
 
-def test_rewards_that_differ_by_rounding_alone_are_no_signal() -> None:
+def test_rewards_that_differ_by_rounding_alone_have_no_signal() -> None:
     source = source_of([0.3, 0.1 + 0.2], GOOD)
     assert trained(algorithm(dynamic(source, num_per_batch=1, max_batches=2), 1).step(1)) == [1]
 
 
-def test_rewards_that_scaling_makes_equal_are_no_signal() -> None:
+def test_rewards_that_scaling_makes_equal_have_no_signal() -> None:
     scaling = RewardScaling(0.0, 1.0, -1.0, 1.0)
     source = dynamic(source_of([3.0, 2.0], GOOD), num_per_batch=2, max_batches=1, scaling=scaling)
     assert trained(algorithm(source, 1).step(1)) == [1]
@@ -212,7 +213,7 @@ def test_validation_leaves_prompts_without_any_reward_out_of_pass_k() -> None:
     assert "pass_2" not in report.metrics
 
 
-def test_unscored_rollouts_are_no_signal() -> None:
+def test_unscored_rollouts_have_no_signal() -> None:
     source = source_of([None, 1.0, 1.0], [None, 1.0, 0.0])
     assert trained(algorithm(dynamic(source, num_per_batch=1, max_batches=2), 1).step(1)) == [1]
 
@@ -224,7 +225,7 @@ def test_parts_that_differ_are_a_signal_where_parts_are_credited() -> None:
         assert trained(algorithm(source, 1).step(1)) == expected
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_trains_on_the_same_groups(tmp_path: Path) -> None:
+def test_resumed_run_trains_on_the_same_groups(tmp_path: Path) -> None:
     rewards = [GOOD, GOOD, [1.0, 0.5], BAD, GOOD, BAD, GOOD, GOOD, GOOD]
 
     def run() -> tuple[Grpo, DynamicSampling]:
@@ -273,14 +274,14 @@ def test_a_checkpoint_from_before_dynamic_sampling_has_no_surplus() -> None:
     assert (inner.position, position.surplus) == (1, [])
 
 
-def test_times_and_samples_of_all_batches_are_handed_on() -> None:
+def test_timings_and_samples_of_all_batches_are_returned() -> None:
     taken = dynamic(source_of(BAD, GOOD, GOOD), num_per_batch=1, max_batches=3).take(2, step=1)
     assert taken.timings_s == {"generation": 3.0, "reward_calculation": 1.5}
     assert [g.task.draw for g in taken.sampled] == [0, 1, 2]
     assert [g.task.draw for g in taken.groups] == [1, 2]
 
 
-def test_everything_a_group_holds_comes_back_from_plain_values() -> None:
+def test_group_survives_conversion_to_plain_values() -> None:
     class Odd:
         def __str__(self) -> str:
             return "odd"

@@ -125,7 +125,7 @@ def going_on(turn: int, response: str) -> Any:
     return ("go on", None, False) if turn < 3 else (None, 1.0, True)
 
 
-def test_only_the_models_tokens_are_marked_and_the_tokens_are_what_was_said() -> None:
+def test_mask_marks_exactly_the_models_tokens() -> None:
     source = rollouts(Echo(going_on), max_new_tokens=40)
     groups = source.take(3, step=1).groups
     for group in groups:
@@ -149,7 +149,7 @@ def test_only_the_models_tokens_are_marked_and_the_tokens_are_what_was_said() ->
     )
 
 
-def test_the_logprobs_of_every_turn_are_those_of_the_whole_sequence_up_to_it() -> None:
+def test_logprobs_of_every_turn_equal_those_of_the_whole_sequence() -> None:
     import torch
 
     generator = engine()
@@ -197,7 +197,7 @@ def test_conversations_do_not_depend_on_the_other_tasks_nor_on_the_batch() -> No
     assert [c.token_ids for c in completions_of(other_step)] != [c.token_ids for c in completions_of(together)]
 
 
-def test_noise_goes_on_where_the_last_turn_left_it() -> None:
+def test_noise_continues_at_the_position_of_the_next_turn() -> None:
     """Asked for the second half of a completion as a later turn, the engine draws the very same second half."""
     generator = engine()
     task = tasks(1)[0]
@@ -224,7 +224,7 @@ def test_two_turns_from_the_same_text_draw_different_noise() -> None:
 # -- limits and failures -----------------------------------------------------------------------------------------------
 
 
-def test_the_limit_of_turns_ends_a_conversation_and_the_environment_says_what_it_is_worth() -> None:
+def test_turn_limit_ends_a_conversation_with_the_environments_end_reward() -> None:
     echo = Echo(lambda turn, response: ("more", 0.5, False))
     source = rollouts(echo, max_turns=2, max_new_tokens=40)
     groups = source.take(3, step=1).groups
@@ -238,7 +238,7 @@ def test_the_limit_of_turns_ends_a_conversation_and_the_environment_says_what_it
     assert "turns" in echo.ended
 
 
-def test_no_conversation_is_longer_than_the_total_and_a_cut_turn_is_the_last() -> None:
+def test_total_length_bounds_a_conversation_and_a_truncated_turn_ends_it() -> None:
     talkative = Echo(lambda turn, response: ("x" * 20, None, False))
     source = rollouts(talkative, engine(max_total_tokens=120), max_turns=50, max_total_tokens=120)
     for group in source.take(3, step=1).groups:
@@ -253,7 +253,7 @@ def test_no_conversation_is_longer_than_the_total_and_a_cut_turn_is_the_last() -
             assert completion.trained[-1], "it ends with the model's turn"
 
 
-def test_a_failed_turn_leaves_its_rollout_unscored_and_the_others_alone() -> None:
+def test_failed_turn_leaves_only_its_rollout_unscored() -> None:
     def script(turn: int, response: str) -> Any:
         if len(response) % 2:
             return Score(None, error="timeout after 1 s")
@@ -267,7 +267,7 @@ def test_a_failed_turn_leaves_its_rollout_unscored_and_the_others_alone() -> Non
         assert (score.reward is None) is (score.error is not None)
 
 
-def test_a_task_that_cannot_begin_is_unscored_and_nothing_is_sampled_for_it() -> None:
+def test_failed_reset_is_unscored_and_not_sampled() -> None:
     class Refusing(Echo):
         def _answer(self, item: TurnItem) -> Score:
             if item.request == "reset" and item.task is not None and item.task.messages[0]["content"] == "ab":
@@ -286,7 +286,7 @@ def test_a_task_that_cannot_begin_is_unscored_and_nothing_is_sampled_for_it() ->
     assert group_row(groups[0])["completions"][0]["turns"] == []
 
 
-def test_an_answer_goes_to_the_judge_and_its_reward_is_added() -> None:
+def test_judges_reward_of_the_final_answer_is_added() -> None:
     class Answering(Echo):
         def _answer(self, item: TurnItem) -> Score:
             if item.request == "step":
@@ -335,7 +335,7 @@ def test_lengths_and_counts_are_the_models_and_the_environments_own() -> None:
     assert row["num_tokens"] == own[0]
 
 
-def test_the_report_shows_who_said_what_and_trusts_none_of_it() -> None:
+def test_report_shows_turns_by_role_and_escapes_their_text() -> None:
     from posttrain.reporting.report_samples import _completion
 
     said = [{"role": "assistant", "text": "<b>x</b>"}, {"role": "tool", "text": "391"}]
@@ -346,7 +346,7 @@ def test_the_report_shows_who_said_what_and_trusts_none_of_it() -> None:
     assert "the whole" not in html
 
 
-def test_the_same_run_twice_is_the_same() -> None:
+def test_conversations_are_reproducible() -> None:
     random.seed()
     first, second = (rollouts(Echo(going_on)).take(3, step=4).groups for _ in range(2))
     assert first == second

@@ -26,7 +26,7 @@ def texts(taken: TakenGroups) -> list[list[str]]:
     return [[rollout.completion.text for rollout in group.rollouts] for group in taken.groups]
 
 
-def test_recorded_answers_come_with_their_own_rewards_and_without_logprobs() -> None:
+def test_recorded_answers_keep_their_rewards_and_have_no_logprobs() -> None:
     source = RecordedRollouts(ScriptedTasks([task(0), task(1)]), num_recorded=8, seed=0)
     taken = source.take(2, step=1)
     assert texts(taken) == [[f"answer {i} to {d}" for i in range(3)] for d in range(2)]
@@ -36,7 +36,7 @@ def test_recorded_answers_come_with_their_own_rewards_and_without_logprobs() -> 
     assert list(taken.timings_s) == ["generation", "reward_calculation"]
 
 
-def test_a_long_record_gives_other_answers_at_each_visit_and_the_same_ones_again_after_a_restart() -> None:
+def test_choice_among_many_recorded_answers_varies_by_draw_and_is_reproducible() -> None:
     first = RecordedRollouts(ScriptedTasks([task(d, 20) for d in range(6)]), num_recorded=4, seed=3)
     again = RecordedRollouts(ScriptedTasks([task(d, 20) for d in range(6)]), num_recorded=4, seed=3)
     picked = [texts(first.take(1, step))[0] for step in range(6)]

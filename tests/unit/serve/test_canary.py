@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, CanaryError, CanaryRules, Scores, place_of
+from posttrain.errors import InputError
+from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, CanaryRules, Scores, place_of
 
 RULES = CanaryRules(share=0.3, max_error_rate=0.1, min_requests=20, window=50, max_kpi_drop=0.05, min_feedback=30)
 
@@ -110,5 +111,5 @@ def test_answer_is_rated_once_and_old_answers_expire() -> None:
               {"max_kpi_drop": -1.0}, {"min_feedback": 1}],
 )  # fmt: skip
 def test_impossible_rules_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(CanaryError, match="accepted"):
+    with pytest.raises(InputError, match="accepted"):
         replace(RULES, **wrong)

@@ -176,7 +176,7 @@ class Driver:
                 self.graphs.join(known, last.to(self.cache.device))
             if fresh := [sample for sample in samples if not sample.token_ids]:
                 self._in_flight.append(self._draw(fresh, first_logits(self.forward, fresh), joins=True))
-            if self.graphs is None:
+            if self.graphs is None or not self.scheduler.active:  # no decode step follows that could hide the wait
                 updates += self._read_all()
         return updates
 

@@ -33,10 +33,6 @@ from posttrain.roles import Progress
 from posttrain.types import SMALLEST_TEMPERATURE, Completion, NoiseKey, Sampling, Task
 
 
-class SamplingError(InputError):
-    """A request that cannot be sampled."""
-
-
 class NativeSettings(NativeConfig):
     """The config section and what the engine needs beside it. Sizes only: none of them changes what is sampled."""
 
@@ -113,7 +109,7 @@ class NativeEngine:
         """
         _check(sampling, num_samples)
         if limits is not None and (len(limits) != len(tasks) or min(limits, default=1) < 1):
-            raise SamplingError(f"limits has {len(limits)} numbers for {len(tasks)} tasks: one of at least 1 for each")
+            raise InputError(f"limits has {len(limits)} numbers for {len(tasks)} tasks: one of at least 1 for each")
         stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
         sampler = TokenSampler(sampling, self.vocab_size)
         requests = []
@@ -143,11 +139,11 @@ class NativeEngine:
     def _group(self, task: Task, max_new_tokens: int) -> PromptGroup:
         length, limit = len(task.prompt_ids), self.settings.max_total_tokens
         if not 0 < length < limit:
-            raise SamplingError(
+            raise InputError(
                 f"task {task.id!r} has {length} prompt tokens: between 1 and {limit - 1} fit max_total_tokens {limit}"
             )
         if not 0 <= min(task.prompt_ids) <= max(task.prompt_ids) < self.forward.head.vocab_size:
-            raise SamplingError(
+            raise InputError(
                 f"task {task.id!r} has a token outside the model's vocabulary of {self.forward.head.vocab_size}: "
                 "was it made with another tokenizer?"
             )
@@ -198,7 +194,7 @@ class NativeEngine:
         num_pages = num_pages_for(self.forward, settings, wanted, least)
         depends_on_free_memory = self._keeps_workspace and settings.kv_cache_gib is None and num_pages < wanted
         if settings.deterministic and depends_on_free_memory:
-            raise SamplingError(
+            raise InputError(
                 "deterministic sampling needs a KV cache for all answers that run together, and the free memory holds "
                 f"{num_pages / wanted:.0%} of it: which answers wait would depend on what else is in memory. Set "
                 "kv_cache_gib, or lower max_batch_size"
@@ -283,4 +279,4 @@ def _check(sampling: Sampling, num_samples: int) -> None:
     }
     for name, (value, fine, accepted) in wrong.items():
         if not fine:
-            raise SamplingError(f"{name} is {value!r}: {accepted} is accepted")
+            raise InputError(f"{name} is {value!r}: {accepted} is accepted")

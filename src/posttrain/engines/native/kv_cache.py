@@ -18,10 +18,6 @@ GIB = 2**30
 _CPU_DEFAULT_BYTES = 2 * GIB
 
 
-class KvCacheTooSmallError(InputError):
-    """The cache cannot hold a single sequence."""
-
-
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that cost no memory on a CPU until they are written.
 
@@ -116,7 +112,7 @@ def num_pages_for_call(
         budget = float(free - (1 - gpu_memory_utilization) * total - reserve)
     affordable = int(budget // budget_per_page)
     if affordable < least:
-        raise KvCacheTooSmallError(
+        raise InputError(
             f"the longest sequence of this call needs {least * budget_per_page / GIB:.3g} GiB of KV cache and "
             f"{max(budget, 0) / GIB:.3g} GiB may be used: raise kv_cache_gib or gpu_memory_utilization, or lower "
             "max_new_tokens or the length of prompts"

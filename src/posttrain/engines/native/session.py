@@ -19,12 +19,13 @@ import torch
 
 from posttrain.engines.native.decoding import BackendPerAdapter
 from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
-from posttrain.engines.native.engine import NativeEngine, NativeSettings, SamplingError, new_cache, num_pages_for
+from posttrain.engines.native.engine import NativeEngine, NativeSettings, new_cache, num_pages_for
 from posttrain.engines.native.graphs import ModelLogprobs
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
 from posttrain.engines.native.stopping import StopRules
+from posttrain.errors import InputError
 from posttrain.types import FinishReason, Sampling, Task
 
 
@@ -136,15 +137,15 @@ class GenerationSession:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def check(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
-        """Raise SamplingError for a request that `add` would refuse. Reads only constants: any thread may call it."""
+        """Raise InputError for a request that `add` would refuse. Reads only constants: any thread may call it."""
         length, limit = len(prompt_ids), self.settings.max_total_tokens
         if length < 1 or max_new_tokens < 1 or length + max_new_tokens > limit:
-            raise SamplingError(
+            raise InputError(
                 f"{length} prompt tokens and {max_new_tokens} new ones: at least 1 of each, and at most {limit} together"
             )
         vocabulary = self.forward.head.vocab_size
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocabulary:
-            raise SamplingError(f"a prompt token is outside the model's vocabulary of {vocabulary} tokens")
+            raise InputError(f"a prompt token is outside the model's vocabulary of {vocabulary} tokens")
 
     def add(self, request: SessionRequest) -> None:
         """Append a request to the queue."""

@@ -1,11 +1,11 @@
-"""A copy of tensors in host memory, made while the device goes on working.
+"""A copy of tensors in host memory, made while the device continues to compute.
 
-Memory is taken once and used again for every copy of the same tensors. On a GPU the copy runs on a stream of its own; tensors
+Memory is allocated once and reused for every copy of the same tensors. On a GPU the copy runs on a stream of its own; tensors
 that live in host memory are copied by the thread that calls `finish`. The tensors must not change before `wait` has
 returned.
 
-Only the thread that began a copy talks to CUDA: another one would be refused while a CUDA graph is being recorded. The end of
-a copy on the device is seen in the memory itself, where the last byte to arrive is a mark.
+Only the thread that began a copy calls CUDA: another one would fail while a CUDA graph is being captured. The end of
+a copy from the device is detected in the memory itself, where the last byte to arrive is a flag.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StagingArea:
         return self._layout == _layout_of(tensors)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Take the memory, in another thread at first. True once it is ready; call again until then."""
+        """Allocate the memory, in another thread at first. True once it is ready; call again until then."""
         if not self.is_made_for(tensors):
             self._start_allocating(tensors)
             return False
@@ -71,11 +71,11 @@ class StagingArea:
 
     def _start_allocating(self, tensors: Mapping[str, Tensor]) -> None:
         if self._allocating is not None:
-            # The tensors are others than when it began: an optimizer has its state from its first update on.
+            # The tensors have changed since it began: an optimizer has its state from its first update on.
             self._allocating.join()
             self._error = None
         self._layout, self._is_registered = _layout_of(tensors), False
-        self._segments, self._views = [], {}  # the old memory goes before the new is taken
+        self._segments, self._views = [], {}  # free the old memory before the new is allocated
         shapes = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in tensors.items()}
         self._allocating = threading.Thread(target=self._allocate, args=(shapes,), daemon=True)
         self._allocating.start()
@@ -89,7 +89,7 @@ class StagingArea:
                 self._segments.append(buffer)
                 for key, start, like in zip(keys, starts, group, strict=True):
                     self._views[key] = host_memory.view(buffer, start, like)
-        except Exception as error:  # told to whoever asks for the memory
+        except Exception as error:  # raised by `views`
             self._error = error
 
 
@@ -107,7 +107,7 @@ class HostCopy:
         (self._on_device if source.is_cuda else self._in_host_memory).append((target, source.detach()))
 
     def seal(self) -> None:
-        """All tensors are named: what is on the device starts to move, after all that was asked of the device before."""
+        """No more tensors: the copies from the device start, after everything that was enqueued before."""
         if self._device.type != "cuda":
             return
         mark = host_memory.pinned_like([torch.empty(1, dtype=torch.uint8)])[0]
@@ -128,7 +128,9 @@ class HostCopy:
                 target.copy_(source)
             limit = time.monotonic() + _LONGEST_COPY_S
             while self._mark is not None and int(self._mark.numpy()[0]) == 0:
-                if time.monotonic() > limit:  # after an error of the device nothing comes any more, and nothing says so
+                if (
+                    time.monotonic() > limit
+                ):  # after an error of the device the copy never arrives, and no error is raised
                     raise RuntimeError(
                         f"the copy of a checkpoint did not arrive in host memory within {_LONGEST_COPY_S:g} s"
                     )

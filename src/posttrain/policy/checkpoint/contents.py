@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ def base_config(model: nn.Module) -> PreTrainedConfig:
     return model.get_base_model().config if is_adapted(model) else model.config  # type: ignore[operator]
 
 
-def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     lora = None
     if is_adapted(model):
         lora = {
@@ -90,7 +89,7 @@ def small_files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by their names in the file, those that are one and the same once. Nothing is copied."""
+    """Parameters and buffers by their names in the file, tied ones once. Nothing is copied."""
     seen: set[int] = set()
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -117,7 +116,7 @@ def is_stored_otherwise(model: nn.Module, weights: Mapping[str, Tensor]) -> bool
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in weights.items()}
     try:
         stored = revert_weight_conversion(model, dict(shapes))
-    except Exception:  # something that needs the numbers: not for us
+    except Exception:  # it needs the values of the tensors
         return True
     return {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in shapes.items()}
 
@@ -135,12 +134,12 @@ class KeptGenerationConfig(GenerationConfig):
         kept.__dict__.update(config.__dict__)
         return kept
 
-    def validate(self, strict: bool = False, **details: Any) -> None:
+    def validate(self, strict: bool = False, **details: object) -> None:
         if not strict:  # only saving is strict
             super().validate(**details)
 
 
-def keep_generation_config(model: Any) -> None:
+def keep_generation_config(model: nn.Module) -> None:
     """Let the model be saved with the generation settings that it was loaded with; some kinds of model have none."""
     if isinstance(getattr(model, "generation_config", None), GenerationConfig):
         model.generation_config = KeptGenerationConfig.copy_of(model.generation_config)

@@ -95,7 +95,7 @@ def load(
         for key, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    tensors: dict[str, Any] = dict(optimizer.empty_like_saved(saved))
+    tensors = dict(optimizer.empty_like_saved(saved))
     _silence_dcp_warning()
     dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     optimizer.load_state_tensors(tensors)

@@ -1,11 +1,9 @@
-"""One rank's part of saving: at once, or in two halves, so that training goes on while files are written.
+"""One rank's part of saving: at once, or in two halves, so that training continues while files are written.
 
-In two halves: `begin` copies everything that a checkpoint holds into host memory, or rather starts to; `write` waits for the
+In two halves: `begin` copies everything that a checkpoint holds into host memory, asynchronously; `write` waits for the
 copy and writes the files, in another thread. Between the two the next step may sample and compute gradients, but its
-optimizer waits (`wait_until_copied`) before it changes weights or state. What is written is therefore what was there at
-`begin`, to the last bit.
-
-Knows nothing of steps, of what else is in a checkpoint, or of when it counts as complete.
+optimizer waits (`wait_until_copied`) before it changes weights or state. The files therefore hold the state at `begin`, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ class CheckpointWriter:
     # -- in two halves -------------------------------------------------------------------------------------------------
 
     def obstacle(self, *, optimizer: bool) -> str:
-        """Why saving in two halves is not possible here; empty if it is. Look once an update has made the optimizer's state."""
+        """Why saving in two halves is not possible here; empty if it is. To be called after the first update."""
         staged = self._to_stage(self._contents(optimizer))
         if self._area.is_made_for(staged):
             return ""
@@ -84,13 +82,13 @@ class CheckpointWriter:
         )
 
     def prepare(self, *, optimizer: bool) -> bool:
-        """Take the memory ahead of the first save. True once it is ready; call again until then."""
+        """Allocate the memory ahead of the first save. True once it is ready; call again until then."""
         return self._area.prepare(self._to_stage(self._contents(optimizer)))
 
     def begin(self, folder: Path, *, optimizer: bool) -> None:
-        assert self._begun is None, "the save before has not been written yet"
+        assert self._begun is None, "the previous save has not been written yet"
         if dist.is_initialized() and dist.get_world_size() > 1 and self._group is None:
-            # Ranks agree on what each writes. Training talks over other groups meanwhile: two threads must not share one.
+            # Ranks agree on what each writes. Training uses other groups meanwhile: two threads must not share one.
             self._group = dist.new_group(backend="gloo")
         now = self._contents(optimizer)
         places = self._area.views(self._to_stage(now))
@@ -141,7 +139,7 @@ class CheckpointWriter:
             self._begun = None
 
     def write_in_thread(self) -> None:
-        """The second half in a thread of this process, which leaves a mark in the folder when it is over."""
+        """The second half in a thread of this process, which leaves a mark in the folder when it ends."""
         assert self._begun is not None, "begin comes first"
         folder = self._begun.folder
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -165,6 +163,6 @@ class CheckpointWriter:
             self._waited_s += time.perf_counter() - start
 
     def take_waited_s(self) -> float:
-        """Seconds that updates have waited for copies since this was asked last."""
+        """Seconds that updates have waited for copies since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited

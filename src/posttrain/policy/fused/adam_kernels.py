@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""One update of Adam on a GPU as one kernel, for every format of its state: `compact_adam.update_slice` says what is computed.
+"""One update of Adam on a GPU as one kernel, for every format of its state: `compact_adam.update_slice` is the reference.
 
 Torch's own operators would read and write every tensor a dozen times. Each number is read once here, made fp32, updated, rounded
-(by chance where it is kept in fewer bits, with the noise of `low_precision`) and written once.
+(stochastically where it is stored in fewer bits, with the noise of `low_precision`) and written once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reads off linear modules, bare or with LoRA adapters of peft, which product they compute at this moment.
 
-The answer may change from call to call: adapters are disabled for the reference's log-probabilities, merged, switched,
-their dropout comes and goes with training. So it is asked for at every call, and costs some microseconds. Only the plain
-kind is known here: an ordinary linear layer under one active adapter without dropout and with nothing but A, B and a
-scaling. For everything else the answer is None, and the modules have to be called.
+The result may change from call to call: adapters are disabled for the reference's log-probabilities, merged, switched,
+their dropout comes and goes with training. So it is looked up at every call, which costs some microseconds. Only the plain
+kind is supported: an ordinary linear layer under one active adapter without dropout and with nothing but A, B and a
+scaling. For everything else the result is None, and the modules have to be called.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Adapter:
 
 
 class _NotPlain(Exception):
-    """A module that does more than this file knows."""
+    """A module that does more than plain LoRA."""
 
 
 def product_of(modules: Sequence[nn.Module]) -> Product | None:
@@ -63,7 +63,7 @@ def _fit_together(tensors: Sequence[Tensor]) -> bool:
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether it is the linear layer of peft's LoRA."""
-    lora: Any = sys.modules.get("peft.tuners.lora.layer")  # whoever has such a module has imported it
+    lora: Any = sys.modules.get("peft.tuners.lora.layer")  # a model with such a module has imported it
     return lora is not None and type(module) is lora.Linear
 
 

@@ -19,7 +19,7 @@ class BradleyTerry:
         loss = -log sigmoid(score(chosen) - score(rejected) - margin)  +  c * (score(chosen) + score(rejected))^2
 
     Only differences of scores are learnt from the first term; the second, off by default, keeps the scores around 0
-    (arXiv:2312.09244). The margin, off by default, asks for a larger difference where the answers differ more (Llama 2,
+    (arXiv:2312.09244). The margin, off by default, requires a larger difference where the answers differ more (Llama 2,
     arXiv:2307.09288). As in TRL's RewardTrainer; NeMo RL has the first term alone.
 
     Responses come in pairs, chosen then rejected, of one prompt. What comes in stands where log-probabilities stand for other
@@ -28,7 +28,7 @@ class BradleyTerry:
     """
 
     center_rewards_coefficient: float = 0.0
-    margin_from_rewards: bool = False  # ask for the difference that the annotator saw
+    margin_from_rewards: bool = False  # require the difference of the annotated rewards
 
     keeps_groups_whole = True
 

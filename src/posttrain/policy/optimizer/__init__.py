@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from posttrain.config.policy import OptimizerConfig
 from posttrain.policy.optimizer.compact import CompactOptimizer
 from posttrain.policy.optimizer.compact_adam import StateFormat
-from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, SchedulerSpec
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, scheduler: Any, seed: int) -> MixedPrecisionOptimizer:
-    """The optimizer that `policy.optimizer` asks for, over the trainable parameters."""
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, scheduler: SchedulerSpec, seed: int
+) -> MixedPrecisionOptimizer:
+    """The optimizer of the config section `policy.optimizer`, over the trainable parameters."""
     form = StateFormat(config.state_dtype, config.master_weights != "none", config.offload_states)
     if form.is_plain:
         return MixedPrecisionOptimizer(model, config.name, config.kwargs, scheduler)

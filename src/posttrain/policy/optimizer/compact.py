@@ -14,7 +14,13 @@ from torch.optim import Adam, AdamW, Optimizer
 from posttrain.errors import InputError
 from posttrain.policy.fused.accumulate import move_to_sum, sum_of
 from posttrain.policy.optimizer.compact_adam import CompactAdam, StateFormat
-from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, class_name, parameter_of, resolve
+from posttrain.policy.optimizer.mixed_precision import (
+    MixedPrecisionOptimizer,
+    SchedulerSpec,
+    class_name,
+    parameter_of,
+    resolve,
+)
 from posttrain.policy.parallel import as_shard, local_part
 
 
@@ -28,7 +34,7 @@ class CompactOptimizer(MixedPrecisionOptimizer):
         model: nn.Module,
         name: str,
         kwargs: Mapping[str, Any],
-        scheduler: Any,
+        scheduler: SchedulerSpec,
         form: StateFormat,
         seed: int,
     ) -> None:
@@ -103,10 +109,9 @@ class CompactOptimizer(MixedPrecisionOptimizer):
             self.optimizer.put_state(name, self._with_master(name, state))
 
     def _with_master(self, name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A checkpoint of an fp32 run has no masters, one of a bf16 run has some that an fp32 run is not in need of."""
+        """A checkpoint of an fp32 run has no masters, one of a bf16 run has some that an fp32 run does not need."""
         weight = local_part(self.parameters[name].detach())
-        wants = self.form.masters and weight.dtype != torch.float32
-        if wants:
+        if self.form.masters and weight.dtype != torch.float32:
             master = state.get("master", weight.float())
             weight.copy_(master)
             return {**state, "master": master}

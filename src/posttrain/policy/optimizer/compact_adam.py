@@ -2,11 +2,11 @@
 host memory. Any of the three, in any combination.
 
 The arithmetic is that of torch.optim.AdamW in fp32, on slices of a tensor at a time: what is kept in fewer bits is made fp32,
-updated, and rounded by chance (`low_precision`). The chance is keyed by (seed, parameter, number of the update, index of the
+updated, and rounded stochastically (`low_precision`). The noise is keyed by (seed, parameter, number of the update, index of the
 number), so a resumed run rounds as the uninterrupted one would have, on any number of ranks. On CUDA an update is one kernel
 (`fused/adam_kernels.py`).
 
-State in host memory passes through the device in slices: one is fetched and one taken back while a third is computed. The
+State in host memory passes through the device in slices: one is fetched and one written back while a third is computed. The
 numbers are those of state on the device, as long as this class has it there too.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ _HOW_TO_COMPUTE = ("foreach", "fused", "capturable", "differentiable")  # argume
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How a run keeps what its optimizer remembers."""
+    """How a run stores its optimizer state."""
 
     moments: StateDtype = "float32"
     masters: bool = True  # fp32 copies of weights that are in lower precision
@@ -88,7 +88,7 @@ class CompactAdam(Optimizer):
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float | None = None,
-        **others: Any,
+        **others: object,
     ) -> None:
         unknown = sorted(name for name, value in others.items() if name not in _HOW_TO_COMPUTE and value)
         if unknown:
@@ -110,7 +110,7 @@ class CompactAdam(Optimizer):
         self._slice = _WHOLE if kernel is not None and not form.offload else _SLICE
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         assert closure is None, "gradients are there already"
         names = [name for name in self.named if name in self.gradients]
         if not names:
@@ -129,7 +129,7 @@ class CompactAdam(Optimizer):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def _state_of(self, name: str) -> dict[str, Any]:
+    def _state_of(self, name: str) -> dict[str, Tensor]:
         parameter = self.named[name]
         state = self.state[parameter]
         if "exp_avg" in state:

@@ -11,7 +11,7 @@ are. The first moment is ±scale·(k/127)², the second scale·((k+1)/256)⁴. T
 not all zero: it is a divisor, and too small a one would make a step too long. It is stored too large instead, where it is
 below 2·10⁻¹⁰ of the block's largest.
 
-Everything is plain torch; `fused/adam_kernels.py` has the same as parts of a kernel. Nothing here knows of optimizers.
+Everything is plain torch; `fused/adam_kernels.py` has the same as parts of a kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The optimizer and its learning-rate schedule, by dotted name, and fp32 masters for parameters in lower precision.
 
 With bf16 parameters the forward pass, the backward pass and the sampler all use the bf16 tensors. Gradients are added up
-in fp32, the optimizer steps on fp32 copies (the masters), and the result is rounded back. Everything that decides the next
+in fp32, the optimizer steps on fp32 copies (the masters), and the result is rounded back. Everything that determines the next
 step is in `state_tensors`, by parameter name, so that it can be saved and loaded on another number of ranks.
 
 This is the ordinary case. State in fewer bits, in host memory, or without masters is in `compact`.
@@ -25,6 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from posttrain.errors import CheckpointError, InputError
 from posttrain.policy.fused.accumulate import begin_sum, move_to_sum, sum_of
 
+SchedulerSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None  # `policy.scheduler`
+
 
 def resolve(dotted: str, field: str) -> Any:
     """The object that a dotted name such as `torch.optim.AdamW` names."""
@@ -37,7 +39,7 @@ def resolve(dotted: str, field: str) -> Any:
         ) from error
 
 
-def build_scheduler(optimizer: Optimizer, spec: Any) -> LRScheduler | None:
+def build_scheduler(optimizer: Optimizer, spec: SchedulerSpec) -> LRScheduler | None:
     """None, one {name, kwargs}, or a list of them ending with {milestones: […]}, which run one after another."""
     if not spec:
         return None
@@ -76,7 +78,7 @@ class MixedPrecisionOptimizer:
         None  # called before weights or state change: something may be reading them
     )
 
-    def __init__(self, model: nn.Module, name: str, kwargs: Mapping[str, Any], scheduler: Any) -> None:
+    def __init__(self, model: nn.Module, name: str, kwargs: Mapping[str, object], scheduler: SchedulerSpec) -> None:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters = self._make_masters()
         try:
@@ -92,7 +94,7 @@ class MixedPrecisionOptimizer:
     def _make_masters(self) -> dict[str, nn.Parameter]:
         return {n: p if p.dtype == torch.float32 else _master(p) for n, p in self.parameters.items()}
 
-    def _make(self, name: str, kwargs: Mapping[str, Any]) -> Optimizer:
+    def _make(self, name: str, kwargs: Mapping[str, object]) -> Optimizer:
         made: Optimizer = resolve(name, "policy.optimizer.name")(list(self.masters.values()), **kwargs)
         return made
 
@@ -101,8 +103,8 @@ class MixedPrecisionOptimizer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _collect_as_they_come(self) -> None:
-        """Each bf16 gradient goes into its fp32 sum as soon as it is there, so that never all of them exist at once: most
-        of them by the product that makes them (`fused/accumulate.py`), the rest by hooks.
+        """Each bf16 gradient is added to its fp32 sum as soon as it exists, so that they never exist all at once: most
+        of them by the product that computes them (`fused/accumulate.py`), the rest by hooks.
 
         Those of sharded parameters are put in place by FSDP, after its own hooks: they wait for `collect_gradients`.
         """
@@ -127,7 +129,7 @@ class MixedPrecisionOptimizer:
         return {name: p.grad for name, p in self.masters.items() if p.grad is not None}
 
     def step(self, max_grad_norm: float | None) -> tuple[float, bool]:
-        """Clip, step, forget the gradients. Returns the norm before clipping, and whether the step was taken."""
+        """Clip, step, clear the gradients. Returns the norm before clipping, and whether the step was taken."""
         self.collect_gradients()
         norm = gradient_norm(list(self._gradients().values()))
         taken = math.isfinite(norm)
@@ -207,7 +209,7 @@ class MixedPrecisionOptimizer:
                 self.optimizer.state[master][key.rpartition("/")[2]] = tensor
         self._round_back()
 
-    def schedule_state(self) -> dict[str, Any]:
+    def schedule_state(self) -> dict[str, object]:
         """The schedule and the hyperparameters it has changed. Plain values."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         return {
@@ -229,22 +231,22 @@ class MixedPrecisionOptimizer:
         return class_name(type(self.optimizer))
 
     def check_kinds(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if a saved state is that of another optimizer or schedule: it would mean nothing here."""
+        """Raise CheckpointError if a saved state is that of another optimizer or schedule: it has no meaning here."""
         current = self._kinds()
-        saved = {**current, **ORDINARY, **state.get("kinds", {})}  # older checkpoints do not say
+        saved = {**current, **ORDINARY, **state.get("kinds", {})}  # not in older checkpoints
         for setting, names in current.items():
             if saved[setting] != names:
                 was, now = (", then ".join(kinds) or "none" for kinds in (saved[setting], names))
                 raise CheckpointError(
-                    f"{setting}: the checkpoint was made with {was}, this run has {now}, which cannot go on from its state. "
-                    "Go on with the former, or start a new run from the checkpoint's weights with policy.model_name "
+                    f"{setting}: the checkpoint was made with {was}, this run has {now}, which cannot continue from its state. "
+                    "Continue with the former, or start a new run from the checkpoint's weights with policy.model_name "
                     "and another checkpointing.checkpoint_dir"
                 )
 
     def load_schedule_state(self, state: Mapping[str, Any]) -> None:
         """This run's schedule, from its start to where the saved one was: a rate or a length that was changed holds.
 
-        Loaded from its state, a schedule would go on with the numbers that it had, and torch's go on from the rate before.
+        Loaded from its state, a schedule would continue with its old numbers, and torch's continue from the previous rate.
         """
         if self.scheduler is None or state["scheduler"] is None:
             return

@@ -1,7 +1,4 @@
-"""Work on a device over data that lives in host memory: fetch a piece, compute, take it back, three pieces at a time.
-
-Knows nothing of what is computed.
-"""
+"""Computes on a device over data in host memory: fetch a piece, compute, write it back, three pieces at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def run_through_device(
 ) -> None:
     """Call `compute` with each piece and its tensors on `device`, to be changed in place. Returns when all are back.
 
-    Tensors that are on the device already are handed over as they are. Host memory should be pinned, or nothing overlaps.
+    Tensors that are on the device already are passed on as they are. Host memory should be pinned, or nothing overlaps.
     """
     if device.type != "cuda":
         for piece in pieces:
@@ -69,7 +66,7 @@ class _Stream:
         self.outgoing.wait_stream(self.current)
         with torch.cuda.stream(self.outgoing):
             for target, source in away:
-                # Its memory was taken on one stream and is used on two others: it may not be given away before they are done.
+                # Its memory was allocated on one stream and is used on two others: it must not be reused before they are done.
                 source.record_stream(self.current)
                 source.record_stream(self.outgoing)
                 target.copy_(source, non_blocking=True)

@@ -1,20 +1,15 @@
-"""`grpo`, `dpo`, `rm` and `sft`: how long a run goes on, how much it samples, when it validates."""
+"""`grpo`: sampling, advantages, validation; and the whole config of a GRPO run."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from posttrain.config.base import (
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
-from posttrain.config.preference_losses import PreferenceLossName
+from posttrain.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from posttrain.config.loss import LossFnConfig
+from posttrain.config.policy import GrpoPolicyConfig
+from posttrain.config.run_config import RunConfig, StepSizes
 
 
 class RewardShapingConfig(Section):
@@ -189,90 +184,32 @@ class GrpoConfig(Section):
         return self.num_generations_per_prompt - self.num_recorded
 
 
-class DpoConfig(Section):
-    max_num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs after which the run ends.")
-    max_num_steps: PositiveInt = Field(default=150, description="Optimizer steps after which the run ends.")
-    val_period: int = Field(
-        default=25, description="Steps between validations; 0 or less turns periodic validation off."
-    )
-    val_batches: int = Field(default=8, description="Batches used by a validation; 0 or less uses the whole set.")
-    val_global_batch_size: PositiveInt = Field(default=8, description="Pairs in one validation batch.")
-    val_at_start: bool = Field(default=True, description="Validates a fresh run before its first step.")
-    val_at_end: bool = Field(default=False, description="Validates after the last step.")
-    seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")
-    preference_loss: PreferenceLossName = Field(
-        default="dpo", description="The loss on preferences; kto learns from single answers, all others from pairs."
-    )
-    reference_policy_kl_penalty: Annotated[float, Field(gt=0)] = Field(
-        default=0.05,
-        description="Scale of the implicit reward (beta): larger keeps the policy closer to the reference.",
-    )
-    preference_average_log_probs: bool = Field(
-        default=False, description="Implicit reward is the mean over tokens instead of the sum."
-    )
-    gt_reward_scale: PositiveFloat = Field(
-        default=1.0, description="rpo_*: factor on chosen_reward - rejected_reward, the margin to be learnt."
-    )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        default=0.0, description="cdpo, robust, simpo: share of pairs assumed to be labelled the wrong way round."
-    )
-    simpo_gamma: NonNegativeFloat = Field(
-        default=0.5, description="simpo: margin by which beta times the chosen reward should lead."
-    )
-    desirable_weight: NonNegativeFloat = Field(default=1.0, description="kto: factor on the loss of desirable answers.")
-    undesirable_weight: NonNegativeFloat = Field(
-        default=1.0, description="kto: factor on the loss of undesirable answers."
-    )
-    sft_average_log_probs: bool = Field(
-        default=False, description="SFT term averages over the tokens of each chosen answer."
-    )
-    sft_token_level_loss: bool = Field(
-        default=False, description="SFT term is a mean over all chosen tokens of the batch instead of over answers."
-    )
-    preference_loss_weight: NonNegativeFloat = Field(default=1.0, description="Weight of the preference loss.")
-    sft_loss_weight: NonNegativeFloat = Field(
-        default=0.0, description="Weight of the negative log-likelihood of the chosen answers; 0 does not compute it."
-    )
-    reference_cache_gib: NonNegativeFloat = Field(
-        default=4.0,
-        description="GiB of reference log-probabilities kept in memory and beside the checkpoints; 0 scores every time.",
-    )
+class GrpoRunConfig(RunConfig):
+    kind: ClassVar[str] = "grpo"
+    grpo: GrpoConfig = Field(description="Sampling, advantages, validation.")
+    loss_fn: LossFnConfig = Field(description="The clipped policy-gradient loss.")
+    policy: GrpoPolicyConfig = Field(description="The model that is trained and sampled from.")
 
+    @property
+    def uses_recorded_answers(self) -> bool:
+        return any(entry.holds_recorded_groups for entry in self.data.train_sets())
 
-class RmConfig(Section):
-    max_num_epochs: PositiveInt = Field(default=1, description="Passes over the pairs after which the run ends.")
-    max_num_steps: PositiveInt = Field(
-        default=1_000_000, description="Optimizer steps after which the run ends, if the epochs have not ended it."
-    )
-    val_period: int = Field(
-        default=16, description="Steps between validations; 0 or less turns periodic validation off."
-    )
-    val_batches: int = Field(default=-1, description="Batches used by a validation; 0 or less uses the whole set.")
-    val_global_batch_size: PositiveInt = Field(default=32, description="Pairs in one validation batch.")
-    val_at_start: bool = Field(default=False, description="Validates a fresh run before its first step.")
-    val_at_end: bool = Field(default=False, description="Validates after the last step.")
-    seed: NonNegativeInt = Field(default=42, description="Seed of data order and of the scoring layer.")
-    center_rewards_coefficient: NonNegativeFloat = Field(
-        default=0.0,
-        description="Weight of the squared sum of a pair's scores, which keeps scores around 0; 0 does not compute it.",
-    )
-    margin_from_rewards: bool = Field(
-        default=False,
-        description="Asks for a difference of scores larger than that of the pair's chosen_reward and rejected_reward.",
-    )
+    @property
+    def needs_reference(self) -> bool:
+        """For a KL penalty. Recorded answers come without a behaviour policy: the starting policy stands in for it."""
+        return self.loss_fn.reference_policy_kl_penalty != 0 or self.uses_recorded_answers
 
-
-class SftConfig(Section):
-    max_num_epochs: PositiveInt = Field(default=1, description="Passes over the examples after which the run ends.")
-    max_num_steps: PositiveInt = Field(default=60, description="Optimizer steps after which the run ends.")
-    val_period: int = Field(
-        default=10, description="Steps between validations; 0 or less turns periodic validation off."
-    )
-    val_batches: int = Field(default=8, description="Batches used by a validation; 0 or less uses the whole set.")
-    val_global_batch_size: PositiveInt = Field(default=32, description="Examples in one validation batch.")
-    val_at_start: bool = Field(default=True, description="Validates a fresh run before its first step.")
-    val_at_end: bool = Field(default=False, description="Validates after the last step.")
-    seed: NonNegativeInt = Field(default=42, description="Seed of data order and initialisation.")
-    only_unmask_final: bool = Field(
-        default=False, description="Trains only the last answer of a conversation, not all answers."
-    )
+    def step_sizes(self) -> StepSizes:
+        grpo = self.grpo
+        num_updates = grpo.num_samples_per_step // self.policy.train_global_batch_size
+        checks_policy = grpo.seq_logprob_error_threshold is not None or self.loss_fn.use_kl_in_reward
+        recorded = self.uses_recorded_answers
+        return StepSizes(
+            grpo.num_prompts_per_step,
+            num_answers_per_row=grpo.num_generations_per_prompt,
+            num_sampled_per_row=grpo.num_fresh_per_prompt if recorded else grpo.num_generations_per_prompt,
+            num_updates=num_updates,
+            num_scorings=int(self.needs_reference) + int(num_updates > 1 or checks_policy),
+            may_sample_again=grpo.use_dynamic_sampling,
+            max_turns=grpo.max_rollout_turns,
+        )
