@@ -13,7 +13,8 @@ import torch
 from tiny_runs import LORA, grpo, questions, results_of, rm, rows_of, run, save_data, save_model, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.environments import RewardConfigError, build_environments
+from posttrain.environments import build_environments
+from posttrain.errors import InputError
 from posttrain.types import Completion, Conversation, Task, Utterance
 
 WEIGHTS = Path("policy", "weights", "model")
@@ -193,12 +194,12 @@ def test_the_turns_of_a_conversation_are_read_in_order(home: Path) -> None:
 
 def test_a_wrong_model_is_told_by_its_field(home: Path, tmp_path: Path) -> None:
     for name, words in ((str(home / "model"), "no reward model"), (str(tmp_path / "nowhere"), "no folder")):
-        with pytest.raises(RewardConfigError, match=rf"env\.rm\.model_name.*{words}"):
+        with pytest.raises(InputError, match=rf"env\.rm\.model_name.*{words}"):
             build_environments({"rm": {**FLOAT32, "model_name": name}})
     if not torch.cuda.is_available():
-        with pytest.raises(RewardConfigError, match=r"env\.rm\.device is cuda"):
+        with pytest.raises(InputError, match=r"env\.rm\.device is cuda"):
             build_environments({"rm": {**FLOAT32, "model_name": str(home / "full" / "step_60"), "device": "cuda"}})
-    with pytest.raises(RewardConfigError, match=r"env\.rm\.score_std"):
+    with pytest.raises(InputError, match=r"env\.rm\.score_std"):
         build_environments({"rm": {**FLOAT32, "model_name": "x", "score_std": 0}})
 
 

@@ -2,8 +2,8 @@
 
 A row has the log-probabilities of its behaviour policy, the one that sampled it; for a recorded answer, whose behaviour
 policy is unknown, the starting policy takes its place. Ratios are taken against `prev_logprobs`: the policy before the
-first update of the step for what it has just sampled, the behaviour policy for everything else. NaN stands for the policy
-of the update itself, which needs no forward pass of its own where there is only one update.
+first update of the step for what it has just sampled, the behaviour policy for everything else. `prev_is_current`
+marks the policy of the update itself, which needs no forward pass of its own where there is only one update.
 """
 
 from __future__ import annotations
@@ -67,13 +67,18 @@ def with_reference_as_behavior(batch: TokenBatch, is_recorded: Tensor) -> TokenB
 
 
 def with_anchor(batch: TokenBatch, is_off_policy: Tensor, *, several_updates: bool) -> TokenBatch:
-    """With `prev_logprobs`, where anything but the current policy is needed; without `current_logprobs`."""
+    """With `prev_logprobs`, where anything but the current policy is needed; without `current_logprobs`.
+
+    Where `prev_is_current` is 1, the anchor is the current policy, and no forward pass is made for it beforehand.
+    """
     columns = dict(batch.columns)
     current = columns.pop("current_logprobs", None)
     if several_updates or bool(is_off_policy.any()):
-        known = current if several_updates and current is not None else torch.full_like(columns["mask"], torch.nan)
-        is_known_elsewhere = is_off_policy & (columns["mask"] != 0)
-        columns["prev_logprobs"] = torch.where(is_known_elsewhere, columns["generation_logprobs"], known)
+        is_sampler = is_off_policy & (columns["mask"] != 0)
+        if not several_updates or current is None:
+            current = torch.zeros_like(columns["mask"])
+            columns["prev_is_current"] = (~is_sampler).to(current.dtype)
+        columns["prev_logprobs"] = torch.where(is_sampler, columns["generation_logprobs"], current)
     return replace(batch, columns=columns)
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, Subparsers
+from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, Subparsers, add_command
 from posttrain.errors import InputError
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
 
@@ -22,12 +22,7 @@ Talk with a model. Answers are written as they are sampled; the conversation is 
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser(
-        "chat",
-        help="talk with a model in the terminal",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "chat", "talk with a model in the terminal", description=DESCRIPTION)
     parser.add_argument(
         "model", metavar="MODEL", help="a folder, adapter, checkpoint, run, hub name or registry:NAME@STAGE"
     )

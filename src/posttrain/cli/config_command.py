@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from posttrain.cli.overrides_parser import OverridesParser, Subparsers
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
 from posttrain.config import ALL_KINDS, KINDS, ConfigError, LoadedConfig, RunConfig, guess_kind, load_config
 from posttrain.config.presets import presets
 
@@ -43,12 +43,11 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add_command(commands: Subparsers, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        summary,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=f"posttrain config {name} [{'|'.join(ALL_KINDS)}] [--config FILE] [options] [key=value …]",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")

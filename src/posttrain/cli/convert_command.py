@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.overrides_parser import Subparsers
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.cli.train_command import quieten_libraries
 from posttrain.errors import InputError
 
@@ -33,12 +33,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser(
-        "convert",
-        help="a checkpoint to a Hugging Face folder or GGUF",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "convert", "a checkpoint to a Hugging Face folder or GGUF", description=DESCRIPTION, epilog=EPILOG
     )
     parser.add_argument("model", metavar="MODEL", help="what to convert")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="the folder to write; must not exist, or be empty")

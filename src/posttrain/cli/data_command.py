@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli import data_pack
-from posttrain.cli.overrides_parser import Subparsers
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError, reason_of
 from posttrain.json_files import JsonObject
 from posttrain.models.hub import why_unavailable
@@ -102,13 +102,12 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add_command(actions: Subparsers, name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
+    parser = add_command(
+        actions,
         name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        summary,
         epilog=EPILOG + EXAMPLES[name],
         usage=f"posttrain data {name} {'IN [IN …] OUT' if name == 'pairs' else 'PATH [PATH …]'} [options]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     _add_columns(parser.add_argument_group("columns"))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import Subparsers
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
 
@@ -26,12 +26,7 @@ dataset_name=HelpSteer3.
 
 
 def add_parser(actions: Subparsers) -> None:
-    parser = actions.add_parser(
-        "pack",
-        help="precompute packs of preference pairs",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(actions, "pack", "precompute packs of preference pairs", description=DESCRIPTION)
     parser.set_defaults(run=run)
     parser.add_argument(
         "source", metavar="IN", help="pairs: a file, a folder or a pattern, in any shape that DPO reads"

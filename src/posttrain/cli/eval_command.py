@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from posttrain.cli.overrides_parser import OverridesParser, Subparsers
+from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
 from posttrain.errors import InputError
 
 SUMMARY = "measure a model on a benchmark, or compare two such measurements"
@@ -32,12 +32,11 @@ is a paired bootstrap over the problems.
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser: OverridesParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "eval",
-        help=SUMMARY,
-        description=f"{SUMMARY[0].upper()}{SUMMARY[1:]}.",
+        SUMMARY,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="posttrain eval [--config FILE] [options] [MODEL] [key=value …]\n"
         "       posttrain eval compare A B [options]",
     )
@@ -59,7 +58,7 @@ def _compare_parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="Compare two evaluations of the same problems: which model is better, by how much, and where.",
         epilog=COMPARE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
     )
     parser.add_argument("words", nargs="*", metavar="A B", help="two folders that `posttrain eval` has written")
     parser.add_argument("--metric", help="pass@k, cons@k or avg@k; the main metric of A if left out")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.checkpointing import durable
-from posttrain.cli.overrides_parser import OverridesParser, Subparsers
+from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
 from posttrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,12 +42,11 @@ Models are named as for `posttrain eval`, registry:NAME@3 among them; a server's
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser: OverridesParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "gate",
-        help=SUMMARY,
-        description=f"{SUMMARY[0].upper()}{SUMMARY[1:]}.",
+        SUMMARY,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="posttrain gate --config FILE --candidate [NAME=]FOLDER … (--production [NAME=]FOLDER … | --no-production) "
         "[options] [key=value …]\n       posttrain gate measure-kl FOLDER --base MODEL [options]",
     )
@@ -75,7 +74,7 @@ def _kl_parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="Measure how far the model of an evaluation has moved from its base, on the answers that it gave.",
         epilog=KL_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `posttrain eval` has written")
     parser.add_argument("--base", required=True, metavar="MODEL", help="the model that it was trained from")

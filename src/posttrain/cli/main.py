@@ -28,7 +28,7 @@ from posttrain.cli import (
     serve_command,
     train_command,
 )
-from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, OverridesParser
+from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
 from posttrain.errors import InputError
 
 EXIT_CRASH = 1
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="posttrain",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
     )
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 EXIT_BAD_INPUT = 64
+RAW = argparse.RawDescriptionHelpFormatter  # keeps line breaks
 Subparsers: TypeAlias = "argparse._SubParsersAction[OverridesParser]"
 
 
@@ -47,3 +48,9 @@ class OverridesParser(argparse.ArgumentParser):
 
         hint = nearest(options[0].partition("=")[0], self._option_string_actions)
         self.error(f"unrecognized arguments: {' '.join(options)}{hint}")
+
+
+def add_command(commands: Subparsers, name: str, summary: str, **options: Any) -> OverridesParser:
+    """A subcommand. Its description, printed as it is, is the summary as a sentence unless `options` have another one."""
+    usual = {"description": f"{summary[0].upper()}{summary[1:]}.", "formatter_class": RAW}
+    return commands.add_parser(name, help=summary, **{**usual, **options})

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser, Subparsers
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
 from posttrain.pipeline.records import STAGES
 
 if TYPE_CHECKING:
@@ -40,13 +40,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser(
-        "pipeline",
-        help=SUMMARY,
-        description=f"{SUMMARY[0].upper()}{SUMMARY[1:]}.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(subparsers, "pipeline", SUMMARY, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     run = _add(commands, "run", "run what has to run", run_pipeline)
     run.add_argument("--until", choices=STAGES, default=STAGES[-1], metavar="STAGE", help="stop after this stage")
@@ -61,13 +55,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _add(commands: Subparsers, name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=f"posttrain pipeline {name} FILE [options] [key=value …]",
+    parser = add_command(
+        commands, name, summary, epilog=EPILOG, usage=f"posttrain pipeline {name} FILE [options] [key=value …]"
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="pipeline.yaml; docs/pipeline.md explains its keys")
     parser.add_argument("words", nargs="*", default=[], metavar="key=value", help="settings that override the file's")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import Subparsers
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.config import KINDS, ConfigError, RunConfig, guess_kind, load_config
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
@@ -33,12 +33,11 @@ which setting would help.
 
 def add_parser(commands: Subparsers) -> None:
     summary = "memory and time of a run, predicted from its config"
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        summary,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=f"posttrain plan [{'|'.join(KINDS)}] [--config FILE] [--gpu NAME] [--run FOLDER] [options] [key=value …]",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")

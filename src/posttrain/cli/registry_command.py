@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser, Subparsers
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
 from posttrain.errors import InputError
 from posttrain.models.accepted_names import REGISTRY_PREFIX
 
@@ -44,13 +44,7 @@ exit codes: 0 done · 2 `show --verify` found damage · 64 bad input, a conflict
 
 def add_parser(subparsers: Subparsers) -> None:
     summary = "keep model versions with lineage and stages; promote and roll back"
-    parser = subparsers.add_parser(
-        "registry",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(subparsers, "registry", summary, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     _add_add(commands)
     _add_reading(commands)

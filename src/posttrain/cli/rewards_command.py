@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.overrides_parser import OverridesParser, Subparsers
+from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from posttrain.config.rewards import RewardConfig
     from posttrain.environments.agreement import Verdict
-    from posttrain.environments.stored_samples import Sample
+    from posttrain.environments.stored_samples import StoredSample
     from posttrain.types import Score
 
 EXIT_DISAGREEMENT = 2
@@ -55,7 +55,7 @@ def _add_test(commands: Subparsers) -> None:
         help="score stored samples and compare with the rewards recorded for them",
         description="Score stored samples, and show where the reward differs from what was recorded for them.",
         epilog=TEST_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
         usage="posttrain rewards test (--type TYPE | --config FILE [--env NAME]) FILE [options] [key=value …]",
     )
     test.add_argument(
@@ -220,7 +220,7 @@ def _encoder(model: str | None) -> Callable[[str], Sequence[int]] | None:
     return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _score(name: str, block: Any, samples: Sequence[Sample]) -> list[Score]:
+def _score(name: str, block: Any, samples: Sequence[StoredSample]) -> list[Score]:
     """One score per sample. Samples with other settings of their own get an environment of their own."""
     from posttrain.environments import build_environments
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import Subparsers
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
 from posttrain.serve.canary import CanaryRules
@@ -43,12 +43,8 @@ exit codes: 0 every request was answered · 1 some were cut off · 64 bad input
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser = commands.add_parser(
-        "serve",
-        help="an OpenAI-compatible server over a model",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = add_command(
+        commands, "serve", "an OpenAI-compatible server over a model", description=DESCRIPTION, epilog=EPILOG
     )
     parser.add_argument(
         "model", metavar="MODEL", help="a folder, adapter, checkpoint, run, hub name or registry:NAME@STAGE"

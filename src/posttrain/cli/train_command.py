@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from posttrain.cli.overrides_parser import Subparsers
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.recipes import KINDS
 
 EPILOG = """\
@@ -26,13 +26,7 @@ INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved 
 
 def add_parser(commands: Subparsers) -> None:
     for kind, (summary, _) in KINDS.items():
-        parser = commands.add_parser(
-            kind,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=EPILOG.format(kind=kind),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        parser = add_command(commands, kind, summary, epilog=EPILOG.format(kind=kind))
         add_arguments(parser)
         parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED)
 

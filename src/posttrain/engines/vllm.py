@@ -67,7 +67,9 @@ class VllmEngine:
                 )
             for sample in range(task.first_sample, task.first_sample + num_samples):
                 prompts.append({"prompt_token_ids": list(task.prompt_ids)})
-                parameters.append(self._parameters(task, sampling, sequence_key(key.seed, key.step, task.draw, sample)))
+                # A later turn of a conversation draws other noise than the turns before it.
+                noise = sequence_key(key.seed, key.step, task.draw, sample) + task.first_token
+                parameters.append(self._parameters(task, sampling, noise))
         outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._lora_request())
         completions = [_completion(output.outputs[0]) for output in outputs]
         if progress is not None:

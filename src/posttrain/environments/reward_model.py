@@ -22,7 +22,8 @@ from posttrain.config.rewards import RewardModelRewardConfig
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching, plan_micro_batches
 from posttrain.data.whole_chat import WholeChatFormat, shared_length
-from posttrain.environments.settings import RewardConfigError, RewardSettings
+from posttrain.environments.settings import RewardSettings
+from posttrain.errors import InputError
 from posttrain.models.attention_interface import attention_context
 from posttrain.models.loading import DTYPES, SettingsError, load_tokenizer
 from posttrain.policy.head import UnsupportedModelError, without_adapter_wrapper
@@ -37,7 +38,7 @@ Ids = Sequence[int]
 
 
 def reward_model_environment(settings: RewardSettings) -> RewardModelScorer:
-    """The judge that a block of type `reward_model` names. Raises `RewardConfigError` if it cannot be used."""
+    """The judge that a block of type `reward_model` names. Raises `InputError` if it cannot be used."""
     config = settings.config
     assert isinstance(config, RewardModelRewardConfig)
     field = f"{settings.path}.model_name"
@@ -52,7 +53,7 @@ def reward_model_environment(settings: RewardSettings) -> RewardModelScorer:
             observe_layers(base, scores.head)
         check_length(base.config.get_text_config(), longest)
     except (SettingsError, UnsupportedModelError) as error:
-        raise RewardConfigError(str(error) if str(error).startswith(field) else f"{field}: {error}") from error
+        raise InputError(str(error) if str(error).startswith(field) else f"{field}: {error}") from error
     return RewardModelScorer(scores, WholeChatFormat(tokenizer), device, longest, config)
 
 
@@ -190,7 +191,7 @@ def _model_folder(name: str, base_folder: Path) -> str:
 
 def _device(setting: str, path: str) -> torch.device:
     if setting == "cuda" and not torch.cuda.is_available():
-        raise RewardConfigError(f"{path}.device is cuda, but torch sees no CUDA device; use cpu or auto")
+        raise InputError(f"{path}.device is cuda, but torch sees no CUDA device; use cpu or auto")
     if setting == "auto":
         setting = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(setting)

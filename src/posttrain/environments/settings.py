@@ -1,4 +1,4 @@
-"""The blocks under `env:` as checked, typed values. Knows nothing of processes; a wrong value is a `RewardConfigError`."""
+"""The blocks under `env:` as checked, typed values. Knows nothing of processes; a wrong value is a `InputError`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ from posttrain.config.errors import explain_errors
 from posttrain.config.rewards import RewardConfig
 from posttrain.config.turns import BUILT_IN, TurnsConfig
 from posttrain.errors import InputError
-
-
-class RewardConfigError(InputError):
-    """A block under `env:` that cannot work, or a task that names an environment which is not there."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +85,16 @@ def environment_config(name: str, block: Block) -> EnvironmentConfig:
     if isinstance(block, EnvironmentConfig):
         return block
     if block is not None and not isinstance(block, Mapping):
-        raise RewardConfigError(f"{path} is {block!r}: a mapping of settings is needed")
+        raise InputError(f"{path} is {block!r}: a mapping of settings is needed")
     try:
         return EnvironmentConfig.model_validate({k: value for k, value in (block or {}).items() if value is not None})
     except ValidationError as error:
-        raise RewardConfigError("\n".join(explain_errors(error, path))) from error
+        raise InputError("\n".join(explain_errors(error, path))) from error
 
 
 def _named(blocks: Blocks) -> Iterable[tuple[str, Block]]:
     if blocks is not None and not isinstance(blocks, Mapping):
-        raise RewardConfigError(f"env is {blocks!r}: a mapping of settings is needed")
+        raise InputError(f"env is {blocks!r}: a mapping of settings is needed")
     return (blocks or {}).items()
 
 
@@ -111,9 +107,9 @@ def _rewards_of(name: str, config: EnvironmentConfig, base_folder: Path) -> Envi
     try:
         rewards = config.reward_configs(name)
     except ValidationError as error:  # keys of a block without a type, under a name that decides none
-        raise RewardConfigError("\n".join(explain_errors(error, path))) from error
+        raise InputError("\n".join(explain_errors(error, path))) from error
     if not rewards and config.turns is None:
-        raise RewardConfigError(
+        raise InputError(
             f"{path} does not say how to judge a completion: set {path}.type to a type of reward (`posttrain rewards list` "
             f"shows them), {path}.function to a Python function ('rewards.py:my_reward'), or {path}.rewards to several"
         )

@@ -26,10 +26,6 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-class ServerError(InputError):
-    """A server that cannot be used for an evaluation."""
-
-
 @dataclass(frozen=True)
 class ServedCompletion(Completion):
     """An answer as text: a server gives no token ids."""
@@ -56,7 +52,7 @@ class OpenAiServer:
         try:
             import httpx
         except ImportError as error:
-            raise ServerError(f"evaluating a server needs httpx ({error}): pip install 'posttrain[eval]'") from error
+            raise InputError(f"evaluating a server needs httpx ({error}): pip install 'posttrain[eval]'") from error
         self.url = self.url.rstrip("/")
         key = os.environ.get(self.config.api_key_env_var)
         self._client = httpx.Client(
@@ -76,16 +72,16 @@ class OpenAiServer:
             listed = reply.json()["data"]
             return str(listed[0]["id"])
         except httpx.HTTPStatusError as error:
-            raise ServerError(
+            raise InputError(
                 f"{self.url}/models: {_status_and_text(error.response)}; {self._advice(error.response.status_code)}"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServerError(
+            raise InputError(
                 f"{self.url}: no answer ({_named(error)}); is the server there? A finished evaluation is summarised "
                 "without it if generation.openai_cfg.model names its model"
             ) from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ServerError(
+            raise InputError(
                 f"{self.url}/models lists no model; the address of an OpenAI-compatible API usually ends in /v1, "
                 "and generation.openai_cfg.model names the model"
             ) from error
@@ -116,7 +112,7 @@ class OpenAiServer:
             self._stopped.set()  # wakes those that wait for their next attempt
             raise
         if all(answer.error is not None for answer in answers):
-            raise ServerError(
+            raise InputError(
                 f"{self.url}: none of {len(answers)} requests was answered ({answers[0].error}); what was finished before "
                 "is saved, and the same command goes on with the rest"
             )

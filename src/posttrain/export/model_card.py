@@ -173,7 +173,7 @@ def _config_section(run_config: JsonMapping) -> str:
 
 
 def _without_secrets(value: object, name: str = "") -> object:
-    """The card is made to be published: values of keys that look like credentials are left out."""
+    """The config without the values of keys that look like credentials: the card may be published."""
     if isinstance(value, Mapping):
         return {key: _without_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):

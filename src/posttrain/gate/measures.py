@@ -46,10 +46,6 @@ _APOSTROPHES = str.maketrans("\u2018\u2019\u02bc", "'''")  # the typographic for
 _THINKING = re.compile(r"^\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
-class MeasureError(InputError):
-    """A check names a metric that the evaluation does not have."""
-
-
 @dataclass(frozen=True)
 class Measurement:
     """A metric of one evaluation. Problems without any measured sample are absent."""
@@ -69,7 +65,7 @@ def measure(evaluation: Evaluation, check: CheckConfig, where: str) -> Measureme
     keys = [problem_key(problem) for problem in evaluation.problems]
     values = {key: value for key, value in zip(keys, measured, strict=True) if value is not None}
     if not values:
-        raise MeasureError(
+        raise InputError(
             f"{where}: {check.metric} of {evaluation.folder}: none of its {len(keys)} problems has a value; are all of its "
             "answers unscored?"
         )
@@ -87,7 +83,7 @@ def direction_of(check: CheckConfig, where: str) -> Direction:
     if check.metric in (LENGTH, TRUNCATION, UNSCORED, COST, KL):
         return "lower"
     if check.metric == REFUSAL:
-        raise MeasureError(
+        raise InputError(
             f"{where}: is a higher {REFUSAL} better (prompts that ought to be refused) or worse (harmless ones)? "
             "Set `better: higher` or `better: lower`"
         )
@@ -116,7 +112,7 @@ def measured_metrics(evaluation: Evaluation) -> list[str]:
 
 
 def check_before_measuring(check: CheckConfig, where: str, *, num_samples: int, has_price: bool) -> None:
-    """MeasureError for a check that no evaluation with `num_samples` per problem, and with or without a price, can decide.
+    """InputError for a check that no evaluation with `num_samples` per problem, and with or without a price, can decide.
 
     What depends on the answers, such as the parts of a reward, is not checked here.
     """
@@ -126,7 +122,7 @@ def check_before_measuring(check: CheckConfig, where: str, *, num_samples: int, 
     if check.metric not in known and not check.metric.startswith(PART):
         from posttrain.data.errors import nearest
 
-        raise MeasureError(
+        raise InputError(
             f"{where}: {check.metric!r} will not be measured{nearest(check.metric, known)}; what will be: {_listed(known)}, "
             f"{PART}NAME{_advice(check.metric)}"
         )
@@ -173,7 +169,7 @@ def _refuse_unmeasured(evaluation: Evaluation, metric: str, where: str) -> None:
         return
     from posttrain.data.errors import nearest
 
-    raise MeasureError(
+    raise InputError(
         f"{where}: {metric!r} was not measured in {evaluation.folder}{nearest(metric, known)}; measured: {_listed(known)}"
         f"{_advice(metric)}"
     )
@@ -181,9 +177,9 @@ def _refuse_unmeasured(evaluation: Evaluation, metric: str, where: str) -> None:
 
 def _refuse_wrong_patterns(check: CheckConfig, where: str) -> None:
     if check.metric == FORMAT and not check.patterns:
-        raise MeasureError(f"{where}: {FORMAT} needs `patterns`: what a well-formed answer contains")
+        raise InputError(f"{where}: {FORMAT} needs `patterns`: what a well-formed answer contains")
     if check.metric not in (FORMAT, REFUSAL) and check.patterns is not None:
-        raise MeasureError(f"{where}: `patterns` are for {FORMAT} and {REFUSAL}, not for {check.metric}")
+        raise InputError(f"{where}: `patterns` are for {FORMAT} and {REFUSAL}, not for {check.metric}")
 
 
 def _listed(names: Sequence[str]) -> str:

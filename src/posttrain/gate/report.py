@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
 
 from posttrain import __version__
 from posttrain.config.gate import GateConfig
 from posttrain.evaluation.results import Evaluation
 from posttrain.gate.verdict import BoundResult, Evaluations, GateResult
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.reporting.charts import interval_mark
 from posttrain.reporting.pages import Html, bullets, header, join, note, page, section, table, tag, when
 from posttrain.reporting.scales import label
@@ -30,7 +29,7 @@ _STYLE = """
 
 def as_json(
     result: GateResult, config: GateConfig, candidate: Evaluations, production: Evaluations | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """What `--json` writes, and what `posttrain registry add --gate` reads."""
     return {
         "format": FORMAT_VERSION,
@@ -70,7 +69,7 @@ def _identity(evaluation: Evaluation) -> dict[str, object]:
     }
 
 
-def as_html(report: Mapping[str, Any], result: GateResult) -> str:
+def as_html(report: JsonMapping, result: GateResult) -> str:
     models = dict.fromkeys(one["model"] for one in report["candidate"].values())
     title = f"Gate: {', '.join(models)}"
     confidence = f"bounds at {100 * report['gate']['gate']['confidence']:g} %"
@@ -120,7 +119,7 @@ def _mark(rule: BoundResult) -> Html:
     return interval_mark(estimate.low, estimate.mean, estimate.high, threshold)
 
 
-def _evaluations(report: Mapping[str, Any]) -> Html:
+def _evaluations(report: JsonMapping) -> Html:
     rows = [
         (
             side,

@@ -12,15 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.config.gate import COST, CheckConfig, GateConfig, GateSettings
+from posttrain.errors import InputError
 from posttrain.evaluation.comparability import different_settings, why_incomparable
 from posttrain.evaluation.results import Evaluation
-from posttrain.gate.measures import (
-    MeasureError,
-    Measurement,
-    depends_on_judge,
-    direction_of,
-    measure,
-)
+from posttrain.gate.measures import Measurement, depends_on_judge, direction_of, measure
 from posttrain.gate.rules import (
     Bound,
     BoundDecision,
@@ -100,7 +95,7 @@ def judge(config: GateConfig, candidate: Evaluations, production: Evaluations | 
         "reject" if "fail" in outcomes else "needs_more_samples" if "undecided" in outcomes else "promote"
     )
     if outcomes <= {"skipped"}:
-        raise MeasureError(
+        raise InputError(
             "every check compares with production, and there is none: give at least one check an at_least or at_most"
         )
     return GateResult(verdict, tuple(rules), tuple(_notes(config, candidate, production)))
@@ -195,7 +190,7 @@ def _refuse_missing(config: GateConfig, evaluations: Evaluations, option: str) -
     for name, check in config.checks.items():
         if check.evaluation not in evaluations:
             given = ", ".join(evaluations) or "none"
-            raise MeasureError(
+            raise InputError(
                 f"checks.{name}.evaluation is {check.evaluation!r}, and {option} has given: {given}. "
                 f"Give {option} {check.evaluation}=FOLDER"
             )
@@ -206,7 +201,7 @@ def _refuse_incomparable(ours: Evaluation, theirs: Evaluation, metric: str, wher
         return
     uses_threshold = metric.startswith(("pass@", "cons@"))
     if reason := why_incomparable(ours, theirs, ("the candidate", "production"), uses_threshold=uses_threshold):
-        raise MeasureError(f"{where}: {metric} cannot be compared: {reason}. Evaluate both with the same settings")
+        raise InputError(f"{where}: {metric} cannot be compared: {reason}. Evaluate both with the same settings")
 
 
 def _notes(config: GateConfig, candidate: Evaluations, production: Evaluations | None) -> Iterator[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.hashing import FileHashes
@@ -31,24 +31,30 @@ class StageContext:
     lock: int | None = None  # descriptor, for a training to inherit
 
 
-class Stage(Protocol):
+class Stage(ABC):
     name: StageName
-    version: int  # of the stage's code: raising it invalidates all cached outcomes
-    reads: tuple[StageName, ...]  # stages whose outcome is read
-    resumes: bool  # continues in the folder of a killed attempt; otherwise it starts with an empty one
+    version: int = 1  # of the stage's code: raising it invalidates all cached outcomes
+    reads: tuple[StageName, ...] = ()  # stages whose outcome is read
+    resumes: bool = False  # continues in the folder of a killed attempt; otherwise it starts with an empty one
+    outputs: tuple[str, ...] = ()  # values of the outcome that are paths and must exist for it to be reused
 
-    def check(self, config: PipelineConfig) -> None:
+    def check(self, config: PipelineConfig) -> None:  # noqa: B027 - most errors show when the file is read
         """Raise for what is wrong with the file, before anything runs."""
 
+    @abstractmethod
     def inputs(self, context: StageContext) -> JsonObject:
         """What it reads besides other stages: settings, contents of files, identities of models."""
 
     def skip(self, context: StageContext) -> str | None:
         """Why there is nothing to do in this iteration; None if there is, or if it is not decided yet."""
+        return None
 
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
         """An output of a finished stage that no longer exists."""
+        paths = (record.path(name) for name in self.outputs)
+        return next((str(path) for path in paths if not path.exists()), None)
 
+    @abstractmethod
     def work(self, context: StageContext, folder: Path) -> StageOutcome: ...
 
 
@@ -58,8 +64,3 @@ class Stop(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
         self.code = code
-
-
-def missing_path(record: StageRecord, *names: str) -> str | None:
-    """The first of these values whose path does not exist."""
-    return next((str(record.path(name)) for name in names if not record.path(name).exists()), None)

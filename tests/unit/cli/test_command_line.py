@@ -74,7 +74,7 @@ def test_help_of_a_training_command_has_an_example_and_explains_resuming(
     assert code == 0
     assert f"posttrain {kind} --config" in out
     assert "--quiet" in out
-    assert "goes on from the newest checkpoint" in " ".join(out.split())
+    assert "resumes from the newest checkpoint" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("command", [["demo"], ["config"], ["config", "show"], ["config", "check"], ["models"]])

@@ -13,12 +13,7 @@ from posttrain.engines.native.attention import (
     PrefillPiece,
     gathered_attention,
 )
-from posttrain.engines.native.kv_cache import (
-    LayerShape,
-    PagedKvCache,
-    num_pages_for_call,
-    zeros,
-)
+from posttrain.engines.native.kv_cache import LayerShape, PagedKvCache, num_pages_for_call, zeros
 from posttrain.engines.native.scheduler import PromptGroup, Sample
 from posttrain.errors import InputError
 from posttrain.types import Task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -88,6 +88,8 @@ def test_noise_is_keyed_by_draw_and_sample_only(vllm: FakeVllm) -> None:
     assert len(set(seeds[:4])) == 4
     assert seeds[4:] == [seeds[2], seeds[0]]
     assert all(0 <= seed < 2**63 for seed in seeds)
+    engine.generate([replace(TASKS[0], first_sample=1, first_token=6)], 1, SAMPLING, NoiseKey(1, 0))
+    assert vllm.requests[-1][1].seed not in seeds, "a later turn of a sample draws other noise than its first"
 
 
 def test_ignore_eos_ignores_all_stops(vllm: FakeVllm) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from posttrain.config.rewards import parse_reward
-from posttrain.environments import RewardConfigError, build_environments, check_environments, code_tests
+from posttrain.environments import build_environments, check_environments, code_tests
 from posttrain.environments.code_suites import CallSuite, ProgramSuite, StepSuite, read_suite
 from posttrain.environments.code_tests import code_scorer, extracted_code
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.sandbox import levels
 from posttrain.environments.sandbox.program import SandboxFailure, SandboxUnavailable
 from posttrain.environments.sandbox.sandbox import Sandbox
+from posttrain.errors import InputError
 from posttrain.types import Completion, Task
 
 Scorer = Callable[[ScoringItem], dict[str, float]]
@@ -326,13 +327,13 @@ def test_a_time_limit_for_all_tests_that_is_too_short_for_one_is_refused() -> No
 
 
 def test_the_command_line_is_told_before_anything_runs() -> None:
-    with pytest.raises(RewardConfigError, match=r"env\.code cannot start: timeout_s is 5"):
+    with pytest.raises(InputError, match=r"env\.code cannot start: timeout_s is 5"):
         check_environments({"code": {"type": "code", "timeout_s": 5}})
-    with pytest.raises(RewardConfigError, match="cannot be used as a Python"):
+    with pytest.raises(InputError, match="cannot be used as a Python"):
         check_environments({"code": {"type": "code", "python": "/no/such/python"}})
-    with pytest.raises(RewardConfigError, match="sandbox"):
+    with pytest.raises(InputError, match="sandbox"):
         check_environments({"code": {"type": "code", "sandbox": "loose"}})
-    with pytest.raises(RewardConfigError, match="did you mean 'sandbox'"):
+    with pytest.raises(InputError, match="did you mean 'sandbox'"):
         check_environments({"code": {"type": "code", "sandbx": "strict"}})
 
 

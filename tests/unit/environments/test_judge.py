@@ -18,10 +18,11 @@ import pytest
 from pydantic import ValidationError
 
 from posttrain.config.rewards import parse_reward
-from posttrain.environments import RewardConfigError, build_environments, check_environments, judge
+from posttrain.environments import build_environments, check_environments, judge
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.judge import NoVerdict, filled, judge_scorer, read_score
 from posttrain.environments.judge_records import Usage, UsageFile, VerdictCache
+from posttrain.errors import InputError
 from posttrain.types import Completion, Task
 
 Reply = Callable[[http.server.BaseHTTPRequestHandler], None]
@@ -471,7 +472,7 @@ def test_a_missing_key_or_prompt_ends_the_run_before_it_starts(
     with pytest.raises(BadSetup, match="No such file"):
         judge_scorer(setup_for(endpoint, folder, prompt_file="missing.txt"))
     block = {"type": "judge", "base_url": endpoint.url, "model": "m", "api_key_env": "NO_SUCH_KEY"}
-    with pytest.raises(RewardConfigError, match=r"env\.help cannot start: api_key_env names"):
+    with pytest.raises(InputError, match=r"env\.help cannot start: api_key_env names"):
         check_environments({"help": block}, folder)
     assert not endpoint.requests
 

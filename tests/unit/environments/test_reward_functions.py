@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from posttrain.config import EnvironmentConfig
-from posttrain.environments import RewardConfigError, build_environments, check_environments
+from posttrain.environments import build_environments, check_environments
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.python_function import FunctionLoadError, load_function, load_scorer
 from posttrain.environments.reward_values import to_reward
 from posttrain.environments.settings import read_settings
+from posttrain.errors import InputError
 from posttrain.types import Completion, Task
 
 ITEM = ScoringItem(
@@ -191,10 +192,10 @@ def test_a_function_that_cannot_be_used_is_refused_with_the_reason(
 ) -> None:
     if source is not None:
         (tmp_path / "rewards.py").write_text(source)
-    with pytest.raises(RewardConfigError, match=message) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         check_environments({"mine": {"function": function}}, tmp_path)
     assert str(caught.value).startswith(f"env.mine.function is {function!r}: ")
-    assert issubclass(RewardConfigError, ValueError)
+    assert issubclass(InputError, ValueError)
 
 
 def test_a_math_verify_that_does_not_import_is_found_by_the_check(
@@ -202,7 +203,7 @@ def test_a_math_verify_that_does_not_import_is_found_by_the_check(
 ) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError('built for another version')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RewardConfigError, match=r"env\.math cannot start: ImportError: built for another version"):
+    with pytest.raises(InputError, match=r"env\.math cannot start: ImportError: built for another version"):
         check_environments({"math": {}})
     check_environments({"math": {"math_verify_impl": "dapo_math_verify"}})
 
@@ -234,7 +235,7 @@ def test_check_environments_accepts_what_can_be_built(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_setting_is_named_with_what_would_do(blocks: Any, message: str) -> None:
-    with pytest.raises(RewardConfigError, match=message):
+    with pytest.raises(InputError, match=message):
         build_environments(blocks)
 
 
@@ -251,7 +252,5 @@ def test_sections_of_a_config_are_taken_as_they_are(tmp_path: Path) -> None:
 
 def test_a_task_for_an_unknown_environment_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     environment = build_environments({"math": {}, "mine": {"function": "a.py:f"}}, tmp_path)
-    with pytest.raises(
-        RewardConfigError, match="task 'gsm8k:7' names environment 'maths'; under env: there is math, mine"
-    ):
+    with pytest.raises(InputError, match="task 'gsm8k:7' names environment 'maths'; under env: there is math, mine"):
         environment.score([Task(0, "gsm8k:7", "", (), "1", "maths")], [Completion((), (), "", "stop")])

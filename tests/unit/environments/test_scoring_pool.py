@@ -277,7 +277,7 @@ def test_workers_never_import_torch_and_neither_does_checking_a_config(folder: P
     with build_environments({"mine": {"function": "rewards.py:has_torch"}}, folder) as environment:
         assert score(environment, ["x"])[0].reward == 0.0
     code = (
-        "import sys; from posttrain.environments import check_environments, RewardConfigError\n"
+        "import sys; from posttrain.environments import check_environments\n"
         "check_environments({'math': {}, 'mine': {'function': 'rewards.py:act'}})\n"
         "assert not {'torch', 'math_verify', 'sympy'} & set(sys.modules)"
     )

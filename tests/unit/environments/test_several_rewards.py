@@ -15,7 +15,8 @@ from posttrain.algorithms.rollout_metrics import rollout_metrics
 from posttrain.environments import ScoringRouter, build_environments, check_environments
 from posttrain.environments.combined import WeightedRewards, build_environment, scoring_item
 from posttrain.environments.pool import ScoringInterrupted
-from posttrain.environments.settings import RewardConfigError, read_settings
+from posttrain.environments.settings import read_settings
+from posttrain.errors import InputError
 from posttrain.reporting.rows import group_row
 from posttrain.types import Completion, Group, Rollout, Score, Task
 
@@ -232,18 +233,16 @@ def test_the_breakdown_is_in_the_rollouts_and_in_the_metrics() -> None:
     ],
 )
 def test_a_wrong_block_is_refused_and_named(block: dict[str, Any], message: str) -> None:
-    with pytest.raises(RewardConfigError, match=message):
+    with pytest.raises(InputError, match=message):
         build_environments({"several": block})
 
 
 def test_a_reward_that_cannot_start_is_named_before_anything_is_scored(folder: Path) -> None:
     bad_schema = {"rewards": {**PARTS, "shape": {"type": "json_schema", "schema": {"type": 3}}}}
-    with pytest.raises(
-        RewardConfigError, match=r"env.several.rewards.shape cannot start: the schema is not a JSON schema"
-    ):
+    with pytest.raises(InputError, match=r"env.several.rewards.shape cannot start: the schema is not a JSON schema"):
         check_environments({"several": bad_schema}, folder)
     no_function = {"rewards": {**PARTS, "mine": {"type": "python", "function": "rewards.py:absent"}}}
-    with pytest.raises(RewardConfigError, match=r"env.several.rewards.mine.function is 'rewards.py:absent': .* has no"):
+    with pytest.raises(InputError, match=r"env.several.rewards.mine.function is 'rewards.py:absent': .* has no"):
         check_environments({"several": no_function}, folder)
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.environments import RewardConfigError, check_environments
+from posttrain.environments import check_environments
 from posttrain.environments.item import BadSetup, Unscored
 from posttrain.environments.settings import read_turns
 from posttrain.environments.turns import (
@@ -32,6 +32,7 @@ from posttrain.environments.turns.messages import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.environments.turns.search import Index, Search
 from posttrain.environments.turns.worker_side import turn_taker
+from posttrain.errors import InputError
 from posttrain.types import Score
 
 TASK = TurnTask("what is it?", [{"role": "user", "content": "what is it?"}], "42")
@@ -345,7 +346,7 @@ def test_failing_turn_does_not_affect_other_turns(tmp_path: Path) -> None:
 
 def test_check_environments_starts_the_class_too(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import nonexistent_module_of_mine\n")
-    with pytest.raises(RewardConfigError, match=r"env\.mine\.turns cannot start: .*broken\.py does not import"):
+    with pytest.raises(InputError, match=r"env\.mine\.turns cannot start: .*broken\.py does not import"):
         check_environments({"mine": {"turns": "broken.py:Mine"}}, tmp_path)
     check_environments({"math": {"turns": "calculator", "num_workers": 1}}, tmp_path)
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from posttrain.config.evaluation import OpenAiConfig
-from posttrain.evaluation.server import OpenAiServer, ServedCompletion, ServerError
+from posttrain.errors import InputError
+from posttrain.evaluation.server import OpenAiServer, ServedCompletion
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 SAMPLING = Sampling(max_new_tokens=7, temperature=0.5, top_p=0.9, stop_strings=("END",))
@@ -159,7 +160,7 @@ def test_failures_are_tried_again_and_then_unscored_never_wrong(server: Server) 
 
 def test_a_server_that_answers_nothing_ends_the_evaluation(server: Server) -> None:
     server.script = {"q": [500]}
-    with pytest.raises(ServerError, match=r"none of 2 requests was answered .*HTTP 500.*the same command goes on"):
+    with pytest.raises(InputError, match=r"none of 2 requests was answered .*HTTP 500.*the same command goes on"):
         ask(asking(server), {0: "q"}, 2)
 
 
@@ -198,7 +199,7 @@ def test_internal_error_ends_all_threads(server: Server, monkeypatch: pytest.Mon
 
 def test_wrong_key_is_not_retried(server: Server) -> None:
     server.script = {"q": [401]}
-    with pytest.raises(ServerError, match="HTTP 401"):
+    with pytest.raises(InputError, match="HTTP 401"):
         ask(asking(server), {0: "q"}, 100)
     assert server.asked["q"] <= 8
 
@@ -219,5 +220,5 @@ def test_plain_text_and_further_fields(server: Server) -> None:
 
 
 def test_an_address_without_a_server_is_named() -> None:
-    with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1: no answer .*is the server there\?"):
+    with pytest.raises(InputError, match=r"http://127.0.0.1:9/v1: no answer .*is the server there\?"):
         OpenAiServer("http://127.0.0.1:9/v1", OpenAiConfig())

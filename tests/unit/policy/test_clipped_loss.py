@@ -173,19 +173,20 @@ def test_the_likelihood_of_rewarded_answers_is_a_mean_over_all_of_their_tokens(o
 
 
 @pytest.mark.parametrize("options", [{}, SEQUENCE, GSPO, {**KL, "kl_importance_weight": "previous"}])
-def test_an_unknown_old_logprob_is_the_current_one_and_the_others_stay(options: dict[str, object]) -> None:
-    """Rows sampled by earlier weights have their sampler's log-probabilities; those sampled just now have NaN."""
+def test_a_marked_old_logprob_is_the_current_one_and_the_others_stay(options: dict[str, object]) -> None:
+    """Rows sampled by earlier weights have their sampler's log-probabilities; those sampled just now are marked."""
     mixed, spelt_out = random_case(16), random_case(16)
     assert mixed.previous is not None
     assert spelt_out.previous is not None
+    is_current = [[float(row in (1, 3))] * len(tokens) for row, tokens in enumerate(mixed.previous)]
     for row in (1, 3):
-        mixed.previous[row] = [math.nan] * len(mixed.previous[row])
         spelt_out.previous[row] = list(spelt_out.current[row])
+    marked = mixed.batch.with_columns(prev_is_current=torch.tensor([flag for row in is_current for flag in row]))
     results = []
-    for case in (mixed, spelt_out):
+    for case, batch in ((mixed, marked), (spelt_out, spelt_out.batch)):
         logprobs = case.logprobs
         loss, _ = ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options}))(
-            logprobs, case.batch
+            logprobs, batch
         )
         results.append((loss.detach(), torch.autograd.grad(loss, logprobs)[0]))
     torch.testing.assert_close(results[0], results[1])

@@ -125,7 +125,7 @@ def test_ratios_of_kept_groups_are_taken_against_the_policy_that_sampled_them() 
     assert "prev_logprobs" not in fresh.columns
     anchor = mixed.columns["prev_logprobs"]
     assert anchor[:4].tolist() == mixed.columns["generation_logprobs"][:4].tolist()
-    assert anchor[4:].isnan().all(), "the policy as it is: no forward pass is made for it"
+    assert mixed.columns["prev_is_current"].tolist() == [0.0] * 4 + [1.0] * 4, "no forward pass is made for it"
     assert set(policy_of(grpo).calls) == {"update", "end_step"}
 
 
@@ -148,7 +148,7 @@ def test_recorded_answers_have_the_starting_policy_as_their_sampler() -> None:
     (batch,) = policy_of(grpo).batches
     assert batch.columns["generation_logprobs"][:3].tolist() == [-9.0] * 3
     assert batch.columns["prev_logprobs"][:3].tolist() == [-9.0] * 3
-    assert batch.columns["prev_logprobs"][3:].isnan().all()
+    assert batch.columns["prev_is_current"].tolist() == [0.0] * 3 + [1.0] * (len(batch.columns["mask"]) - 3)
     assert policy_of(grpo).calls == ["reference_logprobs", "update", "end_step"]
 
 
@@ -242,8 +242,7 @@ def test_resumed_run_trains_on_the_same_groups(tmp_path: Path) -> None:
     resumed = [after.step(step).groups for step in (2, 3)]
     assert resumed == expected[1:]
     assert [r.completion.versions for r in resumed[0][0].rollouts] == [((0, 0),)] * 2, "sampled in step 1"
-    anchor = policy_of(after).batches[0].columns["prev_logprobs"]
-    assert anchor.isnan().tolist() == [False] * 4 + [True] * 4
+    assert policy_of(after).batches[0].columns["prev_is_current"].tolist() == [0.0] * 4 + [1.0] * 4
 
 
 def test_a_surplus_saved_without_versions_is_off_policy() -> None:
@@ -263,8 +262,7 @@ def test_a_surplus_saved_without_versions_is_off_policy() -> None:
     report = grpo.step(3)
     assert trained(report) == [9, 1]
     assert report.groups[0].rollouts[0].completion.conversation == talk
-    anchor = policy_of(grpo).batches[0].columns["prev_logprobs"]
-    assert anchor.isnan().tolist() == [False] * 4 + [True] * 4
+    assert policy_of(grpo).batches[0].columns["prev_is_current"].tolist() == [0.0] * 4 + [1.0] * 4
 
 
 def test_a_checkpoint_from_before_dynamic_sampling_has_no_surplus() -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.environments.pool import ScoringPool, to_score
-from posttrain.environments.settings import RewardConfigError, RewardSettings
+from posttrain.environments.settings import RewardSettings
 from posttrain.environments.turns.messages import TurnItem
+from posttrain.errors import InputError
 from posttrain.types import Message, Score
 
 
@@ -69,7 +70,7 @@ class TurnRouter:
         """The schemas of the tools that the environment's class declares."""
         (outcome,) = self.ask([(name, TurnItem("describe"))])
         if not isinstance(outcome, TurnOutcome):
-            raise RewardConfigError(f"env.{name}.turns cannot be used: {outcome.error}")
+            raise InputError(f"env.{name}.turns cannot be used: {outcome.error}")
         return outcome.tools
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from posttrain.hashing import digest
 from posttrain.json_files import JsonObject
 from posttrain.pipeline.iteration_models import registry_of, versions_of
 from posttrain.pipeline.records import ModelChoice, StageName, StageOutcome, StageRecord, about
-from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.pipeline.stage import Stage, StageContext
 from posttrain.pipeline.stages.gate import verdict_of
 from posttrain.registry.version import ModelVersion
 from posttrain.serve.canary import CanaryRules
@@ -25,11 +25,10 @@ from posttrain.serve.canary import CanaryRules
 SERVE_FILE, SERVE_SCRIPT = "serve.yaml", "serve.sh"
 
 
-class CanaryStage:
+class CanaryStage(Stage):
     name: StageName = "canary"
-    version = 1
     reads: tuple[StageName, ...] = ("gate", "registry")
-    resumes = False
+    outputs = ("file",)
 
     def check(self, config: PipelineConfig) -> None:
         try:
@@ -62,7 +61,7 @@ class CanaryStage:
         number = record.outcome.values["version"]
         if _stage_of(number, config) not in ("canary", "production"):
             return f"version {number} as canary"
-        return missing_path(record, "file")
+        return super().missing(record, config)
 
     def work(self, context: StageContext, folder: Path) -> StageOutcome:
         config, name = context.config, context.config.pipeline.name

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.config.pipeline import PipelineConfig
 from posttrain.hashing import digest
 from posttrain.json_files import JsonObject
-from posttrain.pipeline.records import StageName, StageOutcome, StageRecord
-from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.pipeline.records import StageName, StageOutcome
+from posttrain.pipeline.stage import Stage, StageContext
 
 MODEL_FOLDER = "model"
 
 
-class ConvertStage:
+class ConvertStage(Stage):
     name: StageName = "convert"
-    version = 1
     reads: tuple[StageName, ...] = ("train",)
-    resumes = False
-
-    def check(self, config: PipelineConfig) -> None:
-        pass
+    outputs = ("model",)
 
     def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": context.config.convert.model_dump()}
-
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        return missing_path(record, "model")
 
     def work(self, context: StageContext, folder: Path) -> StageOutcome:
         from posttrain.export.convert import ConversionSettings, convert

@@ -18,8 +18,8 @@ from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import Prompt, TraceGroup
 from posttrain.hashing import digest
 from posttrain.json_files import JsonObject
-from posttrain.pipeline.records import StageName, StageOutcome, StageRecord
-from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.pipeline.records import StageName, StageOutcome
+from posttrain.pipeline.stage import Stage, StageContext
 from posttrain.pipeline.stages.traces import current_content, pair_rules_of, reading_of
 
 Row = JsonObject
@@ -27,25 +27,15 @@ NO_REFERENCE = "no reference answer"
 SEVERAL_REFERENCES = "several reference answers"
 
 
-class DatasetStage:
+class DatasetStage(Stage):
     name: StageName = "dataset"
-    version = 1
     reads: tuple[StageName, ...] = ("traces",)
-    resumes = False
-
-    def check(self, config: PipelineConfig) -> None:
-        pass
+    outputs = ("file",)
 
     def inputs(self, context: StageContext) -> JsonObject:
         config = context.config
         rules = config.dataset.pairs.model_dump() if config.dataset_kind == "pairs" else {}
         return {"settings": {"kind": config.dataset_kind, **rules}}
-
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        return missing_path(record, "file")
 
     def work(self, context: StageContext, folder: Path) -> StageOutcome:
         kind = context.config.dataset_kind

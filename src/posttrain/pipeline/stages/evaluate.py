@@ -22,7 +22,7 @@ from posttrain.hashing import digest
 from posttrain.json_files import JsonObject
 from posttrain.pipeline.iteration_models import locate, model_identity
 from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about, relative
-from posttrain.pipeline.stage import StageContext
+from posttrain.pipeline.stage import Stage, StageContext
 from posttrain.pipeline.stages.gate import load_gate
 from posttrain.roles import Progress
 
@@ -33,7 +33,7 @@ KL = "kl_from_base"
 KL_INPUTS = ".kl_inputs"  # next to kl.json: its base model and answers
 
 
-class EvaluateStage:
+class EvaluateStage(Stage):
     name: StageName = "evaluate"
     version = 2
     reads: tuple[StageName, ...] = ("convert",)
@@ -56,9 +56,6 @@ class EvaluateStage:
             models["base"] = model_identity(config.base_model)
         files = context.hashes.of_named(files_named_in(settings))
         return {"settings": {**settings, "drift": drift}, "files": files, "models": models}
-
-    def skip(self, context: StageContext) -> str | None:
-        return None
 
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
         from posttrain.evaluation.results import SUMMARY_FILE

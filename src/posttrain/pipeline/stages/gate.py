@@ -13,8 +13,8 @@ from posttrain.config.standalone import load_standalone
 from posttrain.errors import InputError
 from posttrain.hashing import digest
 from posttrain.json_files import JsonObject
-from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about
-from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.pipeline.records import StageName, StageOutcome, about
+from posttrain.pipeline.stage import Stage, StageContext
 
 GATE_FILE, GATE_PAGE = "gate.json", "gate.html"
 WORDS = {"promote": "promote", "reject": "reject", "needs_more_samples": "needs more samples"}
@@ -33,11 +33,11 @@ def verdict_of(context: StageContext) -> str | None:
     return None if record is None else str(record.outcome.values["verdict"])
 
 
-class GateStage:
+class GateStage(Stage):
     name: StageName = "gate"
     version = 2  # raised when the rules change, so that verdicts are computed again
     reads: tuple[StageName, ...] = ("evaluate",)
-    resumes = False
+    outputs = ("file",)
 
     def check(self, config: PipelineConfig) -> None:
         from posttrain.gate.measures import check_before_measuring
@@ -56,12 +56,6 @@ class GateStage:
 
     def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": load_gate(context.config).model_dump()}
-
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        return missing_path(record, "file")
 
     def work(self, context: StageContext, folder: Path) -> StageOutcome:
         from posttrain.evaluation.results import read_evaluation

@@ -17,16 +17,14 @@ from posttrain.hashing import digest
 from posttrain.json_files import JsonObject
 from posttrain.pipeline.iteration_models import place_in_registry, registry_of, versions_of
 from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, key_of
-from posttrain.pipeline.stage import StageContext
+from posttrain.pipeline.stage import Stage, StageContext
 from posttrain.pipeline.stages.gate import verdict_of
 from posttrain.registry.version import ModelVersion, as_row
 
 
-class RegistryStage:
+class RegistryStage(Stage):
     name: StageName = "registry"
-    version = 1
     reads: tuple[StageName, ...] = ("dataset", "train", "convert", "evaluate", "gate")
-    resumes = False
 
     def check(self, config: PipelineConfig) -> None:
         if importlib.util.find_spec("mlflow") is None:

@@ -13,8 +13,8 @@ from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters
 from posttrain.errors import InputError
 from posttrain.hashing import FileHashes, digest
 from posttrain.json_files import JsonObject
-from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about
-from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.pipeline.records import StageName, StageOutcome, about
+from posttrain.pipeline.stage import Stage, StageContext
 
 
 def reading_of(config: PipelineConfig) -> Reading:
@@ -56,11 +56,9 @@ def _traces_content(path: str | Sequence[str], hashes: FileHashes) -> list[str]:
     return contents
 
 
-class TracesStage:
+class TracesStage(Stage):
     name: StageName = "traces"
-    version = 1
-    reads: tuple[StageName, ...] = ()
-    resumes = False
+    outputs = ("statistics",)
 
     def check(self, config: PipelineConfig) -> None:
         try:
@@ -74,12 +72,6 @@ class TracesStage:
 
     def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": context.config.traces.model_dump(exclude={"path"}), "files": {"traces": list(context.data)}}
-
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        return missing_path(record, "statistics")
 
     def work(self, context: StageContext, folder: Path) -> StageOutcome:
         from posttrain.data.traces.statistics import collect_statistics

@@ -13,8 +13,8 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
 from posttrain.pipeline.iteration_models import trainable_folder
-from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about
-from posttrain.pipeline.stage import StageContext, Stop, missing_path
+from posttrain.pipeline.records import StageName, StageOutcome, about
+from posttrain.pipeline.stage import Stage, StageContext, Stop
 from posttrain.pipeline.training_process import run_training
 
 DATASETS = {"pairs": "PreferenceDataset", "groups": "TraceGroups", "prompts": "ResponseDataset"}
@@ -25,11 +25,11 @@ RUN_FOLDER = "run"
 LAST_STEPS = 10  # steps in the mean that is an iteration's training metric
 
 
-class TrainStage:
+class TrainStage(Stage):
     name: StageName = "train"
-    version = 1
     reads: tuple[StageName, ...] = ("dataset",)
     resumes = True
+    outputs = ("checkpoint",)
 
     def check(self, config: PipelineConfig) -> None:
         loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
@@ -51,12 +51,6 @@ class TrainStage:
             "files": files,
             "models": {"start": context.iteration.start.identity},
         }
-
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        return missing_path(record, "checkpoint")
 
     def work(self, context: StageContext, folder: Path) -> StageOutcome:
         config, algorithm = context.config, context.config.train.algorithm

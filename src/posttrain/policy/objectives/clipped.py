@@ -10,8 +10,8 @@ Deviations: where one update is made per step, the policy before the update *is*
 log-probabilities are the current ones without gradient, and no second forward pass is made to find them. VAPO's term is
 divided by the rewarded tokens of the whole batch, not of the micro-batch.
 
-Columns used: mask, advantages, generation_logprobs; prev_logprobs (NaN: the current one), reference_logprobs and rewarded
-where the options need them. Notation: lc current, lp before the update, lg sampler, lr reference.
+Columns used: mask, advantages, generation_logprobs; prev_logprobs (the current ones where prev_is_current is 1),
+reference_logprobs and rewarded where the options need them. Notation: lc current, lp before the update, lg sampler, lr reference.
 """
 
 from __future__ import annotations
@@ -180,7 +180,9 @@ class _Frame:
         columns = {name: column.to(device) for name, column in batch.columns.items()}
         self.current = logprobs
         before = columns.get("prev_logprobs", logprobs.detach())
-        self.previous = torch.where(before.isnan(), logprobs.detach(), before)
+        if (is_current := columns.get("prev_is_current")) is not None:
+            before = torch.where(is_current != 0, logprobs.detach(), before)
+        self.previous = before
         self.reference = columns.get("reference_logprobs", logprobs.detach())
         self.advantages = columns["advantages"]
         self.mask = columns["mask"]
