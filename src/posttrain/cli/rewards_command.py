@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from posttrain.config.rewards import RewardConfig
     from posttrain.environments.agreement import Verdict
-    from posttrain.environments.stored_samples import Sample
+    from posttrain.environments.stored_samples import StoredSample
     from posttrain.types import Score
 
 EXIT_DISAGREEMENT = 2
@@ -220,7 +220,7 @@ def _encoder(model: str | None) -> Callable[[str], Sequence[int]] | None:
     return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _score(name: str, block: Any, samples: Sequence[Sample]) -> list[Score]:
+def _score(name: str, block: Any, samples: Sequence[StoredSample]) -> list[Score]:
     """One score per sample. Samples with other settings of their own get an environment of their own."""
     from posttrain.environments import build_environments
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.environments.stored_samples import Sample
+from posttrain.environments.stored_samples import StoredSample
 from posttrain.types import Score
 
 _MAX_VALUES_IN_TABLE = 6
@@ -19,7 +19,7 @@ _SHOWN_CHARACTERS = 100
 class Verdict:
     """One sample with its score. `part` chooses a part of the reward to compare instead of the sum."""
 
-    sample: Sample
+    sample: StoredSample
     score: Score
     tolerance: float = 1e-6
     part: str | None = None

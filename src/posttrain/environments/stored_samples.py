@@ -41,7 +41,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Sample:
+class StoredSample:
     """One stored answer, and the reward that was recorded for it if there is one."""
 
     where: str
@@ -59,7 +59,7 @@ def read_samples(
     row_settings: Sequence[str] = (),
     limit: int | None = None,
     encode: Callable[[str], Sequence[int]] | None = None,
-) -> list[Sample]:
+) -> list[StoredSample]:
     """The samples of a file. `encode` gives the tokens of a response, which files rarely have."""
     found = _samples(path, columns, tuple(row_settings), encode)
     return list(found if limit is None else islice(found, limit))
@@ -67,7 +67,7 @@ def read_samples(
 
 def _samples(
     path: str, columns: Columns, row_settings: tuple[str, ...], encode: Callable[[str], Sequence[int]] | None
-) -> Iterator[Sample]:
+) -> Iterator[StoredSample]:
     number = 0
     for row in read_local(path):
         settings = {name: row.field(name, setting="--row-settings") for name in row_settings}
@@ -84,7 +84,7 @@ def _samples(
                 metadata=row.values,
             )
             completion = Completion(tokens, (0.0,) * len(tokens), answer, finish_reason)
-            yield Sample(where, task, completion, _recorded(recorded, where), parts, settings)
+            yield StoredSample(where, task, completion, _recorded(recorded, where), parts, settings)
             number += 1
 
 
