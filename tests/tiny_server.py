@@ -70,13 +70,29 @@ class RunningServer:
         self.wait_until(lambda: not self.service.num_inside and not any(session.unfinished for session in sessions))
         assert all(session.pages_in_use == 0 for session in sessions)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No token is sampled inside, so that requests which are running or queued remain so."""
+        may_step = threading.Event()
+        for session in self.service.sessions:
+            session.step = partial(_once, may_step, session.step)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            may_step.set()
+
     def slow_down(self, seconds: float) -> None:
-        """Slow every step down: a tiny model would finish before a test can act."""
+        """Every step takes this much longer, so that a tiny model does not finish before the test can act."""
         for session in self.service.sessions:
             session.step = partial(_after, seconds, session.step)  # type: ignore[method-assign]
 
     def metric(self, name: str, **labels: str) -> float:
         return self.service.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def _once(may_step: threading.Event, step: Callable[[], Any]) -> Any:
+    may_step.wait()
+    return step()
 
 
 def _after(seconds: float, step: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import grpo, results_of, rows_of, run, save_data, save_model, weights_of
+from tiny_runs import grpo, results_of, rows_of, run, same_up_to_rounding, save_data, save_model, weights_of
 
 from posttrain.demo.calculator import build_model, write_data
 from posttrain.evaluation.results import read_evaluation
@@ -126,7 +126,7 @@ def assert_same_numbers(folder: Path, expected: Path) -> None:
         for key, value in row.items():
             if "packing" in key:  # how full the micro-batches were
                 continue
-            assert value == pytest.approx(other[key], rel=1e-4, abs=1e-6), f"{key} at step {row['step']}"
+            assert value == same_up_to_rounding(other[key]), f"{key} at step {row['step']}"
 
 
 def test_the_run_is_one_of_several_turns_that_trains_the_models_tokens_only(whole: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import queue
 import re
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,8 @@ def _ask_hub(name: str, folder: str) -> str | None:
     try:
         answer = answers.get(timeout=patience_s)
     except queue.Empty:
+        answer = _Answer(is_silent=True)
+    if answer.is_silent:
         limit = f"{patience_s:g} s (the environment's {PATIENCE_SETTING} sets another limit)"
         return f"{hub} has not answered within {limit}. {elsewhere}"
     if answer.unreachable is not None:
@@ -91,6 +94,7 @@ def _ask_hub(name: str, folder: str) -> str | None:
 @dataclass(frozen=True)
 class _Answer:
     has_none: bool = False
+    is_silent: bool = False  # past the time limit
     unreachable: str | None = None  # why
 
 
@@ -99,11 +103,14 @@ def _request(name: str, patience_s: float) -> _Answer:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
+    began = time.monotonic()
     try:
         url = f"{constants.ENDPOINT}/api/models/{name}"
         response = get_session().get(url, headers=build_hf_headers(), timeout=patience_s)
-    except Exception as error:  # depends on the HTTP library that the hub's client uses
-        return _Answer(unreachable=reason_of(error))
+    except Exception as error:  # of whichever HTTP library the hub's client is built on
+        # The client's limit and the caller's end at about the same moment: either one means the same.
+        is_silent = time.monotonic() - began >= patience_s
+        return _Answer(is_silent=True) if is_silent else _Answer(unreachable=reason_of(error))
     try:
         hf_raise_for_status(response)
     except HfHubHTTPError as error:

@@ -129,5 +129,7 @@ def test_the_wait_for_a_dead_rank_ends(tmp_path: Path, monkeypatch: pytest.Monke
         wait_for_marks(tmp_path, 2, lambda: True)
 
 
-def test_a_mark_in_a_folder_that_was_removed_is_no_error(tmp_path: Path) -> None:
-    leave_mark(tmp_path / "gone", 0, "")
+@pytest.mark.parametrize("problem", ["", "OSError: disk full"])
+def test_leave_mark_does_not_recreate_a_removed_folder(problem: str, tmp_path: Path) -> None:
+    leave_mark(tmp_path / "gone", 0, problem)
+    assert list(tmp_path.iterdir()) == []

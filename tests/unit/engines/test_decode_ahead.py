@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
 import posttrain.engines.native.cuda_graph_cache as cache_module
@@ -73,7 +73,7 @@ def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> 
     for one, other in zip(left, right, strict=True):
         for a, b in zip(one, other, strict=True):
             assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
-            assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=LOGPROB_ROUNDING)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 64])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
 from torch import nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
@@ -103,7 +103,7 @@ def test_requests_under_load_equal_the_engine_alone(model: nn.Module, every: int
     for request in wanted:
         for key, (ids, logprobs, reason) in engine_answers(model, request).items():
             assert [event.token_id for event in answers[key]] == ids
-            assert [event.logprob for event in answers[key]] == pytest.approx(logprobs, abs=2e-5)
+            assert [event.logprob for event in answers[key]] == pytest.approx(logprobs, abs=LOGPROB_ROUNDING)
             assert answers[key][-1].finish_reason == reason
             assert all(event.finish_reason is None for event in answers[key][:-1])
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,22 +202,28 @@ def test_a_sandbox_that_breaks_during_a_run_is_unscored_for_right_and_wrong_code
             broken.passed(code, StepSuite((("assert add(1, 2) == 3", True),)), stop_early=False)
 
 
-def test_running_out_of_time_is_the_codes_fault_only_if_it_used_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("program_s", "overhead_s"), [(0.7, 0.0), (0.05, 1.0)], ids=["slow code", "slow machine"])
+def test_out_of_time_is_unscored_unless_the_code_used_the_time(
+    program_s: float, overhead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     score = scorer(time_limit_s=1, wall_time_limit_s=1, timeout_s=2.5, reward="share_passed")
-    slow = item("import time\ntime.sleep(0.7)\nprint(1)", {"inputs": [""] * 9, "outputs": ["1"] * 9})
-    found = score(slow)
-    assert 0 < found["tests_passed"] < 9
-    real = Sandbox.run
+    programs = item("print(1)", {"inputs": [""] * 9, "outputs": ["1"] * 9})
+    real_run, now = Sandbox.run, 100.0
 
-    def slow_machine(self: Sandbox, *arguments: Any) -> Any:
-        import time
+    def timed_run(self: Sandbox, *arguments: Any) -> Any:
+        """The real outcome, at the speed that is to be tested."""
+        nonlocal now
+        now += program_s + overhead_s
+        program, limits, *rest = arguments
+        return replace(real_run(self, program, replace(limits, cpu_s=60, wall_s=60.0), *rest), wall_s=program_s)
 
-        time.sleep(1)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(Sandbox, "run", slow_machine)
-    with pytest.raises(Unscored, match="this machine ran"):
-        score(item("print(1)", {"inputs": [""] * 9, "outputs": ["1"] * 9}))
+    monkeypatch.setattr(Sandbox, "run", timed_run)
+    monkeypatch.setattr(code_tests, "time", SimpleNamespace(monotonic=lambda: now))
+    if overhead_s:
+        with pytest.raises(Unscored, match="this machine ran"):
+            score(programs)
+    else:
+        assert 0 < score(programs)["tests_passed"] < 9
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,13 @@ class Endpoint:
         return send
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
     found = Endpoint()
@@ -289,7 +296,11 @@ def test_retry_after_is_honoured_in_seconds_and_as_a_date(endpoint: Endpoint, fo
     endpoint.replies = [raw(b"", 429, Retry_After="0.7"), says('{"score": 5}')]
     judge_scorer(setup_for(endpoint, folder))(ITEM)
     assert endpoint.times[1] - endpoint.times[0] >= 0.7
-    endpoint.replies = [raw(b"", 429, Retry_After=formatdate(time.time() + 2, usegmt=True)), says('{"score": 5}')]
+
+    def in_two_seconds(handler: http.server.BaseHTTPRequestHandler) -> None:
+        raw(b"", 429, Retry_After=formatdate(time.time() + 2, usegmt=True))(handler)
+
+    endpoint.replies = [in_two_seconds, says('{"score": 5}')]
     judge_scorer(setup_for(endpoint, folder, cache=False))(ITEM)
     assert endpoint.times[3] - endpoint.times[2] >= 0.9  # dates have whole seconds
 
@@ -301,12 +312,13 @@ def test_a_pause_beyond_the_time_limit_is_not_waited_for(endpoint: Endpoint, fol
     assert time.monotonic() - started_at < 30
 
 
-def test_an_endpoint_that_keeps_silent_is_given_up(endpoint: Endpoint, folder: Path) -> None:
+def test_silent_endpoint_times_out(endpoint: Endpoint, folder: Path) -> None:
     endpoint.replies = [endpoint.keeps_silent()]
     assert "no reply within" in unscored(endpoint, folder, request_timeout_s=0.3, max_retries=1)
+    wait_until(lambda: len(endpoint.requests) >= 2)  # the endpoint reads them in threads of its own
     assert len(endpoint.requests) == 2
     endpoint.replies = [endpoint.keeps_silent(), says('{"score": 5}')]
-    assert judge_scorer(setup_for(endpoint, folder, request_timeout_s=0.5))(ITEM)["reward"] == 0.5
+    assert judge_scorer(setup_for(endpoint, folder, request_timeout_s=2))(ITEM)["reward"] == 0.5
 
 
 @pytest.mark.parametrize(

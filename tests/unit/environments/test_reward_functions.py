@@ -15,9 +15,8 @@ import torch
 
 from posttrain.config import EnvironmentConfig
 from posttrain.environments import build_environments, check_environments
-from posttrain.environments.item import ScoringItem, Unscored
+from posttrain.environments.item import ScoringItem, Unscored, to_reward
 from posttrain.environments.python_function import FunctionLoadError, load_function, load_scorer
-from posttrain.environments.reward_values import to_reward
 from posttrain.environments.settings import read_settings
 from posttrain.errors import InputError
 from posttrain.types import Completion, Task
@@ -208,11 +207,14 @@ def test_a_math_verify_that_does_not_import_is_found_by_the_check(
     check_environments({"math": {"math_verify_impl": "dapo_math_verify"}})
 
 
-def test_a_good_config_passes_the_check(tmp_path: Path) -> None:
+def test_check_environments_accepts_what_can_be_built(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("def f(prompt, response, reference): return 1")
-    check_environments({"math": {"num_workers": 8}, "mine": {"function": "rewards.py:f"}}, tmp_path)
-    check_environments({}, tmp_path)
-    check_environments(None, tmp_path)
+    blocks = {"math": {"num_workers": 8}, "mine": {"function": "rewards.py:f"}}
+    check_environments(blocks, tmp_path)
+    assert read_settings(blocks, tmp_path).keys() == blocks.keys()
+    for nothing in ({}, None):
+        check_environments(nothing, tmp_path)
+        assert not read_settings(nothing, tmp_path)
 
 
 @pytest.mark.parametrize(

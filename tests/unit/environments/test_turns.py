@@ -28,7 +28,7 @@ from posttrain.environments.turns import (
     parse_tool_calls,
 )
 from posttrain.environments.turns.calculator import Calculator, evaluate, shown
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.interface import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.environments.turns.search import Index, Search
 from posttrain.environments.turns.worker_side import turn_taker
@@ -325,9 +325,9 @@ class Trouble(TurnEnvironment):
 """
 
 
-def test_a_turn_that_dies_hangs_or_raises_fails_alone_and_others_go_on(tmp_path: Path) -> None:
+def test_failing_turn_does_not_affect_other_turns(tmp_path: Path) -> None:
     (tmp_path / "trouble.py").write_text(TROUBLE)
-    block = {"turns": "trouble.py:Trouble", "num_workers": 2, "timeout_s": 1.0}
+    block = {"turns": "trouble.py:Trouble", "num_workers": 2, "timeout_s": 3}
     router = TurnRouter(read_turns({"mine": block}, tmp_path))
     try:
         (begun,) = router.ask([("mine", TurnItem("reset", task=TASK))])
@@ -339,7 +339,7 @@ def test_a_turn_that_dies_hangs_or_raises_fails_alone_and_others_go_on(tmp_path:
         router.close()
     assert [isinstance(outcome, TurnOutcome) for outcome in outcomes] == [True, False, False, False, True]
     errors = [outcome.error for outcome in outcomes if type(outcome) is Score]
-    assert errors == ["the worker process exited with code 3", "timeout after 1 s", "ValueError: no such thing"]
+    assert errors == ["the worker process exited with code 3", "timeout after 3 s", "ValueError: no such thing"]
     pids = [int(outcome.observation[0]["content"]) for outcome in outcomes if isinstance(outcome, TurnOutcome)]
     assert all(pid != os.getpid() for pid in pids)
 

@@ -112,7 +112,7 @@ def test_lora_weights_of_two_ranks_are_merged_or_kept(model: Path, sharded: Path
     for name, tensor in expected.items():
         torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
-        logits_of(model, tmp_path / "adapter"), logits_of(tmp_path / "merged"), rtol=1e-4, atol=1e-4
+        logits_of(model, tmp_path / "adapter"), logits_of(tmp_path / "merged"), rtol=5e-4, atol=5e-4
     )
 
 
@@ -135,7 +135,7 @@ def test_an_adapter_is_kept_or_merged(model: Path, tmp_path: Path) -> None:
     assert kept.is_adapter
     assert not merged.is_adapter
     assert torch.equal(logits_of(model, tmp_path / "kept"), logits_of(model, adapter))
-    torch.testing.assert_close(logits_of(tmp_path / "merged"), logits_of(model, adapter), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), logits_of(model, adapter), rtol=5e-4, atol=5e-4)
     assert merged.verification is not None
     effect = merged.verification.adapter_effect
     assert effect is not None

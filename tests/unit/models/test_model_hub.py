@@ -159,10 +159,25 @@ def test_unknown_hub_model_is_requested_once(start_hub: Callable[..., Hub], stat
 def test_silent_hub_times_out(start_hub: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     start_hub(200, answers=False)
     monkeypatch.setattr(model_hub, "PATIENCE_S", 0.3)
-    said = why_unavailable(NAME)
-    assert said is not None
-    assert "has not answered within 0.3 s" in said
-    assert model_hub.PATIENCE_SETTING in said
+    reason = why_unavailable(NAME)
+    assert reason is not None
+    assert "has not answered within 0.3 s" in reason
+    assert model_hub.PATIENCE_SETTING in reason
+
+
+def test_time_limits_of_the_http_client_and_of_its_caller_are_reported_alike(
+    start_hub: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the test above either of them may expire first. Here each one does."""
+    start_hub(200, answers=False)
+    assert model_hub._request(NAME, 0.1) == model_hub._Answer(is_silent=True)
+    answers_late = Event()
+    monkeypatch.setattr(model_hub, "_request", lambda *_: answers_late.wait() and model_hub._Answer())
+    monkeypatch.setattr(model_hub, "PATIENCE_S", 0.1)
+    reason = why_unavailable(NAME)
+    answers_late.set()
+    assert reason is not None
+    assert "has not answered within 0.1 s" in reason
 
 
 def test_timeout_follows_the_hubs_setting(start_hub: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch) -> None:

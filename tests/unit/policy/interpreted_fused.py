@@ -31,7 +31,7 @@ from fused_references import (
 )
 from kernel_references import mend_interpreter
 from peft import LoraConfig, get_peft_model
-from tiny_models import byte_tokenizer
+from tiny_models import LOGPROB_ROUNDING, byte_tokenizer
 from torch import Tensor
 
 from posttrain.engines.native import NativeEngine, NativeSettings
@@ -341,4 +341,4 @@ def test_adapters_in_training_and_in_sampling() -> None:
     completion = engine.generate([task], 1, Sampling(3, ignore_eos=True), NoiseKey(0, 0))[0][0]
     for each in (model, own):
         expected = trainer_logprobs(each, [task.prompt_ids], [completion.token_ids], [0])
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0.0)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=LOGPROB_ROUNDING, rtol=0.0)

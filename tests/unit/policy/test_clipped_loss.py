@@ -5,10 +5,11 @@ import pickle
 
 import pytest
 import torch
+from float64 import TOLERANCE, approx, float64
 from slow_reference import Case, random_case, slow_policy_gradient
 
 from posttrain.config import LossFnConfig
-from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.policy.objectives import ClippedPolicyGradient, clipped
 
 GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 SEQUENCE = {"token_level_loss": False}
@@ -87,18 +88,19 @@ PENALTIES = {
 
 
 def assert_equals_reference(case: Case, **options: object) -> None:
-    logprobs = case.logprobs
-    loss, metrics = ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options}))(
-        logprobs, case.batch
-    )
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    expected_loss, expected_gradient, expected_metrics = slow_policy_gradient(case, **options)
-    assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
+    with float64(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clipped, "EPS", 1e-30)  # on the denominators, where the reference has none
+        logprobs = case.logprobs
+        settings = LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options})
+        loss, metrics = ClippedPolicyGradient(settings)(logprobs, case.batch)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        expected_loss, expected_gradient, expected_metrics = slow_policy_gradient(case, **options)
+    assert float(loss.detach()) == approx(expected_loss)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=TOLERANCE, atol=TOLERANCE)
     for name, value in expected_metrics.items():
         if name == "kl_penalty" and not options.get("reference_policy_kl_penalty"):
             continue
-        assert float(metrics[name]) == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert float(metrics[name]) == approx(value), name
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

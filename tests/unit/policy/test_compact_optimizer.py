@@ -80,20 +80,22 @@ def values(net: Net) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["torch.optim.AdamW", "torch.optim.Adam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp32_state_in_host_memory_takes_the_steps_of_torch(kind: str, dtype: torch.dtype) -> None:
+def test_offloaded_fp32_state_equals_torch_adam(kind: str, dtype: torch.dtype) -> None:
     ours, our_optimizer = compact(dtype, StateFormat(offload=True), name=kind, weight_decay=0.1)
     theirs, their_optimizer = ordinary(dtype, kind, weight_decay=0.1)
     for net, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
         train(net, optimizer, range(30), max_norm=1.0)
     saved, expected = our_optimizer.state_tensors(), their_optimizer.state_tensors()
     assert saved.keys() == expected.keys()
+    # Each of the 30 steps rounds a number a few times: 30 * 3 * eps. Fused multiply-adds round less often.
+    rtol = 30 * 3 * torch.finfo(torch.float32).eps
     for key, tensor in saved.items():
         torch.testing.assert_close(
-            tensor, expected[key], rtol=2e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}"
+            tensor, expected[key], rtol=rtol, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
         )
     for name, parameter in values(ours).items():
         torch.testing.assert_close(
-            parameter, values(theirs)[name], rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-7
+            parameter, values(theirs)[name], rtol=rtol if dtype == torch.float32 else 8e-3, atol=1e-6
         )
     assert torch.equal(ours.frozen, torch.ones(2, dtype=dtype))
 

@@ -28,7 +28,7 @@ from fused_references import (
 )
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners import lora
-from tiny_models import byte_tokenizer
+from tiny_models import LOGPROB_ROUNDING, byte_tokenizer
 from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
@@ -389,9 +389,9 @@ def test_sampler_uses_the_adapters_as_the_trainer_does(modules_are_not_called: A
     with modules_are_not_called():
         tokens, logprobs = sampled()
         assert model.training, "dropout is back"
-        torch.testing.assert_close(logprobs, scored(tokens, model), atol=2e-5, rtol=0.0)
+        torch.testing.assert_close(logprobs, scored(tokens, model), atol=LOGPROB_ROUNDING, rtol=0.0)
         with model.disable_adapter():
             base_tokens, base_logprobs = sampled()
-            torch.testing.assert_close(base_logprobs, scored(base_tokens, model), atol=2e-5, rtol=0.0)
+            torch.testing.assert_close(base_logprobs, scored(base_tokens, model), atol=LOGPROB_ROUNDING, rtol=0.0)
     assert (tokens, logprobs.tolist()) != (base_tokens, base_logprobs.tolist())
-    torch.testing.assert_close(logprobs, scored(tokens, own), atol=2e-5, rtol=0.0)
+    torch.testing.assert_close(logprobs, scored(tokens, own), atol=LOGPROB_ROUNDING, rtol=0.0)

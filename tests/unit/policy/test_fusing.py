@@ -24,7 +24,7 @@ from fused_references import (
     states_and_gradients,
     use_torch_kernels,
 )
-from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
@@ -293,7 +293,7 @@ def test_sampler_runs_fused_layers_and_agrees_with_the_trainer(family: str) -> N
     for each in (own, model):
         logprobs = logits(each, sequence)[0, 6:-1].log_softmax(-1)
         expected = logprobs.gather(1, sequence[0, 7:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0.0)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=LOGPROB_ROUNDING, rtol=0.0)
 
 
 # -- sums that are left to the next norm -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from float64 import TOLERANCE, approx
 
 from posttrain.algorithms.supervised_batches import judged_batch, mismatched_batch
 from posttrain.config import DpoConfig
@@ -30,6 +31,7 @@ def random_batch(seed: int = 0, kl: float = 0.3) -> tuple[TokenBatch, torch.Tens
     return batch.with_columns(**columns), current
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("sft", ["off", "sum", "mean", "tokens"])
 @pytest.mark.parametrize(("good_weight", "bad_weight"), [(1.0, 1.0), (1.5, 0.25)])
 def test_equals_the_slow_reference(sft: str, good_weight: float, bad_weight: float) -> None:
@@ -65,12 +67,12 @@ def test_equals_the_slow_reference(sft: str, good_weight: float, bad_weight: flo
     expected = weight * preference + sft_weight * nll
     (slow_gradient,) = torch.autograd.grad(expected, tokens)
 
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
-    torch.testing.assert_close(gradient.double(), slow_gradient, rtol=1e-5, atol=1e-7)
-    assert float(metrics["preference_loss"]) == pytest.approx(float(preference.detach()), rel=1e-6)
-    assert float(metrics["sft_loss"]) == pytest.approx(0.0 if sft == "off" else float(nll.detach()), rel=1e-6)
+    assert float(loss.detach()) == approx(float(expected.detach()))
+    torch.testing.assert_close(gradient, slow_gradient, rtol=TOLERANCE, atol=TOLERANCE)
+    assert float(metrics["preference_loss"]) == approx(float(preference.detach()))
+    assert float(metrics["sft_loss"]) == approx(0.0 if sft == "off" else float(nll.detach()))
     for name, good in (("rewards_chosen_mean", True), ("rewards_rejected_mean", False)):
-        assert float(metrics[name]) == pytest.approx(sum(rewards[good]) / len(rewards[good]), rel=1e-5)
+        assert float(metrics[name]) == approx(sum(rewards[good]) / len(rewards[good]))
     right = sum(r > 0.3 for r in rewards[True]) + sum(r < 0.3 for r in rewards[False])
     assert float(metrics["num_ranked_right"]) == right
 

@@ -379,12 +379,15 @@ def test_the_state_of_another_optimizer_or_schedule_is_refused(saved: Any, now: 
         assert part in str(caught.value)
 
 
-def test_the_same_kinds_with_other_numbers_are_accepted_and_so_are_older_checkpoints() -> None:
+def test_check_kinds_accepts_other_hyperparameters_and_checkpoints_without_kinds() -> None:
     state = build(torch.float32, ADAMW, COSINE)[1].schedule_state()
     slower = (ADAMW[0], {**ADAMW[1], "lr": 1e-3})
     build(torch.float32, slower, {**COSINE, "kwargs": {"T_max": 20}})[1].check_kinds(state)
-    del state["kinds"]
-    build(torch.float32, SGD, None)[1].check_kinds(state)
+    other = build(torch.float32, SGD, None)[1]
+    with pytest.raises(CheckpointError):
+        other.check_kinds(state)
+    del state["kinds"]  # as older versions saved it
+    assert other.check_kinds(state) is None
 
 
 def test_the_norm_of_many_numbers_is_right() -> None:

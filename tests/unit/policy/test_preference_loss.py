@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from float64 import TOLERANCE, approx, float64
 from torch import Tensor
 
 from posttrain.algorithms.step_reports import with_accuracy
@@ -137,15 +138,14 @@ def slow_loss(pairs: Pairs, objective: PreferenceLoss) -> tuple[float, Tensor, d
 
 
 def assert_equals_the_slow_reference(objective: PreferenceLoss, pairs: Pairs) -> None:
-    logprobs = flat(pairs.current).requires_grad_()
-    loss, metrics = objective(logprobs, pairs.batch)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    expected = slow_loss(pairs, objective)
-    assert float(loss.detach()) == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(gradient.double(), expected[1], rtol=1e-5, atol=1e-6)
-    assert metrics.keys() == expected[2].keys()
-    for name, value in expected[2].items():
-        assert float(metrics[name]) == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    with float64():
+        logprobs = flat(pairs.current).requires_grad_()
+        loss, metrics = objective(logprobs, pairs.batch)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+    expected_loss, expected_gradient, expected_metrics = slow_loss(pairs, objective)
+    assert float(loss.detach()) == approx(expected_loss)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=TOLERANCE, atol=TOLERANCE)
+    assert {name: float(value) for name, value in metrics.items()} == approx(expected_metrics)
 
 
 def objective_of(name: str, **options: Any) -> PreferenceLoss:
@@ -195,10 +195,10 @@ def test_golden_numbers_of_nemo_aligner(point: tuple[float, float]) -> None:
     margin, given = point
     pairs = Pairs([[-1.0, -2.0], [-3.0]], [[-1.0, -2.0 - margin], [-3.0]], [[1.0, 1.0], [1.0]], [given, 0.0])
     for name, value in GOLDEN[point].items():
-        loss, _ = PreferenceLoss(DpoConfig(preference_loss=name, reference_policy_kl_penalty=0.2))(  # type: ignore[arg-type]
-            flat(pairs.current), pairs.batch
-        )
-        assert float(loss) == pytest.approx(value, abs=1e-6), name
+        with float64():
+            settings = DpoConfig(preference_loss=name, reference_policy_kl_penalty=0.2)  # type: ignore[arg-type]
+            loss, _ = PreferenceLoss(settings)(flat(pairs.current), pairs.batch)
+        assert float(loss) == pytest.approx(value, abs=5.1e-7), name  # six digits are given
 
 
 # -- what the definitions imply ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from float64 import TOLERANCE
 from tiny_models import byte_tokenizer, tiny_model
 from tiny_reward_models import PAD, random_pairs, score_tokens, tiny_reward_model
 from torch import Tensor
@@ -27,6 +28,7 @@ def sequences(batch: TokenBatch) -> list[Tensor]:
     return [torch.cat([batch.prompts[p], r]) for p, r in zip(batch.prompt_of, batch.responses, strict=True)]
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-sliding", "qwen3", "gemma2", "gemma3"])
 def test_packed_scores_are_those_of_transformers(family: str) -> None:
     own = tiny_reward_model(family, attention="eager")
@@ -36,7 +38,7 @@ def test_packed_scores_are_those_of_transformers(family: str) -> None:
         tokens = score_tokens(tiny_reward_model(family), PAIRS)
     parts = tokens.split(PAIRS.response_lengths)
     assert all(float(part[:-1].abs().sum()) == 0 for part in parts), "a score stands at the last token alone"
-    torch.testing.assert_close(torch.stack([part[-1] for part in parts]), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.stack([part[-1] for part in parts]), expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert float(expected.std()) > 0.1, "scores that are all alike show nothing"
 
 

@@ -58,8 +58,11 @@ def test_labels_and_values_without_effect_are_accepted() -> None:
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "presence_penalty": 0, "logit_bias": {}, "tools": [],
                 "response_format": {"type": "text"}, "n": None, "stream": None, "ignore_eos": None,
                 "parallel_tool_calls": True}  # fmt: skip
-    parse_chat(json.dumps({**CHAT, **harmless}).encode())
-    parse_completion(json.dumps({**COMPLETION, "echo": False, "best_of": 1, "suffix": None}).encode())
+    chat, plain_chat = (parse_chat(json.dumps(body).encode()) for body in ({**CHAT, **harmless}, CHAT))
+    assert (chat.messages, chat.sampling(1)) == (plain_chat.messages, plain_chat.sampling(1))
+    neutral = {**COMPLETION, "echo": False, "best_of": 1, "suffix": None}
+    completion, plain_completion = (parse_completion(json.dumps(body).encode()) for body in (neutral, COMPLETION))
+    assert (completion.prompts, completion.sampling(1)) == (plain_completion.prompts, plain_completion.sampling(1))
 
 
 @pytest.mark.parametrize(
