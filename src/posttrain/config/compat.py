@@ -90,15 +90,12 @@ RENAMES: tuple[Rename, ...] = (
         kinds=tuple(kind for kind in KINDS if kind != "grpo"),
     ),
     Rename("eval.pass_k_value", ("eval.k_value",), kinds=("eval",)),
-    *(
-        Rename(
-            f"{kind}.max_num_steps",
-            (f"{kind}.max_num_steps",),
-            applies=lambda value: value == -1,
-            convert=lambda value: 1_000_000,
-            kinds=(kind,),
-        )
-        for kind in KINDS
+    Rename(
+        "rm.max_num_steps",
+        ("rm.max_num_steps",),
+        applies=lambda value: value == -1,
+        convert=lambda value: 1_000_000,
+        kinds=("rm",),
     ),
 )
 
