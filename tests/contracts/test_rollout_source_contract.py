@@ -10,7 +10,7 @@ from made_groups import group
 from tiny_models import byte_tokenizer
 
 from posttrain.data.chat import ChatFormat
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.interface import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome
 from posttrain.roles import RolloutSource
 from posttrain.rollouts.dynamic_sampling import DynamicSampling

@@ -1,6 +1,6 @@
 """What the fields of a config must agree on. Asked when it is loaded, long before a model is.
 
-Each finding names the fields, their values and the remedy. A check knows nothing of data or models, only of the config.
+Each finding names the fields, their values and the remedy. A check reads only the config, neither data nor models.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class ConfigError(InputError):
 
 
 def message_of(problem: ErrorDetails) -> str:
-    """What pydantic says of one value, in the words of the config's own errors."""
+    """Pydantic's message about one value, worded like the config's own errors."""
     return problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
 
 

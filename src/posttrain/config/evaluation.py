@@ -77,7 +77,7 @@ class EvalGenerationConfig(Section):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Number format of the weights; auto is vllm_cfg.precision with vLLM, and with the native engine "
-        "float32 on a CPU or where vllm_cfg.precision says so, else bfloat16.",
+        "float32 on a CPU or where vllm_cfg.precision is float32, else bfloat16.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where the model lives; auto prefers cuda."
@@ -205,7 +205,7 @@ def check_eval(config: EvalRunConfig) -> Iterator[str]:
     if turns is not None and wanted.max_rollout_turns < 2:
         yield (
             f"env.{config.judge}.turns takes turns with the model, but eval.max_rollout_turns = {wanted.max_rollout_turns} ends "
-            "a conversation before the model can read what the environment says: set it to 2 or more, or remove the turns"
+            "a conversation before the model can read what the environment returns: set it to 2 or more, or remove the turns"
         )
 
 

@@ -1,7 +1,7 @@
 """Keys that NeMo RL has and posttrain does not read: refused where a value would change results, mentioned where not.
 
-Names and usual values are in `foreign.yaml`; a usual value is never mentioned. `RULES` says what other values mean. It is
-read from the top: the first pattern that fits a key decides. A key without a rule is accepted in silence. A few rules are
+Names and usual values are in `foreign.yaml`; a usual value is never mentioned. `RULES` decides what happens to other values:
+the first pattern, from the top, that fits a key. A key without a rule is accepted in silence. A few rules are
 about keys of the schema, of whose values not all are implemented.
 """
 

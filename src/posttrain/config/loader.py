@@ -1,6 +1,6 @@
 """From files and overrides to a typed config: read, rename, lay over the defaults, resolve, validate, check.
 
-Every value keeps the place it was set, so that whatever is wrong with it can be said with a file and a line.
+Every value keeps the place where it was set, so that an error can name the file and the line.
 """
 
 from __future__ import annotations
@@ -226,13 +226,13 @@ def _forget_unfitting_validation(tree: Tree) -> None:
 
 
 def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> dict[str, Any]:
-    """The resolved values. A batch size that nobody set and that does not divide the samples becomes all of them."""
+    """The resolved values. A default batch size that does not divide the samples is replaced by their number."""
     values = resolve(tree)
     if kind != "grpo" or tree.origin(BATCH_SIZE) != DEFAULT:
         return values
     counts = [values["grpo"].get(key) for key in ("num_prompts_per_step", "num_generations_per_prompt")]
     if not all(isinstance(count, int) and count > 0 for count in counts):
-        return values  # validation says what is wrong with them
+        return values  # validation reports what is wrong with them
     samples = counts[0] * counts[1]
     if samples % values["policy"]["train_global_batch_size"] == 0:
         return values
@@ -252,7 +252,7 @@ def _validated(kind: Kind, values: dict[str, Any], tree: Tree) -> Any:
 
 
 def _key_of(kind: Kind, location: tuple[int | str, ...], is_missing: bool, tree: Tree) -> Path:
-    """The key that pydantic's location points at. It also names members of unions, which are no keys of anybody's."""
+    """The key that pydantic's location points at. Pydantic also puts members of unions into a location; they are not keys."""
     absent = object()
     path: Path = ()
     for index, part in enumerate(location):

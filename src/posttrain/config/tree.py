@@ -1,6 +1,6 @@
 """Nested plain values that remember where each of them was set, and how one tree is laid over another.
 
-A tree knows nothing of the schema but what it is told: `keeps_null` says for which sections null is a value of its own.
+A tree is independent of the schema: `keeps_null` is true for the sections in which null is a value of its own.
 """
 
 from __future__ import annotations

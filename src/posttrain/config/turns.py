@@ -20,7 +20,7 @@ BUILT_IN = {
 
 
 class TurnsConfig(RewardConfig):
-    """The class behind `turns`, as its worker processes are told of it. Not a type of reward: no block names it."""
+    """The class behind `turns`, as it is sent to its worker processes. Not a type of reward: no block names it."""
 
     default_num_workers: ClassVar[int] = 4
 
@@ -37,7 +37,7 @@ def check_turns(config: GrpoRunConfig) -> Iterator[str]:
         if limit < 2:
             yield (
                 f"env.{name}.turns takes turns with the model, but grpo.max_rollout_turns = {limit} ends a conversation "
-                "before the model can read what the environment says: set it to 2 or more, or remove the turns"
+                "before the model can read what the environment returns: set it to 2 or more, or remove the turns"
             )
         if config.grpo.adv_estimator.name == "gdpo" and config.env[name].reward_configs(name):
             yield (

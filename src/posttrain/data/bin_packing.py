@@ -94,7 +94,7 @@ class _RoomTree:
         self._most = [capacity] * (2 * self._num_leaves)
 
     def leftmost(self, size: int) -> int:
-        """The first bin with room for `size`; the caller knows that there is one."""
+        """The first bin with room for `size`; there must be one."""
         most, node = self._most, 1
         while node < self._num_leaves:
             node *= 2

@@ -106,7 +106,7 @@ class ChatFormat:
     def fingerprints(self) -> dict[str, str]:
         """Digests of what turns a conversation into tokens: `tokenizer` and `template`."""
         vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
-        # A vocabulary says nothing of merges and normalisation. What a few texts become does, and is the same for
+        # A vocabulary does not determine merges and normalisation. What a few texts become does, and is the same for
         # every version of the tokenizer library.
         probes = self._encode(_PROBES)
         template = {"template": self.template, "kwargs": self.kwargs, "end_of_turn": self.end_of_turn}

@@ -117,7 +117,7 @@ def load_pair_dataset(
             continue
         if spec.kind == "traces":
             traces = TracePairRows(entry)
-            # The text of a trace is what a user said.
+            # The text of a trace is a user's message.
             plain = entry.model_copy(update={"prompt_is_templated": bool(entry.prompt_is_templated)})
             loading.add(entry, known, PairReader(plain, spec, chat, max_total_tokens), traces.rows(), traces.left_out)
         else:
@@ -182,7 +182,7 @@ class _Loading(Generic[Item]):
         rows: Iterable[Row] | None = None,
         left_out: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
-        """`rows` are the entry's own unless given; `left_out` says, when they have been read, what did not become a row."""
+        """`rows` are the entry's own unless given; `left_out` returns, once they have been read, what did not become a row."""
         name = _label(entry, known)
         self._gather(entry, name, _outcomes(name, entry.rows(known) if rows is None else rows, reader), left_out)
 
@@ -190,7 +190,7 @@ class _Loading(Generic[Item]):
         self: _Loading[Pair], entry: Entry, known: PreferenceSpec | None, file: PackedFile, max_total_tokens: int
     ) -> None:
         name = _label(entry, known)
-        # Packs of several files are told apart by numbers of their own.
+        # Packs of several files get distinct numbers.
         first = 1 + max((pair.pack for pair in self._table.items), default=-1)
         self._gather(entry, name, file.outcomes(name, max_total_tokens, first))
         self._table.pack_size = max(self._table.pack_size, file.header.statistics.pack_size)

@@ -1,4 +1,4 @@
-"""One entry of `data.train` or `data.validation`: what it says, what it leaves to defaults, and the rows it names."""
+"""One entry of `data.train` or `data.validation`: its settings, with defaults filled in, and the rows it names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Entries = Section | Sequence[Section] | None
 
 
 class HubDataset(Protocol):
-    """What a named dataset knows of its home."""
+    """Where a named dataset is on the hub."""
 
     @property
     def hub(self) -> str | None: ...

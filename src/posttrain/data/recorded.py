@@ -106,15 +106,15 @@ class RecordedReader:
         self, messages: Sequence[Message], prompt_ids: Sequence[int], response: Sequence[Mapping[str, Any]]
     ) -> tuple[list[int], tuple[bool, ...]] | str:
         """What followed the prompt, up to the last turn with text of the model, and which of its tokens are the model's."""
-        said = [{**turn, "content": turn.get("content") or ""} for turn in response]
-        while said and not is_answer(said[-1]):
-            said.pop()
-        if not said:
-            return "an answer left out: the model says nothing in it"
+        turns = [{**turn, "content": turn.get("content") or ""} for turn in response]
+        while turns and not is_answer(turns[-1]):
+            turns.pop()
+        if not turns:
+            return "an answer left out: the model has no turn in it"
         if any(is_answer(message) for message in messages):
             return "an answer left out: several turns after a prompt that has answers of its own"
         try:
-            text, spans = self._chat.render_conversation([*messages, *said])
+            text, spans = self._chat.render_conversation([*messages, *turns])
         except DataError:
             return "an answer left out: the chat template cannot write its turns"
         before, after, mask = self._chat.encode_conversation(text, spans)

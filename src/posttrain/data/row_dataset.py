@@ -82,7 +82,7 @@ class Table(Generic[Item]):
 
 
 def _verdict(item: Any) -> Any:
-    """What somebody said of the texts: the expected answer, the rewards of a pair, whether an answer is wanted."""
+    """The label of the texts: the expected answer, the rewards of a pair, whether an answer is wanted."""
     if isinstance(item, Judged):
         return item.desirable
     if isinstance(item, Pair):
@@ -95,7 +95,7 @@ def _verdict(item: Any) -> Any:
 
 @dataclass(frozen=True)
 class HoldOut:
-    """What an entry wants to be kept for validation: positions [start, stop) of the dataset are its rows."""
+    """What an entry holds back for validation: positions [start, stop) of the dataset are its rows."""
 
     start: int
     stop: int

@@ -31,7 +31,7 @@ def _value(kind: type[Values], section: Section | None) -> Values:
 
 
 class TraceRows:
-    """What an entry says of its traces, and what became of them."""
+    """The trace settings of an entry, and counts of what was left out."""
 
     def __init__(self, entry: Entry) -> None:
         from posttrain.data.traces import PairReport, PairRules, ReadReport, TraceColumns, TraceFilters
@@ -41,7 +41,7 @@ class TraceRows:
         self._filters = _value(TraceFilters, entry.trace_filters)
         self._rules = _value(PairRules, entry.pair_rules)
         self._read, self._paired = ReadReport(), PairReport()
-        self._is_templated = bool(entry.prompt_is_templated)  # else the text of a trace is what a user said
+        self._is_templated = bool(entry.prompt_is_templated)  # else the text of a trace is a user's message
         self._of_several_turns = 0
 
     def left_out(self) -> Mapping[str, int]:
@@ -68,7 +68,7 @@ class TracePairRows(TraceRows):
             self._path, self._columns, self._filters, self._rules, report=self._read, pair_report=self._paired
         )
         for number, values in enumerate(found, start=1):
-            # What a tool or a user said in between must not be trained, and the two answers share no prompt beyond the first.
+            # Turns of a tool or a user in between must not be trained, and the two answers share no prompt beyond the first.
             if not all(isinstance(values[key], str) for key in ALIGNER):
                 self._of_several_turns += 1
                 continue

@@ -63,7 +63,7 @@ def unscored(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def report(verdicts: Sequence[Verdict], seconds: float, *, num_shown: int) -> str:
-    """What a person wants to see, in lines."""
+    """A summary for people, in lines."""
     scored = [v for v in verdicts if v.reward is not None]
     per_sample = seconds / max(1, len(verdicts))
     lines = [

@@ -29,7 +29,7 @@ class ProgramSuite:
 @dataclass(frozen=True)
 class CallSuite:
     function: str
-    cases: tuple[tuple[tuple[Any, ...], Any], ...]  # (arguments, expected value), as JSON knows them
+    cases: tuple[tuple[tuple[Any, ...], Any], ...]  # (arguments, expected value), as JSON values
     setup: str = ""
 
 
@@ -110,7 +110,7 @@ def _cases(cases: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> Sui
         return ProgramSuite(tuple((_text(case["input"]), _text(case["output"])) for case in cases))
     name = _entry_point(around)
     if name is None:
-        raise Unscored(f"the tests call a function, and none of {', '.join(_ENTRY_POINT_KEYS)} says which")
+        raise Unscored(f"the tests call a function, and none of {', '.join(_ENTRY_POINT_KEYS)} names it")
     try:
         read = [
             (tuple(json.loads(line) for line in str(case["input"]).splitlines()), json.loads(str(case["output"])))
@@ -133,7 +133,9 @@ def _python_suite(source: str, around: Mapping[str, Any]) -> StepSuite:
     if "check" in functions and "check" not in called:
         name = _entry_point(around)
         if name is None:
-            raise Unscored(f"the tests are check(candidate), and none of {', '.join(_ENTRY_POINT_KEYS)} says of what")
+            raise Unscored(
+                f"the tests are check(candidate), and none of {', '.join(_ENTRY_POINT_KEYS)} names the candidate"
+            )
         return StepSuite(((source, False), (f"check({name})", True)), setup)
     tests = [name for name, node in functions.items() if name.startswith("test") and not node.args.args]
     if tests and not set(tests) & called:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.code_reward import CodeRewardConfig
+from posttrain.config.rewards import CodeRewardConfig
 from posttrain.environments.code_suites import CallSuite, ProgramSuite, StepSuite, Suite, suite_of
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.sandbox.levels import Interpreter, find_interpreter, open_sandbox
@@ -35,7 +35,7 @@ def code_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], dict[str, f
     """The scorer for a `CodeRewardConfig`. Raises `BadSetup` if this machine has no sandbox as strict as asked for."""
     wall_s = float(setup["wall_time_limit_s"] or 3 * setup["time_limit_s"])
     timeout_s = float(setup["timeout_s"] or CodeRewardConfig.default_timeout_s)
-    # We must have given up before the pool does: to run out of time is the code's fault, to be killed would be nobody's.
+    # Must be shorter than the pool's limit: running out of time is a verdict on the code, a killed worker is not.
     budget_s = timeout_s - max(1.0, 0.1 * timeout_s)
     if budget_s < wall_s:
         raise BadSetup(
@@ -179,7 +179,7 @@ class _Bench:
 
 
 def _told(report: bytes, token: str) -> dict[str, str]:
-    """What the guest said of each step, and of a set-up that fails. Lines without the token are not the guest's word."""
+    """What the guest reported of each step, and of a set-up that fails. Lines without the token are not the guest's."""
     told: dict[str, str] = {}
     for line in report.decode("utf-8", "replace").splitlines():
         match = re.fullmatch(rf"{token} (\d+|setup) (.*)", line)

@@ -185,7 +185,7 @@ class _Judge:
 
 
 def _content(reply: Reply, usage: Usage) -> str:
-    """The text of the first choice; what it cost is counted first, whatever it says."""
+    """The text of the first choice; its cost is counted first, whatever the text is."""
     try:
         body = json.loads(reply.body)
     except ValueError:
@@ -199,7 +199,7 @@ def _content(reply: Reply, usage: Usage) -> str:
     except (KeyError, IndexError, TypeError):
         raise NoVerdict(f"the reply has no choices[0].message.content: {_shown(json.dumps(body))}") from None
     if not isinstance(text, str) or not text.strip():
-        raise NoVerdict("the judge said nothing")
+        raise NoVerdict("the judge returned no text")
     return _whole_characters(text)
 
 

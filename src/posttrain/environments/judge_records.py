@@ -1,6 +1,6 @@
 """What judging leaves behind: verdicts by the content of the question, and what all of it has cost. Shared by processes.
 
-Neither may cost a verdict: when the disk is full or the file is damaged, judging goes on without, and says so once.
+Neither may cost a verdict: when the disk is full or the file is damaged, judging goes on without, with one warning.
 """
 
 from __future__ import annotations

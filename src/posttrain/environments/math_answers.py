@@ -84,7 +84,7 @@ def _math_verify_scorer(readings: Readings, **comparison: Any) -> Callable[[Scor
             return read(text, response_targets)
         boxed = text if last_boxed(text) is not None else f"\\boxed{{{text}}}"
         found = read(boxed, (LatexExtractionConfig(),))
-        # In a box `1,22` is two numbers; whoever wrote only that may as well have meant 1.22.
+        # In a box `1,22` is two numbers; alone it may also mean 1.22.
         return found + read(text, (targets["expr"],)) if _DECIMAL_COMMA.fullmatch(text) else found
 
     def read_response(text: str) -> list[Any]:

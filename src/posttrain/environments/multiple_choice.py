@@ -1,7 +1,7 @@
 """Which letter did the completion choose? Runs inside a worker process.
 
 The last clear statement counts: `Answer: B`, `the answer is (B)`, `\\boxed{B}`; or the completion is nothing but a letter.
-A completion that states none scores 0.0. The multilingual form also knows the word for "answer" in other languages, and
+A completion that states none scores 0.0. The multilingual form also accepts the word for "answer" in other languages, and
 Arabic, Bengali, Devanagari and full-width letters.
 """
 

@@ -28,7 +28,7 @@ _LONGEST_WAIT_S = 0.5  # also how soon the death of a worker is seen when its ch
 
 
 class ScoringInterrupted(Exception):
-    """Somebody no longer wants the scores."""
+    """The scores are no longer needed."""
 
 
 class ScoringPool:
@@ -132,7 +132,7 @@ class ScoringPool:
     def _accept(self, batch: _Batch, worker: WorkerProcess, number: int, reply: dict[str, Any]) -> None:
         expected, _ = batch.running.get(worker, (None, 0.0))
         if number != expected:
-            worker.gone = True  # a reply nobody asked for: something else writes to our pipe
+            worker.gone = True  # a reply without a request: something else writes to our pipe
             return
         self._conclude(batch, worker, self._read(reply))
         self._show(worker.take_output())

@@ -38,7 +38,7 @@ _SHOWN_TRACEBACK_LINES = 12
 
 
 class FunctionLoadError(BadSetup):
-    """The function cannot be used; the message names the file or module and says what to do."""
+    """The function cannot be used; the message names the file or module and the remedy."""
 
 
 def function_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], Any]:

@@ -114,7 +114,7 @@ class RewardModelScorer:
     def _forward(
         self, prompts: Sequence[Ids], sequences: Sequence[Ids], rows: Sequence[int], progress: Progress | None
     ) -> dict[int, float]:
-        """The score of each of `rows`. `prompts` only says which of them may have a beginning in common."""
+        """The score of each of `rows`. `prompts` only tells which of them may share a prefix."""
         assert self._scores is not None, "the environment has been closed"
         if not rows:
             return {}
@@ -150,11 +150,11 @@ def conversation_of(task: Task, completion: Completion) -> tuple[list[Message], 
     """The messages before the last answer, and that answer. Turns of an environment stand between the model's."""
     if completion.conversation is None or not completion.conversation.utterances:
         return list(task.messages), completion.text
-    said: list[Message] = [{"role": turn.role, "content": turn.text} for turn in completion.conversation.utterances]
-    last = max((i for i, message in enumerate(said) if message["role"] == "assistant"), default=None)
+    turns: list[Message] = [{"role": turn.role, "content": turn.text} for turn in completion.conversation.utterances]
+    last = max((i for i, message in enumerate(turns) if message["role"] == "assistant"), default=None)
     if last is None:
         return list(task.messages), completion.text
-    return [*task.messages, *said[:last]], said[last]["content"]
+    return [*task.messages, *turns[:last]], turns[last]["content"]
 
 
 def _sharing_batch(prompts: Sequence[tuple[int, ...]], sequences: Sequence[Ids]) -> TokenBatch:

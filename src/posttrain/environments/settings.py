@@ -29,7 +29,7 @@ class RewardSettings:
     def worker_setup(self) -> dict[str, Any]:
         """What a worker needs to know to build its scorer, as plain JSON values."""
         plain = self.config.model_dump(mode="json", by_alias=True)
-        # The limit that the pool keeps: a scorer that wants to say more than "timeout" has to be done before.
+        # The limit that the pool enforces: a scorer with a message of its own has to return before it.
         return {**plain, "timeout_s": self.timeout_s, "base_folder": str(self.base_folder)}
 
 

@@ -1,6 +1,6 @@
 """Stored answers as something that an environment can score: any rows with a response, a run's rollouts, labelled traces.
 
-Which column means what can be said; what is not said is looked for under the usual names.
+Columns can be named; those that are not named are looked for under the usual names.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _prompt_messages(row: Row, columns: Columns) -> list[Message]:
 
 
 def _text(answer: Any, where: str) -> str:
-    """The response as text: of a conversation, what the assistant said."""
+    """The response as text: of a conversation, the text of the assistant."""
     if isinstance(answer, str):
         return answer
     if isinstance(answer, list) and all(isinstance(message, Mapping) for message in answer):

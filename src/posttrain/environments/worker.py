@@ -76,8 +76,7 @@ def serve(request_fd: int, reply_fd: int, scorer: Callable[[Any], Any]) -> None:
 
 
 def judge(scorer: Callable[[Any], Any], payload: bytes) -> dict[str, Any]:
-    from posttrain.environments.item import PlainReply
-    from posttrain.environments.reward_values import to_reward
+    from posttrain.environments.item import PlainReply, to_reward
 
     try:
         found = scorer(pickle.loads(payload))

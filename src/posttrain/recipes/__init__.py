@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class KindOfRun(NamedTuple):
     summary: str  # its line of help
-    method: str  # what a model card says that the model was trained with
+    method: str  # how a model was trained, for its model card
 
 
 KINDS = {

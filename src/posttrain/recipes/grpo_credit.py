@@ -1,4 +1,4 @@
-"""What a GRPO config says of credit: which groups are trained on, how rewards become advantages, and the loss."""
+"""Credit from the config of a GRPO run: which groups are trained on, how rewards become advantages, and the loss."""
 
 from __future__ import annotations
 

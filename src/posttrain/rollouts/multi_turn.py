@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from posttrain.environments.turns.interface import EndReason, TurnTask
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.interface import EndReason, TurnItem, TurnTask
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.next_turn import Exchange, NextTurn

@@ -15,9 +15,8 @@ import torch
 
 from posttrain.config import EnvironmentConfig
 from posttrain.environments import build_environments, check_environments
-from posttrain.environments.item import ScoringItem, Unscored
+from posttrain.environments.item import ScoringItem, Unscored, to_reward
 from posttrain.environments.python_function import FunctionLoadError, load_function, load_scorer
-from posttrain.environments.reward_values import to_reward
 from posttrain.environments.settings import read_settings
 from posttrain.errors import InputError
 from posttrain.types import Completion, Task

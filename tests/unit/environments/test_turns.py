@@ -28,7 +28,7 @@ from posttrain.environments.turns import (
     parse_tool_calls,
 )
 from posttrain.environments.turns.calculator import Calculator, evaluate, shown
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.interface import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.environments.turns.search import Index, Search
 from posttrain.environments.turns.worker_side import turn_taker

@@ -13,7 +13,7 @@ from tiny_models import byte_tokenizer, tiny_model
 from posttrain.algorithms.rollout_metrics import rollout_metrics
 from posttrain.data.chat import ChatFormat
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.interface import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome
 from posttrain.reporting.rows import group_row
 from posttrain.rollouts.multi_turn import MultiTurnRollouts

@@ -18,7 +18,7 @@ from posttrain.data.traces.statistics import TraceStatistics
 
 Method = Literal["GRPO", "DPO", "GRPO with fresh answers"]
 
-# Shares from which a situation is said to hold.
+# Shares from which a situation counts as given.
 DIVERSE_PROMPTS = 0.5  # of the prompts have three or more different responses
 CLEAR_PROMPTS = 0.8  # of the prompts whose rewards differ yield a pair
 BETWEEN_AT_MOST = 0.2  # of the traces are neither preferred nor rejected
@@ -58,7 +58,7 @@ def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: s
     `settings` say where the data is, too; without any it is `path`.
     """
     diverse, clear, noisy = _diverse(found), _clear(found), _noisy(found)
-    wish = Criterion(
+    goal = Criterion(
         "a quick first result is wanted", "DPO", quick, "asked for" if quick else "not asked for (--quick)"
     )
     method, reason = _decide(found, diverse.holds, clear.holds, noisy.holds, quick)
@@ -74,7 +74,7 @@ def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: s
         data = settings or f" data.train.dataset_name=TraceGroups data.train.data_path={path}"
         commands = [f"posttrain grpo{data}{mixed}"]
     cautions = [] if found.read.holds_pairs_only else _cautions(found, method)
-    return Advice(method, reason, [diverse, clear, noisy, wish], cautions, commands)
+    return Advice(method, reason, [diverse, clear, noisy, goal], cautions, commands)
 
 
 def _decide(found: TraceStatistics, diverse: bool, clear: bool, noisy: bool, quick: bool) -> tuple[Method, str]:

@@ -1,7 +1,7 @@
 """Files of traces as blocks of rows: Parquet and jsonl(.gz), one file, a folder or a pattern, local or wherever fsspec reaches.
 
 A block is bounded in bytes, so memory does not depend on the size of a file or of a Parquet row group. Only the columns that
-somebody asked for are read. What the columns mean is not known here.
+were asked for are read. The meaning of the columns is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def read_blocks(
 
 
 class _BrokenFile(Exception):
-    """A file that ends early or is not what its name says. Rows that came before the break stand."""
+    """A file that ends early or does not have the format of its name. Rows that came before the break stand."""
 
 
 # -- Parquet -----------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def _read_parquet(file: TraceFile, choose: Choose, report: ReadReport) -> Iterat
 
 
 def _is_arrow_message(error: OSError) -> bool:
-    """Arrow says OSError for damaged pages too; a real one carries an errno."""
+    """Arrow raises OSError for damaged pages too; a real one carries an errno."""
     return error.errno is None
 
 

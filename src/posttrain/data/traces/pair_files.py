@@ -36,7 +36,7 @@ def write_pairs(
     """Writes the pairs of the traces and returns how many lines there are. No pair at all is an error, and no file.
 
     `templated`: prompts that are text hold the chat template already, and are written as texts. NeMo-Aligner takes texts for
-    that. Otherwise a text is what a user said, and is written as a user's message.
+    that. Otherwise a text is a user's message, and is written as a user's message.
     """
     if not out.name.endswith(ENDINGS):
         raise DataError(f"{out}: pairs are written as jsonl; the name must end in {' or '.join(ENDINGS)}")
@@ -93,8 +93,8 @@ def _shaped(row: Mapping[str, Any], form: PairFormat, *, templated: bool) -> dic
     return {**row, "prompt": prompt, "chosen_response": chosen, "rejected_response": rejected}
 
 
-def _turns(said: str | list[Any], role: str) -> list[Any]:
-    return [{"role": role, "content": said}] if isinstance(said, str) else said
+def _turns(response: str | list[Any], role: str) -> list[Any]:
+    return [{"role": role, "content": response}] if isinstance(response, str) else response
 
 
 def _no_pairs(path: str, report: ReadReport, counts: PairReport) -> str:

@@ -272,9 +272,9 @@ def without_duplicates(part: GroupedPart, filters: TraceFilters, files: list[str
         drop = np.zeros(len(part.rows), dtype=bool)
         for start, stop in zip(part.starts[:-1].tolist(), part.starts[1:].tolist(), strict=True):
             if stop - start > 1:
-                said = _texts(part, "response", np.arange(start, stop))
+                responses = _texts(part, "response", np.arange(start, stop))
                 matches = near_duplicates(
-                    [text_of(turns, only_role="assistant") for turns in said], filters.near_similarity
+                    [text_of(turns, only_role="assistant") for turns in responses], filters.near_similarity
                 )
                 drop[start:stop] = [match is not None for match in matches]
         part = _leave_out(part, drop, reasons.NEAR_DUPLICATE, files, report)

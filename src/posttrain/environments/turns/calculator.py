@@ -14,7 +14,7 @@ from posttrain.environments.turns.tools import ToolEnvironment, ToolError
 
 _MAX_CHARACTERS = 200
 _MAX_EXPONENT = 64
-_MAX_BITS = 2048  # of a numerator or denominator: nobody has asked a word problem beyond that
+_MAX_BITS = 2048  # of a numerator or denominator: more than a word problem needs
 
 _SCHEMA: Mapping[str, Any] = {
     "type": "function",
@@ -55,7 +55,7 @@ class Calculator(ToolEnvironment):
 
 
 def evaluate(expression: str) -> Fraction:
-    """The value of an arithmetic expression. `ToolError` says what is wrong with one that has none."""
+    """The value of an arithmetic expression. `ToolError` if it has none."""
     if len(expression) > _MAX_CHARACTERS:
         raise ToolError(f"the expression is longer than {_MAX_CHARACTERS} characters")
     text = expression.translate(_SIGNS).replace("^", "**")

@@ -13,14 +13,14 @@ from typing import Any
 
 from posttrain.environments.pool import ScoringPool, to_score
 from posttrain.environments.settings import RewardSettings
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.interface import TurnItem
 from posttrain.errors import InputError
 from posttrain.types import Message, Score
 
 
 @dataclass(frozen=True)
 class TurnOutcome(Score):
-    """A call that was answered. `reward` None: it said nothing about the reward."""
+    """A call that was answered. `reward` None: it gave none."""
 
     state: bytes = b""
     observation: tuple[Message, ...] = ()  # an empty role is left to the chat template
@@ -57,7 +57,7 @@ class TurnRouter:
         return frozenset(self._pools)
 
     def ask(self, calls: Sequence[tuple[str, TurnItem]]) -> list[Score]:
-        """What each call, (environment, item), came to: a `TurnOutcome`, or a plain `Score` that says why there is none."""
+        """What each call, (environment, item), came to: a `TurnOutcome`, or a plain `Score` with the reason why there is none."""
         rows_of: dict[str, list[int]] = {}
         for row, (name, _) in enumerate(calls):
             rows_of.setdefault(name, []).append(row)

@@ -14,11 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.environments.item import BadSetup, PlainReply, Unscored
+from posttrain.environments.item import BadSetup, PlainReply, Unscored, to_reward
 from posttrain.environments.python_function import load_module, seed_noise
-from posttrain.environments.reward_values import to_reward
-from posttrain.environments.turns.interface import Turn
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.interface import Turn, TurnItem
 
 # A reply may have a megabyte, and base64 makes four bytes of three.
 _MAX_STATE_BYTES = 500_000
