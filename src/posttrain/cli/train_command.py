@@ -58,7 +58,7 @@ def run(kind: str, args: argparse.Namespace) -> int:
 
     quieten_libraries()
     from posttrain.build import Run
-    from posttrain.export.periodic import PeriodicExport
+    from posttrain.export.convert import PeriodicExport
 
     return Run(loaded, quiet=args.quiet, make_export=PeriodicExport).execute()
 

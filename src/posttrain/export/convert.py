@@ -7,6 +7,7 @@ complete. Weights are processed one at a time, so memory does not grow with the 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from posttrain.checkpointing.integrity import seal
-from posttrain.errors import reason_of
+from posttrain.checkpointing.state import capture_rng, restore_rng
+from posttrain.errors import InputError, reason_of
 from posttrain.export.conversion_input import ConversionError, ConversionInput, Say, open_input
 from posttrain.export.merge_lora import Adapter, MergedSource, open_adapter
 from posttrain.export.model_card import lineage, model_card
@@ -30,6 +32,7 @@ from posttrain.models.tensor_files import TensorFacts, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LINEAGE = "conversion.json"
+COPY_FOLDER = "hf"  # in a checkpoint
 Advance = Callable[[int, int], None]  # bytes just written, bytes in all
 
 
@@ -274,3 +277,32 @@ def _verify_fused(folder: Path, source: ConversionInput, as_adapter: bool, say: 
     found = loaded_logits(folder, source.shape)
     rounded = any(facts.dtype != torch.float32 for facts in SafetensorsSource(folder).facts.values())
     return compare(reference, found, how="loaded", rounded=rounded, without_adapter=None)
+
+
+# -- while training ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeriodicExport:
+    """`checkpointing.save_consolidated`: each checkpoint gets a converted copy of the model, in `step_N/hf`.
+
+    The copy is made while the checkpoint is being written, and is covered by its checksums. If it fails (weights that are
+    not finite, a missing base model), the checkpoint is saved without it.
+    """
+
+    warn: Callable[[str], None]
+    merge_lora: bool = True
+
+    def __call__(self, checkpoint: Path) -> None:
+        """Convert the weights in `checkpoint`, which still has its temporary name."""
+        name = checkpoint.name.removeprefix("tmp_")
+        shown_as = f"{checkpoint.parent.name}/{name}"
+        settings = ConversionSettings(merge_lora=self.merge_lora)
+        rng = capture_rng()  # building a model may draw random numbers, and the run must continue as without the copy
+        try:
+            convert(str(checkpoint), checkpoint / COPY_FOLDER, settings, shown_as=shown_as, say=lambda line: None)
+        except InputError as error:
+            shutil.rmtree(checkpoint / COPY_FOLDER, ignore_errors=True)
+            self.warn(f"checkpointing.save_consolidated: {name} is saved without its copy in {COPY_FOLDER}/: {error}")
+        finally:
+            restore_rng(rng)

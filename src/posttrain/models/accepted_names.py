@@ -113,7 +113,8 @@ def resolve_registered_model(text: str, *, registry: str | None = None, base: st
     """As `resolve_model`, and `registry:` names too: the version they mean now, with its checksums verified."""
     if not text.startswith(REGISTRY_PREFIX):
         return resolve_model(text, base=base)
-    assert _registry_lookup is not None, "import posttrain.registry before resolving registry: names"
+    if _registry_lookup is None:
+        raise ModelReferenceError(f"{text!r} needs the model registry: import posttrain.registry first")
     version = _registry_lookup(text, registry)
     found = resolve_model(version.path, base=base)
     name, number = version.name, version.version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from posttrain.checkpointing.integrity import seal
 from posttrain.engines.loading import load_for_sampling
 from posttrain.errors import InputError
-from posttrain.models.accepted_names import resolve_model
+from posttrain.models import accepted_names
+from posttrain.models.accepted_names import connect_registry, resolve_model, resolve_registered_model
 from posttrain.types import NoiseKey, Sampling, Task
 
 
@@ -173,3 +175,12 @@ def test_an_adapter_on_the_wrong_base_is_refused(adapter: Path, tmp_path: Path) 
         load_for_sampling(resolve_model(str(adapter), base=str(shallow)), device="cpu")
     with pytest.raises(InputError, match="precision 'int8' is not known"):
         load_for_sampling(str(shallow), device="cpu", precision="int8")
+
+
+def test_registry_names_need_a_connected_registry(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepted_names, "_registry_lookup", None)
+    with pytest.raises(InputError, match=r"import posttrain\.registry first"):
+        resolve_registered_model("registry:maths@production")
+    connect_registry(lambda reference, registry: SimpleNamespace(name="maths", version=3, path=model))
+    found = resolve_registered_model("registry:maths@production")
+    assert (found.text, found.registered, found.model) == ("registry:maths@3", ("maths", 3), str(model))
