@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
 from posttrain.models.lora import add_lora
-from posttrain.orchestration.rank import Rank, build_engine
+from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedTrainer
 from posttrain.orchestration.workers import LocalWorker, P, T
 from posttrain.policy.trainer import PolicyTrainer, RankSetup
@@ -98,7 +98,7 @@ def policy_around(
 ) -> tuple[ShardedTrainer, WatchedWorker]:
     setup = RankSetup(policy_config, SEED, needs_reference)
     trainer = TrainerAroundModel(setup, model)
-    worker = WatchedWorker(Rank(trainer, build_engine(trainer)))
+    worker = WatchedWorker(Rank(trainer))
     packing = policy_config.sequence_packing
     batching = {
         name: MicroBatching(max_tokens=budget, algorithm=packing.algorithm, seed=SEED)

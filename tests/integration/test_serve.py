@@ -23,7 +23,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny_server import ENGINE, RunningServer, options_for, running, save_adapter, save_model
 
-from posttrain.engines.loading import load_for_sampling
+from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.serve import server as serve_server
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.loading import build_service

@@ -7,7 +7,7 @@ about keys of the schema, of whose values not all are implemented.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.config.runs import Kind
 from posttrain.config.schema import Node, schema_of
-from posttrain.config.tree import Path, Tree, dotted, overlay
+from posttrain.config.tree import Path, Tree, Values, dotted, overlay
 from posttrain.config.yaml_files import parse_document
 
 FILE = FilePath(__file__).parent / "foreign.yaml"
@@ -41,22 +41,22 @@ FOREIGN_ENVIRONMENTS = (
     "vlm",
 )
 
-Accepts = Callable[[Any], bool]
+Accepts = Callable[[object], bool]
 
 
-def _anything(value: Any) -> bool:
+def _anything(value: object) -> bool:
     return True
 
 
-def _nothing(value: Any) -> bool:
+def _nothing(value: object) -> bool:
     return False
 
 
-def _off(value: Any) -> bool:
+def _off(value: object) -> bool:
     return not value
 
 
-def _at_most_one(value: Any) -> bool:
+def _at_most_one(value: object) -> bool:
     return value is None or value == 1
 
 
@@ -185,11 +185,11 @@ RULES: tuple[Rule, ...] = (
 
 
 @cache
-def _file() -> dict[str, Any]:
+def _file() -> Values:
     return parse_document(FILE.read_text(encoding="utf-8"), FILE.name).values
 
 
-def usual_values(kind: Kind) -> dict[str, Any]:
+def usual_values(kind: Kind) -> Values:
     """The values that NeMo RL's own files give to keys that posttrain does not read."""
     return _without_marks(_of_kind(kind))
 
@@ -204,12 +204,12 @@ def vocabulary_of(kind: Kind) -> Node:
     return replace(node, children={**node.children, "data": replace(data, children={**data.children, **datasets})})
 
 
-def _of_kind(kind: Kind) -> dict[str, Any]:
+def _of_kind(kind: Kind) -> Values:
     shared = {} if kind == "eval" else _file()["training"]
     return overlay(Tree(shared), Tree(_file().get(kind, {})), lambda path: True).values
 
 
-def _with_foreign(node: Node, foreign: Mapping[str, Any]) -> Node:
+def _with_foreign(node: Node, foreign: Values) -> Node:
     children = dict(node.children)
     for key, value in foreign.items():
         if key in children and isinstance(value, dict):
@@ -219,7 +219,7 @@ def _with_foreign(node: Node, foreign: Mapping[str, Any]) -> Node:
     return replace(node, children=children, open=node.open or OPEN_MARK in foreign)
 
 
-def _foreign_node(value: Any) -> Node:
+def _foreign_node(value: object) -> Node:
     if isinstance(value, dict):
         return _with_foreign(Node("section", nullable=False), value)
     return Node("free" if value is None or isinstance(value, list) else "value", nullable=True)
@@ -231,7 +231,7 @@ def _without_marks(values: Any) -> Any:
     return {key: _without_marks(value) for key, value in values.items() if key != OPEN_MARK}
 
 
-def separate(kind: Kind, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def separate(kind: Kind, values: Values) -> tuple[Values, Values]:
     """The values that belong to the schema, and those that do not."""
     own, foreign = _separated(schema_of(kind), values)
     return own or {}, foreign or {}
@@ -244,8 +244,8 @@ def _separated(node: Node, values: Any) -> tuple[Any, Any]:
         return [own for own, _ in pairs], foreign or None
     if not isinstance(values, dict) or node.shape == "free":
         return values, None
-    own: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    own: Values = {}
+    others: Values = {}
     for key, value in values.items():
         child = node.child(str(key))
         if child is None:
@@ -257,9 +257,9 @@ def _separated(node: Node, values: Any) -> tuple[Any, Any]:
     return own, others or None
 
 
-def every_value(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def every_value(values: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
     """Like `leaves`, but also inside lists of maps."""
-    inner: Mapping[str, Any] | None = None
+    inner: Values | None = None
     if isinstance(values, dict) and values:
         inner = values
     elif isinstance(values, list) and any(isinstance(item, dict) for item in values):
@@ -277,7 +277,7 @@ def rule_for(key: str) -> Rule | None:
 
 
 def review(
-    own: dict[str, Any], foreign: dict[str, Any], tree: Tree, is_default: Callable[[Path, Any], bool]
+    own: Values, foreign: Values, tree: Tree, is_default: Callable[[Path, object], bool]
 ) -> tuple[list[str], list[str]]:
     """(errors, warnings) for what is not implemented. Only values that the user set can be mentioned."""
     errors: list[str] = []
@@ -293,7 +293,7 @@ def review(
     return errors, [f"{_listed(keys)}: {note}" for note, keys in ignored.items()]
 
 
-def substitutions(own: dict[str, Any], foreign: dict[str, Any]) -> Iterator[str]:
+def substitutions(own: Values, foreign: Values) -> Iterator[str]:
     """Settings that are accepted and mean something else here."""
     if "policy" not in own:
         return

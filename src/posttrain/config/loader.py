@@ -12,6 +12,7 @@ from pathlib import Path as FilePath
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from posttrain.config.base import Section
 from posttrain.config.checks import cautions, check_run
@@ -42,7 +43,7 @@ from posttrain.config.schema import (
     unknown_keys,
 )
 from posttrain.config.suggestions import hint_for
-from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, overlay
+from posttrain.config.tree import DEFAULT, Path, Tree, Values, dotted, leaves, overlay
 from posttrain.config.yaml_files import read_built_in, read_with_defaults
 
 C = TypeVar("C", bound=Section)
@@ -61,7 +62,7 @@ class LoadedConfig(Generic[C]):
         """Every value, as YAML that `load_config` reads back to the same config."""
         return to_yaml_text(self._marked_values())
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> Values:
         """Every value by its dotted key."""
         return {dotted(path): value for path, value in leaves(self._values())}
 
@@ -76,12 +77,12 @@ class LoadedConfig(Generic[C]):
 
         return to_yaml_text(self._marked_values(), remark)
 
-    def _marked_values(self) -> dict[str, Any]:
+    def _marked_values(self) -> Values:
         defaults, _ = separate(self.kind, built_in_defaults(self.kind).values)
-        marked: dict[str, Any] = with_override_marks(self._values(), defaults)
+        marked: Values = with_override_marks(self._values(), defaults)
         return marked
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> Values:
         """The algorithm's own sections first."""
         values = plain_values(self.config)
         first = [key for key in ("preset", self.kind, "loss_fn") if key in values]
@@ -225,7 +226,7 @@ def _forget_unfitting_validation(tree: Tree) -> None:
         tree.put(validation, None, DEFAULT)
 
 
-def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> dict[str, Any]:
+def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:
     """The resolved values. A default batch size that does not divide the samples is replaced by their number."""
     values = resolve(tree)
     if kind != "grpo" or tree.origin(BATCH_SIZE) != DEFAULT:
@@ -240,7 +241,7 @@ def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> dict[str, Any]:
     return resolve(tree)
 
 
-def _validated(kind: Kind, values: dict[str, Any], tree: Tree) -> Any:
+def _validated(kind: Kind, values: Values, tree: Tree) -> Any:
     try:
         return RUN_CONFIGS[kind].model_validate(values)
     except ValidationError as error:
@@ -263,7 +264,7 @@ def _key_of(kind: Kind, location: tuple[int | str, ...], is_missing: bool, tree:
     return path
 
 
-def _explain(path: Path, problem: Any, tree: Tree) -> str:
+def _explain(path: Path, problem: ErrorDetails, tree: Tree) -> str:
     message = message_of(problem)
     if problem["type"] == "missing":
         return f"`{dotted(path)}` is missing: set it in the file or with {dotted(path)}=… on the command line"
@@ -274,11 +275,11 @@ def _explain(path: Path, problem: Any, tree: Tree) -> str:
     return f"{tree.origin(path)}: `{dotted(path)}` = {shown}: {message}"
 
 
-def _is_expression(value: Any) -> bool:
+def _is_expression(value: object) -> bool:
     return isinstance(value, str) and "${" in value and "\\${" not in value
 
 
-def _default_test(tree: Tree, defaults: Tree) -> Callable[[Path, Any], bool]:
+def _default_test(tree: Tree, defaults: Tree) -> Callable[[Path, object], bool]:
     """Says whether a value is what it would have been had the user not set it, everything else being equal."""
     absent = object()
 
@@ -294,7 +295,7 @@ def _default_test(tree: Tree, defaults: Tree) -> Callable[[Path, Any], bool]:
                 usual.put(path, value, DEFAULT)
         return Tree(resolve(usual))
 
-    def is_default(path: Path, value: Any) -> bool:
+    def is_default(path: Path, value: object) -> bool:
         if tree.origin(path) == DEFAULT or value == plain().get(path, absent):
             return True
         return _is_expression(defaults.get(path)) and value == in_context().get(path, absent)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path as FilePath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from posttrain.config.base import Section
 from posttrain.config.errors import ConfigError, message_of
@@ -61,7 +62,7 @@ def _refuse_wrong_shape(root: Node, tree: Tree) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _explain(problem: Any, file: FilePath, tree: Tree) -> str:
+def _explain(problem: ErrorDetails, file: FilePath, tree: Tree) -> str:
     path = _key_of(problem["loc"], tree)
     where = tree.origin(path) if path else str(file)
     message = message_of(problem)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.data.errors import DataError
+from posttrain.json_files import JsonMapping
 from posttrain.types import Message
 
 Ids = list[int]
@@ -61,7 +62,7 @@ class ChatFormat:
     """
 
     def __init__(
-        self, tokenizer: Any, chat_template: str | None = DEFAULT_TEMPLATE, kwargs: Mapping[str, Any] | None = None
+        self, tokenizer: Any, chat_template: str | None = DEFAULT_TEMPLATE, kwargs: JsonMapping | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})

@@ -7,8 +7,8 @@ stay empty. A trace of several turns keeps them all, and only what the model wro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from posttrain.config.data import TRACE_GROUPS
 from posttrain.data.chat import ChatFormat, is_answer
@@ -18,6 +18,7 @@ from posttrain.data.errors import DataError
 from posttrain.data.readers import DEFAULT_ENVIRONMENT, EMPTY_PROMPT, Numbered, Outcome, Read, located
 from posttrain.data.sources import Row
 from posttrain.data.trace_preferences import TraceRows
+from posttrain.json_files import JsonMapping
 from posttrain.types import Completion, Message, Rollout, Score, Task
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class RecordedReader:
         return Rollout(completion, Score(trace.reward))
 
     def _turns(
-        self, messages: Sequence[Message], prompt_ids: Sequence[int], response: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Message], prompt_ids: Sequence[int], response: Sequence[JsonMapping]
     ) -> tuple[list[int], tuple[bool, ...]] | str:
         """What followed the prompt, up to the last turn with text of the model, and which of its tokens are the model's."""
         turns = [{**turn, "content": turn.get("content") or ""} for turn in response]

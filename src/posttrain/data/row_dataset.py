@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Item
 from posttrain.data.shuffling import keyed_order
+from posttrain.json_files import JsonObject
 from posttrain.types import Judged, Pair, Task
 
 
@@ -60,7 +61,7 @@ class Table(Generic[Item]):
         self.items.append(item)
 
     def item(self, row: int, draw: int) -> Item:
-        fields: dict[str, Any] = {name: column[row] for name, column in self.columns.items()}
+        fields: JsonObject = {name: column[row] for name, column in self.columns.items()}
         if "mask" in fields:
             fields["mask"] = tuple(map(bool, fields["mask"]))
         return replace(self.items[row], draw=draw, **fields)

@@ -20,6 +20,7 @@ from typing import IO, Any
 import fsspec  # type: ignore[import-untyped]
 
 from posttrain.data.errors import DataError, nearest
+from posttrain.json_files import JsonMapping
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
 SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -29,7 +30,7 @@ SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 class Row:
     """One record and where it stands: the line of a text file, otherwise the number of the row, counted from 1."""
 
-    values: Mapping[str, Any]
+    values: JsonMapping
     origin: str
     number: int
 

@@ -6,9 +6,9 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from posttrain.environments.stored_samples import StoredSample
+from posttrain.json_files import JsonObject
 from posttrain.types import Score
 
 _MAX_VALUES_IN_TABLE = 6
@@ -43,7 +43,7 @@ class Verdict:
         recorded = self.recorded
         return self.reward is not None and recorded is not None and abs(self.reward - recorded) <= self.tolerance
 
-    def as_row(self) -> dict[str, Any]:
+    def as_row(self) -> JsonObject:
         return {
             "where": self.sample.where,
             "reward": self.score.reward,

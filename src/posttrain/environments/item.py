@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from posttrain.json_files import JsonMapping, JsonObject
+
 
 @dataclass(frozen=True)
 class ScoringItem:
@@ -17,8 +19,8 @@ class ScoringItem:
     prompt: str  # as the model saw it, chat template applied
     response: str
     reference: Any
-    messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation before the chat template
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    messages: list[JsonObject] = field(default_factory=list)  # the conversation before the chat template
+    metadata: JsonMapping = field(default_factory=dict)
     noise_key: str = ""  # seeds `random` for this call, so that a noisy reward does not depend on the worker it ran in
     token_ids: tuple[int, ...] | None = None  # the model's own tokens, stop token included; None: not known
     finish_reason: str = ""  # "stop", or "length" for an answer that was cut off; empty: not known
@@ -32,7 +34,7 @@ class ScoringItem:
 class PlainReply:
     """What a worker answers when it is not asked for a reward: sent as it is."""
 
-    fields: dict[str, Any]  # plain JSON values
+    fields: JsonObject  # plain JSON values
 
 
 class Unscored(Exception):
@@ -43,7 +45,7 @@ class BadSetup(Exception):
     """No completion can be judged with these settings, and the message names what to change."""
 
 
-def to_reward(value: Any) -> tuple[float, dict[str, float]]:
+def to_reward(value: object) -> tuple[float, dict[str, float]]:
     """A number is the reward. A dict is named parts: their sum is the reward, unless one of them is called `reward`."""
     if not isinstance(value, Mapping):
         return _to_number(value, "the reward function returned"), {}
@@ -80,7 +82,7 @@ def _finite(number: float, what: str) -> float:
     return number
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if value is None:
         return "None"
     try:

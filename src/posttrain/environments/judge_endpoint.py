@@ -15,8 +15,9 @@ import threading
 import time
 import urllib.request
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
+
+from posttrain.json_files import JsonObject
 
 _MAX_REPLY_BYTES = 8 << 20
 _MAY_PASS = frozenset({408, 409, 423, 425, 429, *range(500, 600)})
@@ -45,7 +46,7 @@ class Endpoint:
     url: str
     headers: dict[str, str] = field(default_factory=dict, repr=False)  # they may hold a key
 
-    def post(self, body: dict[str, Any], limit_s: float) -> Reply:
+    def post(self, body: JsonObject, limit_s: float) -> Reply:
         """The reply with status 200, or `EndpointError`."""
         connection, target = self._connection(limit_s)
         expired = threading.Event()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from posttrain.environments.item import ScoringItem, Unscored
+from posttrain.json_files import JsonMapping
 
 _ENGLISH_WORDS = ("answer", "correct option", "correct choice")
 _OTHER_WORDS = (
@@ -29,7 +29,7 @@ _OTHER_LINKS = (
 _OTHER_LETTERS = ("أبجد", "ابجد", "অবডঢ", "কখগঘ", "कखगघ")  # A, B, C, D of each script
 
 
-def multiple_choice_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+def multiple_choice_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     return choice_scorer(multilingual=setup["language"] == "multilingual")
 
 

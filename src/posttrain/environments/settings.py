@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,6 +13,7 @@ from posttrain.config.errors import explain_errors
 from posttrain.config.rewards import RewardConfig
 from posttrain.config.turns import BUILT_IN, TurnsConfig
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RewardSettings:
     timeout_s: float  # of wall-clock time, for one completion
     base_folder: Path  # files that the config names are relative to it
 
-    def worker_setup(self) -> dict[str, Any]:
+    def worker_setup(self) -> JsonObject:
         """What a worker needs to know to build its scorer, as plain JSON values."""
         plain = self.config.model_dump(mode="json", by_alias=True)
         # The limit that the pool enforces: a scorer with a message of its own has to return before it.

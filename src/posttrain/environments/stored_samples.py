@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from posttrain.data.errors import DataError
 from posttrain.data.sources import Row, read_local
+from posttrain.json_files import JsonMapping
 from posttrain.types import Completion, FinishReason, Message, Task
 
 USUAL_NAMES = {
@@ -49,7 +50,7 @@ class StoredSample:
     completion: Completion
     recorded: float | None = None
     recorded_parts: Mapping[str, float] | None = None  # None: the file does not have them
-    row_settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the reward that the row itself gives
+    row_settings: JsonMapping = field(default_factory=dict)  # settings of the reward that the row itself gives
 
 
 def read_samples(
@@ -124,7 +125,7 @@ def _prompt_messages(row: Row, columns: Columns) -> list[Message]:
     return [{"role": "user", "content": str(prompt)}]
 
 
-def _text(answer: Any, where: str) -> str:
+def _text(answer: object, where: str) -> str:
     """The response as text: of a conversation, the text of the assistant."""
     if isinstance(answer, str):
         return answer

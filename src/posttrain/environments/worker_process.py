@@ -21,6 +21,7 @@ import psutil  # type: ignore[import-untyped]
 
 from posttrain.environments import worker as worker_program
 from posttrain.environments.settings import RewardSettings
+from posttrain.json_files import JsonObject
 
 START_LIMIT_S = 120.0
 _KEPT_OUTPUT_BYTES = 16_384
@@ -36,7 +37,7 @@ class WorkerProcess:
         self.ready = False
         self.gone = False
         self.has_worked = False  # the pool's note: it came as far as a completion
-        self.failed_start: dict[str, Any] | None = None
+        self.failed_start: JsonObject | None = None
         self.started_at = time.monotonic()
         self.output = bytearray()  # the end of what it printed since `take_output`
         self._closed = False
@@ -75,7 +76,7 @@ class WorkerProcess:
         self._outgoing += worker_program.HEADER.pack(number, len(payload)) + payload
         self._flush()
 
-    def exchange(self) -> list[tuple[int, dict[str, Any]]]:
+    def exchange(self) -> list[tuple[int, JsonObject]]:
         """Move what can be moved through the pipes; the complete replies. `gone` is up to date afterwards."""
         self._flush()
         self._drain_output()
@@ -174,7 +175,7 @@ class WorkerProcess:
             interests.append((self.request_fd, select.POLLOUT))
         return interests
 
-    def _receive(self) -> list[tuple[int, dict[str, Any]]]:
+    def _receive(self) -> list[tuple[int, JsonObject]]:
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = os.read(self.reply_fd, 1 << 16)

@@ -269,7 +269,7 @@ class EvaluationBuild:
             import torch
 
             torch.set_num_threads(generation.num_threads)
-        from posttrain.engines.loading import load_for_sampling
+        from posttrain.engines.choose_engine import load_for_sampling
 
         engine, tokenizer = load_for_sampling(
             reference,

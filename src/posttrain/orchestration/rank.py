@@ -1,7 +1,7 @@
 """One rank: a trainer and an engine on one device. The operations that a driver calls on it, here or behind an actor.
 
-Arguments and results are picklable, except for `progress`, which is for ranks in the driver's process. This is the only
-place that chooses a run's engine and decides which of the two holds the device's memory.
+Arguments and results are picklable, except for `progress`, which is for ranks in the driver's process. It decides
+which of the two holds the device's memory; which engine it is, `engines/choose_engine.py` decides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from posttrain.engines.native import NativeEngine, native_settings
+from posttrain.engines.choose_engine import engine_for_training
+from posttrain.engines.native import NativeEngine
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
 from posttrain.roles import Objective, Progress
@@ -22,19 +23,7 @@ MicroBatches = Sequence[TokenBatch | None]  # None: nothing for this rank, while
 
 
 def build_rank(setup: RankSetup) -> Rank:
-    trainer = PolicyTrainer(setup)
-    return Rank(trainer, build_engine(trainer))
-
-
-def build_engine(trainer: PolicyTrainer) -> NativeEngine | None:
-    """The engine that samples from the trainer's own modules; None for a run that samples nothing."""
-    config = trainer.config
-    if config.generation is None:
-        return None
-    settings = native_settings(
-        config.generation.native_cfg, config.max_total_sequence_length, deterministic=config.deterministic
-    )
-    return NativeEngine(trainer.model, trainer.tokenizer, settings)
+    return Rank(PolicyTrainer(setup))
 
 
 class DeviceLease:
@@ -55,9 +44,10 @@ class DeviceLease:
 
 
 class Rank:
-    def __init__(self, trainer: PolicyTrainer, engine: NativeEngine | None) -> None:
-        self.trainer, self.engine = trainer, engine
-        self._lease = DeviceLease(trainer.device, engine)
+    def __init__(self, trainer: PolicyTrainer) -> None:
+        self.trainer = trainer
+        self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config)
+        self._lease = DeviceLease(trainer.device, self.engine)
 
     def facts(self) -> ModelFacts:
         return self.trainer.facts()

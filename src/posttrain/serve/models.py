@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from posttrain.config.generation import NativeConfig
-from posttrain.engines.loading import load_for_sampling
+from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.engines.native.engine import NativeEngine
 from posttrain.errors import InputError
 from posttrain.json_files import read_json

@@ -74,7 +74,7 @@ def test_a_mark_is_written_only_where_a_key_was_removed() -> None:
     assert load_config("grpo", None, ["~policy.optimizer.kwargs.eps"]).to_yaml().count("_override_: true") == 1
 
 
-# Interpolation is for values; a key with a dollar sign is nobody's setting.
+# Interpolation is for values; a key with a dollar sign is not a setting.
 KEYS = st.text(min_size=1, max_size=6).filter(lambda key: "$" not in key)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=12),
@@ -152,7 +152,7 @@ def test_overrides_may_stand_before_between_and_after_options(
     assert shown["dpo.max_num_steps"]["origin"] == "default"
 
 
-def test_check_says_ok_and_what_deserves_attention(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_ok_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("check", "grpo", "logger.wandb_enabled=true") == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("warning: logger.wandb_enabled")

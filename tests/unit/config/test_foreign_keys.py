@@ -132,7 +132,7 @@ def test_settings_that_follow_the_config_in_a_file_are_not_mentioned(tmp_path: P
     assert load_config("grpo", file, []).warnings == []
 
 
-def test_vllm_is_accepted_and_says_who_samples() -> None:
+def test_vllm_is_accepted_and_the_native_engine_samples() -> None:
     loaded = load_config("grpo", None, ["policy.generation.backend=vllm"])
     assert loaded.warnings == [
         "policy.generation.backend: vllm is not supported in training yet; the native engine samples instead"
@@ -140,7 +140,7 @@ def test_vllm_is_accepted_and_says_who_samples() -> None:
     assert loaded.config.policy.generation.backend == "vllm"
 
 
-def test_dropout_of_adapters_says_where_it_happens() -> None:
+def test_dropout_of_adapters_warns_of_its_position() -> None:
     lora = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dropout=0.1"]
     assert "dropout_position" in load_config("grpo", None, lora).warnings[0]
     assert load_config("grpo", None, [*lora, "policy.dtensor_cfg.lora_cfg.dropout_position=pre"]).warnings == []

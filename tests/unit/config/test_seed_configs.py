@@ -85,7 +85,6 @@ def test_the_llama_document_loads_once_its_indentation_is_restored(tmp_path: Pat
     assert config.policy.tokenizer.name == "meta-llama/Llama-3.1-8B-Instruct"
     assert config.policy.logprob_batch_size == 2
     assert config.policy.generation.max_new_tokens == config.policy.max_total_sequence_length == 4096
-    assert config.policy.generation.vllm_cfg.max_model_len == 4096
     assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (64, 32)
     assert config.policy.train_global_batch_size == 512
     assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (0.2, 0.2)

@@ -103,7 +103,7 @@ def test_rows_with_an_empty_answer_are_dropped_and_counted(tmp_path: Path) -> No
     assert tasks.dropped == {NO_REFERENCE: 1}
 
 
-def test_reference_may_be_absent_when_the_entry_says_so(tmp_path: Path) -> None:
+def test_reference_may_be_absent_with_an_empty_output_key(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"input": "write a poem"}])
     assert load({"data_path": path, "output_key": ""})[0].reference is None
     with pytest.raises(DataError, match="row 1: no key 'output'"):
@@ -189,7 +189,7 @@ def test_split_that_leaves_nothing_is_refused(tmp_path: Path, size: float) -> No
         tasks.split(size, seed=0)
 
 
-def test_each_entry_holds_out_what_it_says(tmp_path: Path) -> None:
+def test_each_entry_holds_out_its_own_share(tmp_path: Path) -> None:
     first = numbered(tmp_path / "a.jsonl", 10)
     second = write(tmp_path / "b.jsonl", [{"input": f"b{index}", "output": f"b{index}"} for index in range(10)])
     train, validation = load([{"data_path": first, "split_validation_size": 0.3}, {"data_path": second}]).held_out()

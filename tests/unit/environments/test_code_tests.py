@@ -248,7 +248,7 @@ def test_tests_that_cannot_be_read_leave_the_code_unscored(
         all_passed(item(ADD, tests, **metadata))
 
 
-def test_the_three_kinds_of_tests_are_told_apart() -> None:
+def test_three_kinds_of_tests_are_recognised() -> None:
     assert isinstance(read_suite({"inputs": ["1"], "outputs": ["1"]}, {}), ProgramSuite)
     assert read_suite({"inputs": [["a", "b"]], "outputs": [["c"]]}, {}) == ProgramSuite((("a\nb", "c"),))
     assert isinstance(read_suite({"inputs": [[1]], "outputs": [1], "fn_name": "f"}, {}), CallSuite)
@@ -326,7 +326,7 @@ def test_a_time_limit_for_all_tests_that_is_too_short_for_one_is_refused() -> No
         scorer(timeout_s=5)
 
 
-def test_the_command_line_is_told_before_anything_runs() -> None:
+def test_command_line_is_refused_before_anything_runs() -> None:
     with pytest.raises(InputError, match=r"env\.code cannot start: timeout_s is 5"):
         check_environments({"code": {"type": "code", "timeout_s": 5}})
     with pytest.raises(InputError, match="cannot be used as a Python"):

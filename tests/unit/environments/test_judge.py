@@ -350,7 +350,7 @@ def test_a_reply_without_end_is_cut_off(endpoint: Endpoint, folder: Path, monkey
     assert "longer than 1 MiB" in unscored(endpoint, folder, max_retries=0)
 
 
-def test_nobody_at_the_address_is_unscored_with_the_reason(endpoint: Endpoint, folder: Path) -> None:
+def test_unreachable_judge_is_unscored_with_the_reason(endpoint: Endpoint, folder: Path) -> None:
     endpoint.url = "http://127.0.0.1:9/v1"
     assert "ConnectionRefusedError" in unscored(endpoint, folder, max_retries=1)
 

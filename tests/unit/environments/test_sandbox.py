@@ -276,7 +276,7 @@ def test_a_program_can_end_neither_others_nor_its_own_keeper() -> None:
         print(os.getpid(), os.getuid() != 0)
     """
     pid = text_of(run(code)).split()
-    assert pid[-2:] == ["2", "True"], "process 1 is ours and still there, or nobody could have told us"
+    assert pid[-2:] == ["2", "True"], "process 1 is ours and still there, or there would be no report"
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_the_disk_cannot_be_filled_by_large_files_nor_by_many() -> None:
         ("import os; os.abort()", -signal.SIGABRT),
     ],
 )
-def test_how_a_program_ends_is_told_as_it_was(code: str, exit_code: int) -> None:
+def test_how_a_program_ends_is_reported(code: str, exit_code: int) -> None:
     outcome = run(code)
     assert (outcome.exit_code, outcome.stopped) == (exit_code, None)
 

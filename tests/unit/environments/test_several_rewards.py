@@ -153,7 +153,7 @@ def test_progress_counts_a_completion_when_all_rewards_have_it() -> None:
     assert all(count > 0 for count in counted)
 
 
-def test_rewards_are_told_tokens_and_how_the_answer_ended(folder: Path) -> None:
+def test_rewards_receive_tokens_and_finish_reason(folder: Path) -> None:
     task = Task(0, "t", "p", (), None, "several")
     whole = Completion((1, 2, 3), (0.0,) * 3, "abc", "stop")
     cut = Completion((1, 2, 3, 4), (0.0,) * 4, "abcd", "length", mask=(True, False, False, True))

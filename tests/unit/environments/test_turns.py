@@ -80,7 +80,7 @@ def test_an_answer_is_no_tool_call(text: str) -> None:
         ("[" * 100_000, "not valid JSON"),
     ],
 )
-def test_a_malformed_call_says_what_is_wrong_with_it(body: str, reason: str) -> None:
+def test_malformed_call_returns_its_error(body: str, reason: str) -> None:
     (call,) = parse_tool_calls(f"<tool_call>{body}</tool_call>")
     assert isinstance(call, MalformedCall)
     assert reason in call.reason
@@ -285,7 +285,7 @@ def test_a_turn_that_cannot_be_used_is_unscored_with_the_reason(tmp_path: Path, 
         ("posttrain.environments.turns.search:Search", {"documents": "none.jsonl"}, "there is no file none.jsonl"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_told_before_anything_runs(
+def test_unusable_turn_class_is_refused_before_anything_runs(
     tmp_path: Path, spec: str, kwargs: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "mine.py").write_text(

@@ -18,7 +18,7 @@ from tiny_runs import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from posttrain.cli.main import main
-from posttrain.engines.loading import load_for_sampling
+from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.errors import InputError
 from posttrain.export.verification import loaded_logits
 from posttrain.export.weight_names import WeightShapes

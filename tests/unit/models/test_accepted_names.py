@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.checkpointing.integrity import seal
-from posttrain.engines.loading import load_for_sampling
+from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.errors import InputError
 from posttrain.models import accepted_names
 from posttrain.models.accepted_names import connect_registry, resolve_model, resolve_registered_model

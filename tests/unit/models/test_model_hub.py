@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import constants
 
 from posttrain.cli.main import main
-from posttrain.engines.loading import load_for_sampling
+from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.errors import InputError
 from posttrain.export.conversion_input import open_input
 from posttrain.models import hub as model_hub

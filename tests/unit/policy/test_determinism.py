@@ -10,7 +10,7 @@ from tiny_runs import save_model
 from torch import Tensor
 
 from posttrain.config import load_config
-from posttrain.orchestration.rank import build_engine
+from posttrain.orchestration.rank import Rank
 from posttrain.policy.runtime import deterministic_algorithms
 from posttrain.policy.trainer import PolicyTrainer, RankSetup
 from posttrain.types import TokenBatch
@@ -65,7 +65,7 @@ def test_the_mode_is_on_while_the_policy_is_validated(wanted: bool, tmp_path: Pa
 
 
 def test_the_engine_of_a_deterministic_policy_is_deterministic(tmp_path: Path) -> None:
-    engine = build_engine(worker(tmp_path, True))
+    engine = Rank(worker(tmp_path, True)).engine
     assert engine is not None
     assert engine.settings.deterministic
 

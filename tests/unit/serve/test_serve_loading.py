@@ -167,7 +167,7 @@ def test_options_without_vllm_counterpart_are_refused(model: Path, changes: dict
 def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from posttrain.engines.loading import load_for_sampling
+    from posttrain.engines.choose_engine import load_for_sampling
 
     biased, alien = (tmp_path / name for name in ("biased", "alien"))
     for folder in (biased, alien):

@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from posttrain.data.traces.report import EXACT_DUPLICATE
 from posttrain.data.traces.statistics import TraceStatistics
+from posttrain.json_files import JsonObject
 
 Method = Literal["GRPO", "DPO", "GRPO with fresh answers"]
 
@@ -48,7 +49,7 @@ class Advice:
     cautions: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)  # what to type next
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         return asdict(self)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from posttrain.data.traces.ordered_runs import Record
 from posttrain.data.traces.reading import COMPARED, Reading, ordered_records, pair_rows
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules
+from posttrain.json_files import JsonMapping, JsonObject
 
 PairFormat = Literal["aligner", "trl"]
 ENDINGS = (".jsonl", ".jsonl.gz")
@@ -77,7 +78,7 @@ def write_pairs(
     return lines
 
 
-def _shaped(row: Mapping[str, Any], form: PairFormat, *, templated: bool) -> dict[str, Any] | str:
+def _shaped(row: JsonMapping, form: PairFormat, *, templated: bool) -> JsonObject | str:
     """The row in the columns of a format, or why that is not possible."""
     prompt, chosen, rejected = row["prompt"], row["chosen_response"], row["rejected_response"]
     texts = isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)

@@ -32,8 +32,9 @@ from posttrain.data.traces.ordered_runs import OrderedRuns, Record
 from posttrain.data.traces.pairs import choose_pairs, clear_best_worst
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters, TraceGroup, text_of
+from posttrain.json_files import JsonObject
 
-PairRow = dict[str, Any]
+PairRow = JsonObject
 UNITS_AT_ONCE = 1024  # turned into Python objects together
 COMPARED = list(SCHEMA.names[: SCHEMA.get_field_index("reward") + 1])  # the columns that pairs and statistics need
 

@@ -20,6 +20,7 @@ from posttrain.data.traces.grouping import GroupedPart, GroupParts
 from posttrain.data.traces.reading import COMPARED, Reading, paired_rows, repeated_responses
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules, text_of
+from posttrain.json_files import JsonObject
 
 NUM_BINS = 20
 SAMPLE_SIZE = 5000
@@ -91,7 +92,7 @@ class TraceStatistics:
     def headline(self) -> str:
         return f"{self.traces:,} traces in {self.groups:,} groups, {self.with_signal:,} of them with different rewards"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         return {
             "read": self.read.as_dict(),
             "groups": {

@@ -7,14 +7,14 @@ reads a file, and nothing here needs torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from posttrain.data.errors import DataError, nearest
+from posttrain.json_files import JsonMapping
 
-Message = Mapping[str, Any]
+Message = JsonMapping
 Prompt = str | list[Message]  # text, or the turns of a conversation
 Response = str | list[Message]  # the text of one answer, or the turns that followed the prompt where there were several
 
@@ -97,9 +97,7 @@ class TraceFilters:
     min_reward_threshold: float | None = None  # traces with a lower reward are left out
     since: str | date | None = None  # first moment that counts; a day means its beginning; UTC unless it has a zone
     until: str | date | None = None  # first moment that counts no more; "2026-03-01" leaves that day out
-    where: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # column -> the value, or the list of values, that it must have
+    where: JsonMapping = field(default_factory=dict)  # column -> the value, or the list of values, that it must have
     duplicates: Duplicates = (
         "keep"  # of equal (or nearly equal) responses to one prompt, "exact" or "near" keeps the first
     )

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from posttrain.json_files import JsonMapping
+
 # A text gets the role `tool` if the chat template has it, else `user`; a {role, content} message has its own.
 Observation = str | Mapping[str, str]
 Reward = float | Mapping[str, float]  # a number, or named parts that add up
@@ -26,9 +28,9 @@ class TurnTask:
     """What a conversation is about."""
 
     prompt: str  # as the model sees it, chat template applied
-    messages: Sequence[Mapping[str, Any]]  # before the chat template
+    messages: Sequence[JsonMapping]  # before the chat template
     reference: Any  # the expected answer, as the dataset gives it
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns
+    metadata: JsonMapping = field(default_factory=dict)  # the row's other columns
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,7 @@ class Turn:
 class TurnEnvironment(ABC):
     """A base with the usual answers. Any class with `reset` and `step` will do; `tools` and `end` may be left out."""
 
-    tools: Sequence[
-        Mapping[str, Any]
-    ] = ()  # JSON schemas, OpenAI's format: put into the prompt, see docs/multi-turn.md
+    tools: Sequence[JsonMapping] = ()  # JSON schemas, OpenAI's format: put into the prompt, see docs/multi-turn.md
 
     def reset(self, task: TurnTask) -> Any:
         return task

@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from posttrain.environments.pool import ScoringPool, to_score
 from posttrain.environments.settings import RewardSettings
 from posttrain.environments.turns.interface import TurnItem
 from posttrain.errors import InputError
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.types import Message, Score
 
 
@@ -27,11 +27,11 @@ class TurnOutcome(Score):
     done: bool = False
     answer: str | None = None  # for the judge
     counts: Mapping[str, float] = field(default_factory=dict)
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[JsonMapping, ...] = ()
 
 
 class _TurnPool(ScoringPool):
-    def _read(self, reply: dict[str, Any]) -> Score:
+    def _read(self, reply: JsonObject) -> Score:
         if "error" in reply:
             return to_score(reply)
         return TurnOutcome(
@@ -66,7 +66,7 @@ class TurnRouter:
             results.update(zip(rows, self._pools[name].score([calls[row][1] for row in rows]), strict=True))
         return [results[row] for row in range(len(calls))]
 
-    def tools(self, name: str) -> tuple[Mapping[str, Any], ...]:
+    def tools(self, name: str) -> tuple[JsonMapping, ...]:
         """The schemas of the tools that the environment's class declares."""
         (outcome,) = self.ask([(name, TurnItem("describe"))])
         if not isinstance(outcome, TurnOutcome):

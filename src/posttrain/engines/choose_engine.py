@@ -1,4 +1,4 @@
-"""The native engine over a model by name, for sampling without training. Shared by eval, serve and chat."""
+"""Which engine samples: for a rank that trains, and for a model by name (eval, serve, chat)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from posttrain.config import PolicyConfig
 from posttrain.config.generation import NativeConfig
 from posttrain.engines.native.engine import NativeEngine, native_settings
 from posttrain.models.accepted_names import ResolvedModel, resolve_model
 from posttrain.models.loading import load_tokenizer, resolve_device, sampling_dtype
 from posttrain.models.lora import load_with_adapter
+
+
+def engine_for_training(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig
+) -> NativeEngine | None:
+    """The engine that samples from the modules being trained; None for a run that samples nothing."""
+    if policy.generation is None:
+        return None
+    settings = native_settings(
+        policy.generation.native_cfg, policy.max_total_sequence_length, deterministic=policy.deterministic
+    )
+    return NativeEngine(model, tokenizer, settings)
 
 
 def load_for_sampling(
