@@ -37,8 +37,8 @@ from tables import ratio, table, write_json
 from posttrain.checkpointing import BackgroundWrite, CheckpointStore
 from posttrain.config.policy import OptimizerConfig
 from posttrain.errors import InputError
-from posttrain.policy.compact import make_optimizer
-from posttrain.policy.saving import CheckpointWriter
+from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.optimizer import make_optimizer
 
 SYNCHRONOUS, BACKGROUND = "at once", "in the background"
 

@@ -150,7 +150,7 @@ def main(words: list[str] | None = None) -> int:
         return serve_side(args.job, do_job)
     names = args.workload or (TINY_WORKLOADS if args.shape == "tiny" and not args.model else ["512x128+256"])
     for name in names:
-        workload(name)  # a wrong name is told before an hour has passed
+        workload(name)  # refuse a wrong name before an hour of work
     model = chosen_model(args.shape, args.model)
     results: dict[str, Result] = {}
     for job in jobs(args, names):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -54,8 +53,8 @@ def _of_completions(completions: Sequence[Completion]) -> Sampled:
 
 
 def native_settings(job: DecodeJob) -> NativeSettings:
-    """Room for the workload; what was said on the command line stands."""
-    known = {field.name: field for field in fields(NativeSettings)}
+    """Sizes for the workload; options of the command line take precedence."""
+    known = NativeSettings.model_fields
     if unknown := sorted(set(job.native) - set(known)):
         raise InputError(f"--native {', '.join(unknown)}: the native engine has {', '.join(known)}")
     room = {"max_batch_size": job.max_batch_size, "max_total_tokens": job.longest}
@@ -117,7 +116,7 @@ class GenerateSampling:
 
 
 def _plain_sampling(num_new: int, **options: Any) -> GenerationConfig:
-    # top_k is 50 if nothing is said; eos None means that nothing ends a row but its length.
+    # top_k would default to 50; with eos None only the length ends a row.
     return GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=num_new, eos_token_id=None, pad_token_id=PAD,
         **options,

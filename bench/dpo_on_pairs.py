@@ -201,7 +201,7 @@ def accuracy(model: str, base: str, rows: list[dict[str, Any]], device: str) -> 
 
     from posttrain.algorithms.supervised_batches import pair_batch
     from posttrain.data.chat import ChatFormat
-    from posttrain.policy.attention import attention_context
+    from posttrain.models.attention_interface import attention_context
     from posttrain.policy.logprobs import TokenLogprobs
     from posttrain.policy.packed import PackedRow
     from posttrain.types import Pair

@@ -74,7 +74,6 @@ def posttrain_side(job: DpoJob) -> dict[str, Any]:
     from policy_around import common_settings, policy_around, run_config, tokenizer_folder
 
     from posttrain.algorithms.dpo import Dpo
-    from posttrain.build.datasets import options
     from posttrain.policy.objectives import PreferenceLoss
     from posttrain.policy.reference_cache import CachedReference
 
@@ -93,7 +92,7 @@ def posttrain_side(job: DpoJob) -> dict[str, Any]:
         config = run_config("dpo", settings, job.overrides)
         policy, worker = policy_around(model, config.policy, needs_reference=True)
     del model
-    objective = PreferenceLoss(**options(config.dpo, PreferenceLoss))
+    objective = PreferenceLoss(config.dpo)
     dpo = Dpo(
         job.pairs_per_step, objective, policy, PairsInOrder(job.pairs()), reference=CachedReference(policy, max_bytes=0)
     )

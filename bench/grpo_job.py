@@ -22,13 +22,12 @@ from torch import Tensor
 from train_job import flops_of
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.build.credit import build_credit, build_objective, build_selection
 from posttrain.hardware import peak_flops
-from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
-from posttrain.reporting.metric_rows import Hardware, performance
-from posttrain.roles import Generator, Objective, Policy, Progress
+from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
+from posttrain.recipes.grpo_credit import build_credit, build_objective
+from posttrain.reporting.rows import Hardware, performance
+from posttrain.roles import Engine, Objective, Progress, Trainer
 from posttrain.rollouts.fresh import FreshRollouts
-from posttrain.rollouts.selection import EveryGroup
 from posttrain.types import Completion, NoiseKey, Sampling, Score, StepReport, Task, TokenBatch, UpdateReport
 
 
@@ -100,7 +99,7 @@ class EvenTokens:
 class UnsharedPolicy:
     """Every response gets a prompt of its own."""
 
-    def __init__(self, policy: ShardedPolicy) -> None:
+    def __init__(self, policy: ShardedTrainer) -> None:
         self.policy = policy
 
     def __getattr__(self, name: str) -> Any:
@@ -124,10 +123,10 @@ def unshared(batch: TokenBatch) -> TokenBatch:
     )
 
 
-class UnsharedGenerator:
+class UnsharedEngine:
     """Every sample is a task of its own. Noise is keyed by draw and sample, so the tokens are those of the shared run."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Engine) -> None:
         self.generator = generator
 
     def generate(
@@ -141,6 +140,9 @@ class UnsharedGenerator:
         singles = [replace(task, first_sample=index) for task in tasks for index in range(num_samples)]
         done = [group[0] for group in self.generator.generate(singles, 1, sampling, key, progress)]
         return [done[start : start + num_samples] for start in range(0, len(done), num_samples)]
+
+    def release(self) -> None:
+        self.generator.release()
 
 
 # -- the run -------------------------------------------------------------------------------------------------------------
@@ -166,11 +168,11 @@ def config_of(job: GrpoJob, folder: Path) -> Any:
     return run_config("grpo", settings, job.overrides)
 
 
-def build_step(job: GrpoJob, config: Any, policy: ShardedPolicy, worker: WatchedWorker, vocab_size: int) -> Grpo:
-    generator: Generator = ShardedGenerator(worker)
-    step_policy: Policy = policy
+def build_step(job: GrpoJob, config: Any, policy: ShardedTrainer, worker: WatchedWorker, vocab_size: int) -> Grpo:
+    generator: Engine = ShardedEngine(worker)
+    step_policy: Trainer = policy
     if not job.share_prompts:
-        generator, step_policy = UnsharedGenerator(generator), UnsharedPolicy(policy)
+        generator, step_policy = UnsharedEngine(generator), UnsharedPolicy(policy)
     generation = config.policy.generation
     rollouts = FreshRollouts(
         RandomPrompts(job.prompt_tokens, vocab_size, job.seed),
@@ -180,9 +182,8 @@ def build_step(job: GrpoJob, config: Any, policy: ShardedPolicy, worker: Watched
         sampling=Sampling(generation.max_new_tokens, generation.temperature, ignore_eos=True),
         seed=SEED,
     )
-    return Grpo(
-        GrpoSettings(), build_objective(config), build_credit(config), build_selection(config), step_policy, rollouts
-    )
+    settings = GrpoSettings(config.grpo.num_prompts_per_step)
+    return Grpo(settings, build_objective(config), build_credit(config), step_policy, rollouts, SharedWeights())
 
 
 def measure(job: GrpoJob) -> dict[str, Any]:
@@ -194,7 +195,7 @@ def measure(job: GrpoJob) -> dict[str, Any]:
     del model
     grpo = build_step(job, config, policy, worker, len(tokenizer))
     if job.warm_up_prompts:
-        replace(grpo, selection=EveryGroup(job.warm_up_prompts)).step(0)
+        replace(grpo, settings=GrpoSettings(job.warm_up_prompts)).step(0)
     worker.clear()
     reports = [grpo.step(step) for step in range(1, job.steps + 1)]
     best = min(reports, key=lambda report: report.timings_s["total_step_time"])

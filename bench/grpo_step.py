@@ -31,7 +31,7 @@ from side_process import Result, run_side, serve_side, show_failures
 from tables import ratio, table, write_json
 
 from posttrain.errors import InputError
-from posttrain.reporting.metric_rows import TOTAL_STEP, top_level_stages
+from posttrain.reporting.rows import TOTAL_STEP, top_level_stages
 
 # (prompts, samples of each, prompt tokens, new tokens), at full size and at the size of a test.
 WORKLOADS = {

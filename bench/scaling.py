@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from grpo_job import EvenTokens, RandomPrompts
@@ -29,18 +29,20 @@ from machine import facts
 from tables import table, write_json
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
-from posttrain.build.credit import build_credit, build_objective, build_selection
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
-from posttrain.engines.native.pages import pages_for
-from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler
+from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
 from posttrain.errors import InputError
-from posttrain.orchestration.sharded import ShardedPolicy
+from posttrain.orchestration.rank import Rank
+from posttrain.orchestration.sharded import ShardedTrainer, SharedWeights
+from posttrain.orchestration.workers import LocalWorker
+from posttrain.recipes.grpo import GrpoRecipe
+from posttrain.recipes.grpo_credit import build_credit, build_objective
 from posttrain.reporting import RunRecorder
-from posttrain.reporting.metric_rows import TOTAL_STEP, top_level_stages
+from posttrain.reporting.rows import TOTAL_STEP, top_level_stages
 from posttrain.roles import Progress
 from posttrain.rollouts.fresh import FreshRollouts
-from posttrain.types import Completion, NoiseKey, Sampling, StepReport, Task
+from posttrain.types import Completion, NoiseKey, Sampling, StepReport, Task, TokenBatch
 
 LINEAR_UP_TO = 1.15  # the exponent of the growth; 2 would be quadratic
 NOTABLE_SHARE = 0.05  # a stage below this may grow as it likes for now
@@ -73,21 +75,17 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 class NoModel:
-    """A worker that answers at once: `orchestration.local.WorkerGroup`."""
+    """A rank that answers at once."""
 
-    size = 1
-    in_process = True
+    def update(self, *args: Any) -> dict[str, float]:
+        return {"loss": 0.0, "grad_norm": 1.0, "update_skipped": 0.0, "lr": 0.0}
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        if method == "update":
-            return [{"loss": 0.0, "grad_norm": 1.0, "update_skipped": 0.0, "lr": 0.0}]
-        if method == "end_step":
-            return [None]
-        assert method in ("logprobs", "reference_logprobs"), method
-        return [[None if part is None else torch.zeros(len(part.columns["mask"])) for part in arguments[0][0]]]
+    def end_step(self) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def logprobs(self, parts: Sequence[TokenBatch | None]) -> list[torch.Tensor | None]:
+        return [None if part is None else torch.zeros(len(part.columns["mask"])) for part in parts]
+
+    reference_logprobs = logprobs
 
 
 class NoSampler:
@@ -113,6 +111,8 @@ class NoSampler:
             for task in tasks
         ]
 
+    def release(self) -> None: ...
+
 
 def build_step(args: argparse.Namespace, num_samples: int) -> Grpo:
     num_prompts = num_samples // args.group
@@ -126,7 +126,7 @@ def build_step(args: argparse.Namespace, num_samples: int) -> Grpo:
     ]
     config: Any = load_config("grpo", None, words).config
     batching = MicroBatching(max_tokens=8192)
-    policy = ShardedPolicy(NoModel(), train=batching, score=batching, seed=0)
+    policy = ShardedTrainer(LocalWorker(cast(Rank, NoModel())), train=batching, score=batching, seed=0)
     rollouts = FreshRollouts(
         RandomPrompts(args.prompt_tokens, 1000, seed=0),
         NoSampler(args.new_tokens),
@@ -135,9 +135,8 @@ def build_step(args: argparse.Namespace, num_samples: int) -> Grpo:
         sampling=Sampling(args.new_tokens),
         seed=0,
     )
-    return Grpo(
-        GrpoSettings(), build_objective(config), build_credit(config), build_selection(config), policy, rollouts
-    )
+    settings = GrpoSettings(config.grpo.num_prompts_per_step)
+    return Grpo(settings, build_objective(config), build_credit(config), policy, rollouts, SharedWeights())
 
 
 def scheduling_s(args: argparse.Namespace, num_samples: int) -> float:
@@ -151,7 +150,8 @@ def scheduling_s(args: argparse.Namespace, num_samples: int) -> float:
     lengths = {id(sample): rng.randint(args.new_tokens // 2, args.new_tokens) for sample in samples}
     pages = _BATCH * (pages_for(args.prompt_tokens + args.new_tokens, _PAGE_SIZE) + 2)
     start = time.perf_counter()
-    scheduler = Scheduler(samples, pages, _PAGE_SIZE, _BATCH)
+    scheduler = Scheduler(pages, _PAGE_SIZE, _BATCH)
+    scheduler.add(samples)
     while scheduler.unfinished:
         admitted = scheduler.admit()
         for sample in admitted.samples:
@@ -169,7 +169,7 @@ def recording_s(report: StepReport, folder: Path) -> float:
     """What it takes to write a step to its run folder, samples included."""
     recorder = RunRecorder(
         folder,
-        algorithm="grpo",
+        presentation=GrpoRecipe.presentation,
         max_steps=1,
         num_devices=1,
         peak_flops_per_device=None,

@@ -6,7 +6,7 @@
     python bench/serve_load.py http://127.0.0.1:8000 --against http://127.0.0.1:8001 --json result.json   # e.g. vllm serve
 
 First every prompt is asked alone, greedily; then all streams at once ask the same prompts. Each answer under load must be the
-one that its prompt got alone. One that another prompt got is *mixed up*; one that nobody got *differs* (on a GPU, rounding may
+one that its prompt got alone. The answer to another prompt is *mixed up*; any other answer *differs* (on a GPU, rounding may
 depend on the batch). `--probe` also checks a posttrain server's manners: keys, 429 when full, places freed by clients that leave.
 Exits with 1 if a response was lost or mixed up, or a probe failed.
 """
@@ -40,7 +40,7 @@ WORDS = (
     "saddle",
     "orchid",
 )
-MOST_TRIES = 50  # of a request that is told to come back
+MOST_TRIES = 50  # of a request that gets 429
 
 
 @dataclass
@@ -190,7 +190,7 @@ def summary(alone: list[Answer], answers: list[Answer], seconds: float, args: ar
     expected = {answer.prompt: answer.text for answer in alone}
     complete = [answer for answer in answers if answer.finished]
     wrong = [answer for answer in complete if answer.text != expected[answer.prompt]]
-    # Two prompts may deserve the same answer; then nobody can tell, and it is no mix-up.
+    # Two prompts may have the same answer: that is no mix-up.
     mixed_up = [answer for answer in wrong if answer.text in expected.values()]
     first = [answer.times[0] - answer.began for answer in complete if answer.times]
     between = [b - a for answer in complete for a, b in zip(answer.times, answer.times[1:], strict=False)]
@@ -221,7 +221,7 @@ async def gauge(client: httpx.AsyncClient, target: Target, name: str) -> float:
 
 
 async def probe(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """What a posttrain server does with strangers, with too many, and with those who leave."""
+    """How a posttrain server handles wrong keys, overload and disconnects."""
     body = {**body_of(target, prompt_of(0, args.prompt_words), 64), "n": 1}
     url = f"{target.url}/v1/completions"
     found: dict[str, Any] = {}

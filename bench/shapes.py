@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from posttrain.errors import InputError
-from posttrain.policy.attention import ATTENTION
+from posttrain.models.attention_interface import ATTENTION
 
 PAD, EOS = 0, 2  # ids of the tokenizer below; random prompts do not use them
 FIRST_WORD = 3

@@ -47,11 +47,11 @@ def _repeated(job: TrainJob, work: Any) -> list[float]:
 
 
 def posttrain_side(job: TrainJob) -> dict[str, Any]:
-    """`ShardedPolicy.update`, as every algorithm calls it: packing, micro-batches, backward, clipping, optimizer."""
+    """`ShardedTrainer.update`, as every algorithm calls it: packing, micro-batches, backward, clipping, optimizer."""
     from policy_around import common_settings, policy_around, run_config, tokenizer_folder
 
     from posttrain.algorithms.supervised_batches import example_batch
-    from posttrain.policy.objectives.nll import NegativeLogLikelihood
+    from posttrain.policy.objectives import NegativeLogLikelihood
     from posttrain.types import Example
 
     model, tokenizer = open_model(job.model, job.device, job.torch_dtype, job.seed)

@@ -6,7 +6,7 @@
     python bench/tune_decode_kernels.py --what shared --group 16 --prefix 512
     python bench/tune_decode_kernels.py --what sampling rope attention shared --json tuning.json
 
-Launches are recorded into a CUDA graph and go round over caches that together are larger than L2, so neither Python nor L2 takes
+Launches are captured in a CUDA graph and cycle over caches that together are larger than L2, so neither Python nor L2 takes
 part. Bytes are those that have to be read at least: keys and values of all tokens once. The line with * is the fastest; the
 one marked "now" is what the engine takes by itself. The best tile of a shape belongs into `TILES` of
 `src/posttrain/engines/native/kernels/shapes.py`. Needs a CUDA device.
@@ -99,7 +99,7 @@ def make_inputs(job: Job, dtype: torch.dtype, prefix_pages: int = 0, group: int 
 
 
 def seconds_per_launch(launch: Callable[[int], Any]) -> float:
-    """`launch(i)` is called with 0, 1, 2, …; recorded, so that nothing but the GPU is timed."""
+    """`launch(i)` is called with 0, 1, 2, …; captured, so that only the GPU is timed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -238,10 +238,10 @@ def tune_shared(job: Job, dtype: torch.dtype, group: int, prefix: int, roof: flo
     token_bytes = 2 * kv_heads * dim * dtype.itemsize
     once = inputs.kv_bytes - (job.rows - len(groups)) * prefix * token_bytes
     shape = kernels.DecodeShape(heads, kv_heads, dim, dim, dtype.itemsize, roof)
-    says = kernels.shared_prefix_pays(shape, [len(rows) for rows in groups], [prefix] * len(groups))
+    pays = kernels.shared_prefix_pays(shape, [len(rows) for rows in groups], [prefix] * len(groups))
     timings = [
         tried("each row on its own", separate, once),
-        tried("prefix once per tile, as it is", shared(None), once, "now" if says else "the model says: does not pay"),
+        tried("prefix once per tile, as it is", shared(None), once, "now" if pays else "estimated not to pay"),
     ]
     for candidate in ((32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2)):
         tile = kernels.AttentionTile(*candidate)

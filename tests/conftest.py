@@ -2,7 +2,9 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # No test reaches a network. Set before transformers and datasets are imported, which read it once.
@@ -16,3 +18,12 @@ settings.load_profile("posttrain")
 # A shell starts what runs in the background deaf to Ctrl-C, and children inherit that. Some tests send themselves one.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """What the code under test computes in float32 is computed in float64."""
+    from float64 import float64  # torch is imported by the tests that need it
+
+    with float64():
+        yield

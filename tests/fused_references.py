@@ -18,7 +18,7 @@ from tiny_models import SLIDING_WINDOW, VOCAB_SIZE, randomise, tiny_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.policy.attention import ATTENTION, attention_context
+from posttrain.models.attention_interface import ATTENTION, attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch

@@ -13,9 +13,9 @@ from posttrain.evaluation.results import (
     SUMMARY_FILE,
     Counts,
     Evaluation,
-    Problem,
-    Sample,
-    Summary,
+    EvaluationSummary,
+    ProblemResult,
+    SampleResult,
     hash_of,
     problem_row,
     read_evaluation,
@@ -41,14 +41,14 @@ def write_evaluation(
     identity: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     problems = [
-        Problem(
+        ProblemResult(
             id=f"set:{first_id + index}",
             index=index,
             dataset="set",
             prompt=f"question {first_id + index}",
             expected="42",
             samples=tuple(
-                Sample(
+                SampleResult(
                     text=text(index, reward),
                     num_tokens=num_tokens(index),
                     finish_reason="stop",
@@ -63,7 +63,7 @@ def write_evaluation(
         for index, row in enumerate(rewards)
     ]
     samples = [sample for problem in problems for sample in problem.samples]
-    summary = Summary(
+    summary = EvaluationSummary(
         model=model,
         dataset="set",
         metric="pass@1",

@@ -10,7 +10,7 @@ from tiny_models import VOCAB_SIZE, randomise, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from posttrain.policy.attention import ATTENTION, attention_context
+from posttrain.models.attention_interface import ATTENTION, attention_context
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.reward_head import SequenceScores
 from posttrain.types import TokenBatch
@@ -19,14 +19,22 @@ PAD = 0  # in no sequence
 
 
 def tiny_reward_model(
-    family: str = "llama", *, attention: str = ATTENTION, seed: int = 0, **overrides: Any
+    family: str = "llama",
+    *,
+    attention: str = ATTENTION,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    **overrides: Any,
 ) -> PreTrainedModel:
-    """The same family, seed and overrides always give the same weights, whatever the attention implementation."""
+    """The same family, seed and overrides always give the same weights, whatever the attention implementation.
+
+    `dtype` is torch's default unless given.
+    """
     config = copy.deepcopy(tiny_model(family, **overrides).config)
     config.num_labels, config.pad_token_id = 1, PAD
     model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
     randomise(model, seed)
-    return model.eval()
+    return model.to(dtype or torch.get_default_dtype()).eval()
 
 
 def random_pairs(lengths: list[int], prompt_lengths: list[int], seed: int = 0) -> TokenBatch:

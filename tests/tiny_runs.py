@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -256,22 +257,38 @@ def _context() -> Any:
     return context
 
 
-def start(arguments: Sequence[str], log: Path) -> BaseProcess:
-    """In a process of its own, forked from one that has imported everything. What it prints goes to `log`."""
+def start(arguments: Sequence[str], log: Path, hold: Path | None = None) -> BaseProcess:
+    """In a process of its own, forked from one that has imported everything. What it prints goes to `log`.
+
+    No checkpoint is completed while the file `hold` exists: it keeps the name that it has while it is being written.
+    """
     log.touch()
-    process: BaseProcess = _context().Process(target=_main_with_log, args=(list(arguments), str(log)))
+    process: BaseProcess = _context().Process(target=_main_with_log, args=(list(arguments), str(log), hold))
     process.start()
     assert wait_until(lambda: log.read_text().startswith(FORKED), process), "the process did not get as far as main"
     return process
 
 
-def _main_with_log(arguments: list[str], log: str) -> None:
+def _main_with_log(arguments: list[str], log: str, hold: Path | None) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.write(1, FORKED.encode())
+    if hold is not None:
+        _hold_checkpoints(hold)
     os.setsid()  # so that a signal can be sent to the whole of it, as a terminal does
     sys.exit(main(arguments))
+
+
+def _hold_checkpoints(hold: Path) -> None:
+    rename = os.rename
+
+    def held_rename(source: Any, target: Any, **options: Any) -> None:
+        while Path(source).name.startswith("tmp_step_") and hold.exists():
+            time.sleep(0.005)
+        rename(source, target, **options)
+
+    os.rename = held_rename
 
 
 def wait_until(condition: Callable[[], Any], process: BaseProcess, limit_s: float = 120.0) -> bool:
@@ -283,6 +300,16 @@ def wait_until(condition: Callable[[], Any], process: BaseProcess, limit_s: floa
         assert time.monotonic() < end, "the run has made no progress"
         time.sleep(0.002)
     return bool(condition())
+
+
+def same_up_to_rounding(expected: Any) -> Any:
+    """For numbers of two runs that add up in different orders, in float32.
+
+    A step of these runs adds up about 200 tokens, whose terms are of order 1: a sum errs by up to 200 * eps = 2.4e-5, which is
+    the bound for sums that cancel. Updates pass errors on to later steps, hence ten times as much relative to sums that do not
+    cancel. Errors in the code that these comparisons look for (a wrong denominator, a lost token) are of some percent.
+    """
+    return pytest.approx(expected, rel=2e-4, abs=2.4e-5)
 
 
 # -- what a run has written --------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import byte_tokenizer, tiny_model
 
-from posttrain.serve.loading import ServeOptions, build_service
-from posttrain.serve.options import EngineOptions
+from posttrain.serve.loading import build_service
+from posttrain.serve.options import EngineOptions, ServeOptions
 from posttrain.serve.server import DrainingServer, listen
 from posttrain.serve.service import Service
 
@@ -41,7 +41,7 @@ def save_model(folder: Path, seed: int = 0) -> Path:
 
 
 def save_adapter(folder: Path, base: Path, seed: int) -> Path:
-    """An adapter that changes what the model says."""
+    """An adapter that changes the answers."""
     config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
     model: Any = get_peft_model(tiny_model("llama", vocab_size=VOCAB_SIZE), config)
     generator = torch.Generator().manual_seed(seed)
@@ -70,13 +70,29 @@ class RunningServer:
         self.wait_until(lambda: not self.service.num_inside and not any(session.unfinished for session in sessions))
         assert all(session.pages_in_use == 0 for session in sessions)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No token is sampled inside, so that requests which are running or queued remain so."""
+        may_step = threading.Event()
+        for session in self.service.sessions:
+            session.step = partial(_once, may_step, session.step)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            may_step.set()
+
     def slow_down(self, seconds: float) -> None:
-        """Every step takes this much longer: a tiny model is done before anybody can do something meanwhile."""
+        """Every step takes this much longer, so that a tiny model does not finish before the test can act."""
         for session in self.service.sessions:
             session.step = partial(_after, seconds, session.step)  # type: ignore[method-assign]
 
     def metric(self, name: str, **labels: str) -> float:
         return self.service.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def _once(may_step: threading.Event, step: Callable[[], Any]) -> Any:
+    may_step.wait()
+    return step()
 
 
 def _after(seconds: float, step: Callable[[], Any]) -> Any:
@@ -85,8 +101,8 @@ def _after(seconds: float, step: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def running(options: ServeOptions, said: list[str] | None = None) -> Iterator[RunningServer]:
-    service = build_service(options, (said if said is not None else []).append)
+def running(options: ServeOptions, printed: list[str] | None = None) -> Iterator[RunningServer]:
+    service = build_service(options, (printed if printed is not None else []).append)
     with listen("127.0.0.1", 0) as door:
         port = door.getsockname()[1]
         server = DrainingServer(service, "127.0.0.1", port, drain_timeout_s=5.0)

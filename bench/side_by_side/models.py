@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from posttrain.export.gguf_import import is_model_folder
 from posttrain.models.catalogue import CATALOGUE, fetch
+from posttrain.models.gguf_import import is_model_folder
 from side_by_side.job import WORDS, prompt_rows
 
 SMOLLM2 = next(model for model in CATALOGUE if model.name == "smollm2")

@@ -24,7 +24,7 @@ from posttrain.algorithms.grpo import Grpo
 from posttrain.build import Run
 from posttrain.cli.train_command import quieten_libraries
 from posttrain.config import load_config
-from posttrain.roles import Algorithm, Objective, Policy
+from posttrain.roles import Algorithm, Objective, Trainer
 from posttrain.types import Pair, StepReport, TokenBatch, UpdateReport
 from side_by_side import rewards
 from side_by_side.job import GRPO, Job, StepTime, peaks_of_helpers, write_result
@@ -45,7 +45,7 @@ class WatchedPairs:
 class WatchedPolicy:
     """A policy that counts the tokens it feeds to the model in updates."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Trainer) -> None:
         self.policy = policy
         self.num_tokens = 0
 

@@ -5,6 +5,10 @@ class InputError(ValueError):
     """Bad config, data, reward function or checkpoint: the message names the place and what would be right."""
 
 
+class CheckpointError(InputError):
+    """A checkpoint that cannot be used by this run. The message names the file and what is wrong with it."""
+
+
 def reason_of(error: BaseException) -> str:
     """What somebody else's error says, fit for the middle of a message; its kind where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,9 +1,9 @@
-"""What accelerators can do at best, to say how much of it is used."""
+"""Peak throughput of accelerators by their data sheets."""
 
 from __future__ import annotations
 
-# Dense bf16 TFLOP/s by the vendors' data sheets; the first name that occurs in the device's name counts.
-_PEAK_TFLOPS = {
+# Dense bf16 TFLOP/s. The first name that occurs in the device's name is used.
+PEAK_TFLOPS = {
     "GB300": 2450.0,
     "GB200": 2450.0,
     "B300": 2250.0,
@@ -19,4 +19,4 @@ _PEAK_TFLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS.items() if name in device_name), None)
+    return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in device_name), None)

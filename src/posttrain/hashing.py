@@ -1,7 +1,7 @@
-"""SHA-256 of values and of files, the latter remembered, so that looking at a large, unchanged file again costs nothing.
+"""SHA-256 of values and of files, the latter cached, so that hashing a large, unchanged file again costs nothing.
 
-A file is known again by its path, size, time and inode. One that was written a moment ago is not remembered: it might change
-once more within the same tick of the clock, and then nothing would tell the two apart.
+A file is identified by its path, size, time and inode. One that was written a moment ago is not cached: it might change once
+more within the same tick of the clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path, PurePath
-from typing import Any
 from uuid import UUID
 
 from posttrain.checkpointing import durable
@@ -30,13 +29,13 @@ _LARGE_BYTES = 1 << 20
 _LONG_BYTES = 8 << 30
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """One SHA-256 for plain values, whatever the order of their keys. Of others, such as images, the bytes count."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()
 
 
-def _plain(value: Any) -> str:
-    """Never the text of an object, which may hold where it lies in memory."""
+def _plain(value: object) -> str:
+    """Never the text of an object, which may contain its address."""
     if isinstance(value, bytes | bytearray | memoryview):
         return hashlib.sha256(value).hexdigest()
     if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal | UUID | PurePath):
@@ -47,13 +46,13 @@ def _plain(value: Any) -> str:
 
 
 class FileHashes:
-    """`memory` is a file; losing it costs time only. Files below `min_bytes` are quicker hashed than remembered."""
+    """`memory` is a file; losing it costs time only. Files below `min_bytes` are hashed faster than looked up."""
 
     def __init__(self, memory: Path, *, min_bytes: int = 0) -> None:
         self._memory = memory
         self._min_bytes = min_bytes
-        self._known: dict[str, list[Any]] = _read_memory(memory)
-        self._new: dict[str, list[Any]] = {}
+        self._known: dict[str, list[int | str]] = _read_memory(memory)
+        self._new: dict[str, list[int | str]] = {}
 
     def of(self, file: Path) -> str:
         try:
@@ -86,7 +85,7 @@ class FileHashes:
         if not self._new or not self._memory.parent.is_dir():
             return
         with _locked(self._memory.with_suffix(".lock")):
-            # Others may have written since: what they know is kept, what is gone from the disk is not.
+            # Others may have written since: their entries are kept, those of removed files are not.
             merged = {**_read_memory(self._memory), **self._new}
             kept = {name: row for name, row in merged.items() if os.path.exists(name)}
             durable.write_text(self._memory, json.dumps(kept))
@@ -98,14 +97,14 @@ class FileHashes:
 
 
 def hash_files(files: Sequence[Path], say: Callable[[str], None] | None = None) -> list[str]:
-    """With the memory that all of the user's commands share. `say` hears of it if it takes long."""
+    """With the cache that all of the user's commands share. `say` gets a message if it takes long."""
     try:
         memory = cache_folder() / "file_hashes.json"
     except RuntimeError:  # a user without a home
         memory = Path(os.devnull) / "file_hashes.json"
     hashes = FileHashes(memory, min_bytes=_LARGE_BYTES)
     if say is not None and (unknown := hashes.unknown_bytes(files)) > _LONG_BYTES:
-        say(f"hashing {unknown / 2**30:.0f} GiB of files; the hashes are remembered for the next time")
+        say(f"hashing {unknown / 2**30:.0f} GiB of files; the hashes are kept for the next time")
     found = hashes.of_all(files)
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +115,7 @@ def hash_files(files: Sequence[Path], say: Callable[[str], None] | None = None) 
 
 
 def cache_folder() -> Path:
-    """Of what can be had again at the price of time: POSTTRAIN_CACHE, or ~/.cache/posttrain."""
+    """For what can be computed or fetched again: POSTTRAIN_CACHE, or ~/.cache/posttrain."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "posttrain")
 
 
@@ -135,7 +134,7 @@ def _mark(status: os.stat_result) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
-def _read_memory(memory: Path) -> dict[str, list[Any]]:
+def _read_memory(memory: Path) -> dict[str, list[int | str]]:
     try:
         known = json.loads(memory.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,15 +1,30 @@
-"""The roles that posttrain is made of. Protocols only: who implements them is decided in `build.py`."""
+"""The roles that posttrain is made of. Protocols only: implementations are chosen in the composition root.
+
+One training step: a `RolloutSource` asks an `Engine` for completions and an `Environment` for their scores; an `Algorithm`
+turns them into batches for the `Trainer`, which minimises an `Objective`; `WeightSync` hands the new weights to the engine.
+The loop drives the algorithm, the `Recorder` writes what happened, the `Saver` keeps it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from posttrain.types import Completion, Group, NoiseKey, Sampling, Score, StepReport, Task, TokenBatch, UpdateReport
+from posttrain.types import (
+    Completion,
+    NoiseKey,
+    Sampling,
+    Score,
+    StepReport,
+    TakenGroups,
+    Task,
+    TokenBatch,
+    UpdateReport,
+)
 
 Progress = Callable[[int], None]  # called with the number of units that have just been finished
 ShowProgress = Callable[
@@ -34,8 +49,20 @@ class Objective(Protocol):
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]: ...
 
 
-class Policy(Protocol):
+class ReferencePolicy(Protocol):
+    """The frozen starting policy that a trainer can evaluate."""
+
+    def reference_logprobs(self, batch: TokenBatch) -> Tensor: ...
+
+    def reference_fingerprint(self) -> str:
+        """A digest of everything that determines `reference_logprobs`, whatever the number of ranks."""
+        ...
+
+
+class Trainer(ReferencePolicy, Protocol):
     """The model being trained, on any number of ranks."""
+
+    num_updates: int  # optimizer steps so far; it seeds dropout, so it is part of a checkpoint
 
     def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport: ...
 
@@ -43,17 +70,34 @@ class Policy(Protocol):
 
     def logprobs(self, batch: TokenBatch) -> Tensor: ...
 
-    def reference_logprobs(self, batch: TokenBatch) -> Tensor: ...
-
     def end_step(self) -> None:
-        """One step of the algorithm is over: the learning-rate schedule moves on."""
+        """One step of the algorithm is over: the learning-rate schedule advances."""
 
     def save(self, folder: Path, *, optimizer: bool) -> None: ...
 
     def load(self, folder: Path) -> None: ...
 
+    def save_obstacle(self, *, optimizer: bool) -> str:
+        """Why `begin_save` cannot be used; empty if it can. Call it after the first update."""
+        ...
 
-class Generator(Protocol):
+    def prepare_save(self, *, optimizer: bool) -> bool:
+        """Allocate memory for `begin_save` ahead of time. True once all ranks have it; call again until then."""
+        ...
+
+    def begin_save(self, folder: Path, *, optimizer: bool) -> Callable[[Callable[[], bool]], None]:
+        """Copy the state as it is now. Returns the function that writes it, for a background thread.
+
+        Its argument returns True once the run has failed, so that waiting for other ranks ends.
+        """
+        ...
+
+    def take_save_wait_s(self) -> float:
+        """Seconds that updates have waited for copies of `begin_save` since the last call; of the slowest rank."""
+        ...
+
+
+class Engine(Protocol):
     """Samples completions: for each task, `num_samples` of them in sample order."""
 
     def generate(
@@ -65,9 +109,19 @@ class Generator(Protocol):
         progress: Progress | None = None,
     ) -> list[list[Completion]]: ...
 
+    def release(self) -> None:
+        """Free the memory that is held between calls, such as the KV cache. The next call allocates it again."""
+
+
+class WeightSync(Protocol):
+    """Hands the trainer's weights to the engine."""
+
+    def publish(self, version: int) -> None:
+        """Return once the engine samples with the weights as they are now, known as `version` from here on."""
+
 
 class Environment(Protocol):
-    """Judges completions. It never raises for a completion that cannot be judged: that one comes back unscored."""
+    """Scores completions. One that cannot be scored comes back unscored, with the reason: that is not an error."""
 
     def score(
         self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
@@ -77,19 +131,22 @@ class Environment(Protocol):
 
 
 class RolloutSource(Protocol):
-    """Hands out completions and has them scored; two calls, so that an algorithm can tell their times apart."""
+    """Hands out scored groups: fresh, recorded, in several turns, or filtered."""
 
-    def sample(self, num_groups: int, step: int) -> tuple[list[Task], list[list[Completion]]]: ...
+    def take(self, num_groups: int, step: int) -> TakenGroups:
+        """`num_groups` scored groups for training step `step`, counted from 1.
 
-    def score(self, tasks: Sequence[Task], completions: Sequence[Sequence[Completion]]) -> list[Group]: ...
+        In validation `step` is the last finished one, 0 before training; in an evaluation it is 0.
+        """
+        ...
 
 
 class Stateful(Protocol):
     """Something whose position is part of the checkpoint."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> Mapping[str, object]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, object]) -> None: ...
 
 
 class Algorithm(Protocol):
@@ -101,8 +158,49 @@ class Algorithm(Protocol):
 
 
 class Recorder(Protocol):
-    """Writes what happened to the run folder and shows it to people."""
+    """Writes what happened to the run folder and shows it on the console."""
 
-    def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None: ...
+    def start(self, resumed_step: int) -> None:
+        """Prepare the run folder for step `resumed_step` + 1; 0 is a fresh run."""
+
+    def begin_step(self, step: int) -> None: ...
+
+    def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
+        """Everything of the step is on disk when this returns."""
+
+    def record_validation(self, step: int, validation: StepReport) -> None:
+        """A validation that belongs to no training step, such as the one before training."""
+
+    def finish(self, reason: str) -> None: ...
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Progress]: ...
+
+    def stage(self, text: str) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+class Saver(Protocol):
+    """Keeps checkpoints of the whole run, in the background where possible, and resumes from the newest one."""
+
+    @property
+    def is_enabled(self) -> bool: ...
+
+    def resume(self) -> int:
+        """Load the newest complete checkpoint. Returns the step it was saved after, or 0."""
+        ...
+
+    def with_timings(self, report: StepReport) -> StepReport:
+        """The report with the time that saving has blocked the run since the last call."""
+        ...
+
+    def note_validation(self) -> None:
+        """The run validates: a checkpoint without a validation, which cannot be ranked by it, gets a warning."""
+
+    def after_step(self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool) -> None:
+        """Save if a checkpoint is due after this step; always after the last one."""
+
+    def abandon(self, error: Exception) -> None:
+        """The run failed. Finish the checkpoint that is being written if possible; note on `error` if it is lost."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,14 +28,14 @@ class Task:
     """
 
     draw: int
-    id: str  # "<dataset>:<row>", for people
+    id: str  # "<dataset>:<row>", for messages and reports
     prompt: str  # the rendered prompt, special tokens included
     prompt_ids: tuple[int, ...]
-    reference: Any = None  # the expected answer, as the dataset gives it
+    reference: object = None  # the expected answer, as the dataset gives it
     environment: str = ""  # key under `env:` of the config
     messages: tuple[Message, ...] = ()  # the conversation before the chat template
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    recorded: tuple[Rollout, ...] = ()  # answers that somebody else gave, with their rewards, to be learnt from
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    recorded: tuple[Rollout, ...] = ()  # answers from elsewhere, with their rewards, to train on
     # A later turn of one sample is a task of its own. These two keep its sampling noise apart from that of the turns and
     # samples beside it: which sample of `draw` it is, and how many tokens stand between the first prompt and what follows.
     first_sample: int = 0
@@ -76,15 +76,19 @@ class Completion:
     """One sampled answer. `logprobs[i]` is the sampler's log-probability of `token_ids[i]` under the temperature used.
 
     A stop token that ended the answer is part of `token_ids`; `text` is decoded without special tokens. In a conversation
-    of several turns, what the environment said stands between the model's turns; `mask` tells the two apart.
+    of several turns, the environment's tokens stand between the model's turns; `mask` separates the two.
     """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # 0 where the token is not the model's; empty where nobody knows (a recorded answer)
+    logprobs: tuple[float, ...]  # 0 where the token is not the model's; empty where unknown (a recorded answer)
     text: str
     finish_reason: FinishReason
     mask: tuple[bool, ...] = ()  # True: the model's own token, to be trained; empty: all of them are
     conversation: Conversation | None = None  # set when the environment took turns with the model
+    # Which weights sampled which tokens: (index of the first token, version), each up to the next pair. Version v is the
+    # weights after v training steps of the run, -1 an unknown earlier one; empty: unknown, taken as the current weights.
+    versions: tuple[tuple[int, int], ...] = ()
+    error: str | None = None  # why no answer came (a request to a server failed); such a completion stays unscored
 
     @property
     def trained(self) -> tuple[bool, ...]:
@@ -98,7 +102,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Utterance:
-    """What one side said in its turn."""
+    """One turn of the model or of the environment."""
 
     role: str  # "assistant" is the model, any other the environment
     text: str
@@ -107,12 +111,10 @@ class Utterance:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of a completion, and what the environment made of them on the way."""
+    """The turns of a completion, and what the environment counted in them."""
 
     utterances: tuple[Utterance, ...]
-    score: Score  # of the turns; where `to_judge` is set, the judge's verdict is added to it
     counts: Mapping[str, float] = field(default_factory=dict)  # e.g. tool_calls, malformed_tool_calls
-    to_judge: str | None = None  # the final answer, if a judge has yet to see it
 
     @property
     def num_turns(self) -> int:
@@ -121,7 +123,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Score:
-    """What an environment says of one completion. `reward` None means unscored: `error` then says why."""
+    """An environment's score of one completion. `reward` None means unscored; `error` is then the reason."""
 
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward
@@ -156,9 +158,15 @@ class Group:
     def rewards(self) -> list[float | None]:
         return [rollout.score.reward for rollout in self.rollouts]
 
-    def with_advantages(self, advantages: Sequence[float]) -> Group:
-        pairs = zip(self.rollouts, advantages, strict=True)
-        return replace(self, rollouts=tuple(replace(rollout, advantage=float(a)) for rollout, a in pairs))
+
+@dataclass(frozen=True)
+class TakenGroups:
+    """The result of one call of a rollout source: scored groups, with timings and metrics of the source."""
+
+    groups: tuple[Group, ...]  # to train on
+    sampled: tuple[Group, ...]  # all that were sampled for this call; dynamic sampling keeps only some of them
+    timings_s: Mapping[str, float]  # stage -> seconds: generation, reward_calculation
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the source itself
 
 
 @dataclass(frozen=True)
@@ -170,14 +178,14 @@ class Pair:
     prompt_ids: tuple[int, ...]
     chosen_ids: tuple[int, ...]
     rejected_ids: tuple[int, ...]
-    chosen_reward: float = 1.0  # what the annotator or the reward said of each; RPO learns their difference
+    chosen_reward: float = 1.0  # of the annotator or a reward model; RPO learns their difference
     rejected_reward: float = 0.0
     pack: int = -1  # of a file of precomputed packs, which pack it is in; -1: of none
 
 
 @dataclass(frozen=True)
 class Judged:
-    """An answer on its own that somebody called good or bad, for losses that need no pairs (KTO)."""
+    """An answer on its own that is labelled good or bad, for losses that need no pairs (KTO)."""
 
     draw: int
     id: str
@@ -188,7 +196,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Example:
-    """A supervised example. `mask[i]` says whether `response_ids[i]` is trained."""
+    """A supervised example. `mask[i]`: whether `response_ids[i]` is trained."""
 
     draw: int
     id: str
@@ -276,7 +284,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one optimizer step, or one evaluation without a step, says of itself. Metrics are already normalised."""
+    """The report of one optimizer step, or of one evaluation without a step. Metrics are already normalised."""
 
     metrics: Mapping[str, float]
     num_tokens: int = 0  # prompt and response tokens that went through the model
@@ -284,7 +292,7 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step of an algorithm hands to the loop: the numbers, and the samples behind them."""
+    """The report of one step of an algorithm: the numbers, and the samples behind them."""
 
     metrics: Mapping[str, float]  # without prefix: "loss", "reward", …
     timings_s: Mapping[str, float]  # stage -> seconds

@@ -94,9 +94,7 @@ def keys(rows: int) -> tuple[Tensor, Tensor]:
     ("width", "vocab_size", "temperature"),
     [(49_152, 49_152, 1.0), (128_256, 128_256, 0.7), (151_936, 151_669, 1.0), (50_257, 50_257, 1.2), (33, 30, 1.0)],
 )
-def test_draws_are_those_of_the_torch_sampler(
-    width: int, vocab_size: int, temperature: float, dtype: torch.dtype
-) -> None:
+def test_draws_equal_the_torch_sampler(width: int, vocab_size: int, temperature: float, dtype: torch.dtype) -> None:
     from posttrain.engines.native import kernels
 
     rows = 300
@@ -138,7 +136,7 @@ def test_draws_follow_the_softmax(vocab_size: int, temperature: float) -> None:
     assert chi_square_excess(tokens, (logits / (temperature * 1.1)).softmax(0)) > 20
 
 
-def test_logits_that_are_not_numbers_show_in_the_logprob() -> None:
+def test_nan_logits_give_nan_logprobs() -> None:
     from posttrain.engines.native import kernels
 
     logits = torch.zeros(4, 128_256, device="cuda", dtype=torch.bfloat16)
@@ -150,7 +148,7 @@ def test_logits_that_are_not_numbers_show_in_the_logprob() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 128, 300])
-def test_places_and_what_a_step_leaves_for_the_next(rows: int) -> None:
+def test_stepping_kernels_equal_torch(rows: int) -> None:
     from posttrain.engines.native import kernels
 
     assert_steps_like_torch(kernels, rows, "cuda")

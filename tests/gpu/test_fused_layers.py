@@ -30,7 +30,8 @@ from fused_references import (
 from tiny_models import byte_tokenizer
 from torch import Tensor
 
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.fused.joining import joined
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Product
@@ -296,7 +297,7 @@ def test_adapters_in_bf16(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_recorded_pass_follows_adapters_and_weights_that_change_in_place(dtype: torch.dtype) -> None:
+def test_a_captured_pass_follows_adapters_and_weights_that_change_in_place(dtype: torch.dtype) -> None:
     model = adapted("llama", dtype).eval()
     assert fuse_layers(decoder_of(model), may_join=True) == 2
     layer: Any = decoder_of(model).layers[0]  # type: ignore[index, union-attr]
@@ -328,7 +329,7 @@ def test_a_recorded_pass_follows_adapters_and_weights_that_change_in_place(dtype
     assert (expected - before).abs().max() > 0.05
 
 
-def test_engine_samples_with_adapters_from_recorded_steps() -> None:
+def test_engine_samples_with_adapters_from_cuda_graphs() -> None:
     from posttrain.engines.native import NativeEngine, NativeSettings
     from posttrain.types import NoiseKey, Sampling, Task
 

@@ -12,7 +12,7 @@ from torch import nn
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.noise import sequence_key, token_keys, uniform
 from posttrain.engines.native.sampler import TokenSampler
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
 from posttrain.policy.packed import PackedRow
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
@@ -55,7 +55,7 @@ def test_noise_is_the_same_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     "sampling", [Sampling(1), Sampling(1, temperature=0.0), Sampling(1, top_k=20), Sampling(1, top_p=0.8)], ids=str
 )
-def test_the_same_logits_give_the_same_tokens(sampling: Sampling) -> None:
+def test_equal_logits_give_equal_tokens(sampling: Sampling) -> None:
     logits = torch.randn(256, 5000, generator=torch.Generator().manual_seed(0)) * 3
     keys = torch.tensor([sequence_key(1, 2, 3, sample) for sample in range(256)])
     index = torch.arange(256)
@@ -68,7 +68,7 @@ def test_the_same_logits_give_the_same_tokens(sampling: Sampling) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3"])
-def test_fp32_samples_what_a_cpu_samples(family: str) -> None:
+def test_fp32_samples_equal_the_cpu(family: str) -> None:
     cpu = NativeEngine(tiny_model(family), TOKENIZER, SETTINGS).generate(make_tasks(), 3, SAMPLING, KEY)
     cuda = NativeEngine(tiny_model(family).cuda(), TOKENIZER, SETTINGS).generate(make_tasks(), 3, SAMPLING, KEY)
     for one, other in zip(cpu, cuda, strict=True):
@@ -78,7 +78,7 @@ def test_fp32_samples_what_a_cpu_samples(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "qwen3", "gemma2", "gemma3"])
-def test_bf16_logprobs_are_the_trainers(family: str) -> None:
+def test_bf16_logprobs_equal_the_trainers(family: str) -> None:
     model = tiny_model(family, dtype=torch.bfloat16).cuda()
     completions = NativeEngine(model, TOKENIZER, SETTINGS).generate(make_tasks(), 8, SAMPLING, KEY)
     ours = torch.tensor([logprob for group in completions for c in group for logprob in c.logprobs])
@@ -86,7 +86,7 @@ def test_bf16_logprobs_are_the_trainers(family: str) -> None:
     assert difference.exp().mean() <= 1.02
 
 
-def test_running_out_of_pages_loses_nothing() -> None:
+def test_preemption_does_not_change_completions() -> None:
     model = tiny_model("llama").cuda()
     roomy = NativeEngine(model, TOKENIZER, SETTINGS).generate(make_tasks(), 3, SAMPLING, KEY)
     page_bytes = 4 * 2 * 2 * 2 * 8 * 4
@@ -97,7 +97,7 @@ def test_running_out_of_pages_loses_nothing() -> None:
     assert [[c.token_ids for c in group] for group in few] == [[c.token_ids for c in group] for group in roomy]
 
 
-def test_memory_of_the_cache_is_given_back() -> None:
+def test_cache_memory_is_freed() -> None:
     model = tiny_model("llama").cuda()
     engine = NativeEngine(model, TOKENIZER)
     engine.generate(make_tasks(), 2, SAMPLING, KEY)

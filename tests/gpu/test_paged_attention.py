@@ -33,7 +33,7 @@ def poisoned(cache: Cache) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_kernel_equals_attention_written_out(kernels: ModuleType, case: Case, dtype: torch.dtype) -> None:
+def test_kernel_equals_reference(kernels: ModuleType, case: Case, dtype: torch.dtype) -> None:
     cache = random_cache(case, dtype, "cuda")
     assert kernels.supports(cache.query, cache.keys, cache.values)
     expected = slow_attention(cache, **case.options)
@@ -43,7 +43,7 @@ def test_kernel_equals_attention_written_out(kernels: ModuleType, case: Case, dt
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_torch_stand_in_equals_attention_written_out(case: Case) -> None:
+def test_gathered_attention_equals_reference(case: Case) -> None:
     cache = random_cache(case, torch.float32, "cuda")
     expected = slow_attention(cache, **case.options)
     keys, values = cache.keys.nan_to_num(), cache.values.nan_to_num()  # it multiplies what is hidden by 0
@@ -54,7 +54,7 @@ def test_torch_stand_in_equals_attention_written_out(case: Case) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_shared_prefix_equals_attention_written_out(
+def test_shared_prefix_equals_reference(
     kernels: ModuleType, dtype: torch.dtype, window: int | None, splits: int
 ) -> None:
     groups, prefixes = [[8, 0, 2, 5], [1, 7, 3], [4, 6]], [160, 16, 0]
@@ -118,7 +118,7 @@ def test_pages_beyond_two_to_the_31_elements(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 8])
-def test_the_same_bits_every_time(kernels: ModuleType, splits: int) -> None:
+def test_results_are_deterministic(kernels: ModuleType, splits: int) -> None:
     cache = large_batch(48, 2_000, kv_heads=8, heads=32)
     options = {"scale": 0.1, "window": None, "softcap": None, "splits": splits}
     first = kernels.paged_attention(*cache.tensors, **options)
@@ -127,7 +127,7 @@ def test_the_same_bits_every_time(kernels: ModuleType, splits: int) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_recorded_launch_follows_lengths_tables_and_groups(kernels: ModuleType, shared: bool) -> None:
+def test_captured_launch_follows_lengths_tables_and_groups(kernels: ModuleType, shared: bool) -> None:
     case = Case(heads=8, kv_heads=2, lengths=(33, 40, 161, 200))
     caches = [
         random_cache(case, torch.bfloat16, "cuda", [[0, 1]], [32]),
@@ -142,7 +142,7 @@ def test_a_recorded_launch_follows_lengths_tables_and_groups(kernels: ModuleType
             return kernels.shared_prefix_attention(*live.tensors, tiles, **case.options)
         return kernels.paged_attention(*live.tensors, **case.options)
 
-    compute()  # compiled before it is recorded
+    compute()  # compiled before capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

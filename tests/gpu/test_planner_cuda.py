@@ -7,15 +7,14 @@ import torch
 from tiny_models import tiny_model
 
 from posttrain.config.policy import OptimizerConfig
-from posttrain.planning.calibration import CALIBRATION
-from posttrain.planning.layer_bytes import LayerBytes
-from posttrain.planning.settings import OptimizerSettings, RunSettings
-from posttrain.planning.shape import shape_of_config
-from posttrain.planning.workload import Bundle, Pass
-from posttrain.policy.attention import attention_context
-from posttrain.policy.compact import make_optimizer
+from posttrain.models.attention_interface import attention_context
+from posttrain.planning.workload import SharedPrompt
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.memory.layer_bytes import LayerBytes
+from posttrain.policy.memory.model_shape import shape_of_config
+from posttrain.policy.memory.settings import OptimizerSettings, RunSettings
+from posttrain.policy.optimizer import make_optimizer
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
 
@@ -76,8 +75,8 @@ def test_the_peak_of_a_training_pass_is_predicted_within_15_percent(
 
     shape = shape_of_config("tiny", model.config.to_dict())
     settings = RunSettings(2, checkpointing, None, OptimizerSettings(), False, chunk, False, 1, None)
-    layer = LayerBytes(shape, settings, CALIBRATION)
-    counted = Pass.of(Bundle(PROMPT, ANSWER, group_size), num_groups, None)
+    layer = LayerBytes(shape, settings)
+    counted = SharedPrompt(PROMPT, ANSWER, group_size).in_one_pass(num_groups, None)
     head = layer.head_backward(counted, accumulates=True)
     predicted = layer.kept(counted) + max(head, layer.layer_backward(counted))
     assert predicted == pytest.approx(measured, rel=0.15)

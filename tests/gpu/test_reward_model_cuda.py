@@ -11,7 +11,7 @@ from tiny_models import byte_tokenizer
 from tiny_reward_models import random_pairs, score_tokens, tiny_reward_model
 
 from posttrain.environments import build_environments
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.reward_head import SequenceScores
 from posttrain.types import Completion, Task

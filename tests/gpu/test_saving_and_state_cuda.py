@@ -11,12 +11,13 @@ import torch
 from tiny_models import byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
-from posttrain.policy import host_memory, storage
-from posttrain.policy.adam import StateFormat, new_state, update_slice
-from posttrain.policy.compact import CompactOptimizer
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
-from posttrain.policy.peak_memory import let_memory_change_hands
-from posttrain.policy.saving import CheckpointWriter
+from posttrain.policy import host_memory
+from posttrain.policy.checkpoint import files
+from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.optimizer.compact import CompactOptimizer
+from posttrain.policy.optimizer.compact_adam import StateFormat, new_state, update_slice
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
+from posttrain.policy.runtime import enable_expandable_segments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,8 +60,8 @@ def assert_nearly_all_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) 
         assert near.float().mean() > 0.999, f"{key}: {near.float().mean():.5f} are equal"
 
 
-def test_memory_is_taken_in_segments_that_can_change_hands() -> None:
-    let_memory_change_hands()
+def test_expandable_segments_are_enabled() -> None:
+    enable_expandable_segments()
     torch.cuda.empty_cache()  # an ordinary block that is free would be taken again
     # More than tests before this one may have left between tensors of theirs that live on.
     held = torch.empty(8 * 2**30, dtype=torch.uint8, device=CUDA)
@@ -77,7 +78,7 @@ def test_host_memory_is_pinned() -> None:
 
 
 @pytest.mark.parametrize("form", [None, StateFormat("int8", masters=False), StateFormat(offload=True)])
-def test_the_files_hold_what_was_there_when_the_save_began(form: StateFormat | None, tmp_path: Path) -> None:
+def test_files_hold_the_state_at_the_beginning_of_the_save(form: StateFormat | None, tmp_path: Path) -> None:
     model, optimizer, writer = build(form, hidden_size=512, intermediate_size=1024, head_dim=128)
     update(model, optimizer, 0)
     for step in range(3):  # the memory is used again
@@ -88,14 +89,14 @@ def test_the_files_hold_what_was_there_when_the_save_began(form: StateFormat | N
         update(model, optimizer, step + 1)
         thread.join()
         again_model, again_optimizer, _ = build(form, hidden_size=512, intermediate_size=1024, head_dim=128)
-        storage.load(folder, again_model, byte_tokenizer(), again_optimizer)
+        files.load(folder, again_model, byte_tokenizer(), again_optimizer)
         found = everything(again_model, again_optimizer)
         assert found.keys() == then.keys()
         for key, tensor in found.items():
             assert torch.equal(tensor, then[key]), key
 
 
-def test_a_graph_can_be_recorded_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_a_cuda_graph_can_be_captured_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     model, optimizer, writer = build(None, hidden_size=512, intermediate_size=1024, head_dim=128)
     update(model, optimizer, 0)
     x = torch.randn(64, 64, device=CUDA)
@@ -119,7 +120,7 @@ def test_a_graph_can_be_recorded_while_a_checkpoint_is_written(tmp_path: Path) -
 def test_state_in_host_memory_gives_the_numbers_of_state_on_the_device(
     moments: Any, masters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.policy.adam._SLICE", 20_000)  # many slices under way at a time
+    monkeypatch.setattr("posttrain.policy.optimizer.compact_adam._SLICE", 20_000)  # many slices under way at a time
     results = []
     for offload in (False, True):
         model, optimizer, _ = (
@@ -164,7 +165,7 @@ def _requested_bytes() -> int:
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
-def test_state_takes_the_memory_that_it_says_on_the_device() -> None:
+def test_state_takes_the_documented_memory_on_the_device() -> None:
     weight = torch.zeros(1024, 4096, dtype=torch.bfloat16, device=CUDA)
     before = _requested_bytes()
     state = new_state(weight, StateFormat("int8", masters=False))

@@ -11,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import SessionRequest, TokenEvent
+from posttrain.engines.native.session import GenerationSession, SessionRequest, TokenEvent
 from posttrain.types import NoiseKey, Sampling, Task
 
 pytestmark = [
@@ -40,7 +39,7 @@ def requests() -> list[SessionRequest]:
     return found
 
 
-def test_every_request_gets_what_the_engine_gives_it_alone() -> None:
+def test_session_equals_the_engine_alone() -> None:
     """fp32, so that the order of a sum changes no draw. Adapters are on the model before the engine sees it."""
     config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
     model: Any = get_peft_model(tiny_model("llama"), config, adapter_name="one")
@@ -67,7 +66,7 @@ def test_every_request_gets_what_the_engine_gives_it_alone() -> None:
             task = Task(0, request.id, "", request.prompt_ids)
             [found] = engine.generate([task], request.num_samples, request.sampling, NoiseKey(request.seed, 0))
             expected |= {(request.id, index): completion.token_ids for index, completion in enumerate(found)}
-        engine.release()  # what it has recorded belongs to this adapter
+        engine.release()  # its graphs were captured with this adapter
 
     session = GenerationSession(engine, activate)
     answers: dict[tuple[str, int], list[int]] = defaultdict(list)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tiny_runs import LORA, command, dpo, grpo, questions, rm, run, save_data, save_model, sft, write_rows
 
-import posttrain.policy.worker as worker_module
+import posttrain.policy.trainer as trainer_module
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **settings: Any) -> None:
         raise AssertionError("the model was loaded although the input was known to be bad")
 
-    monkeypatch.setattr(worker_module, "load_model", refuse)
-    monkeypatch.setattr(worker_module, "load_reward_model", refuse)
+    monkeypatch.setattr(trainer_module, "load_model", refuse)
+    monkeypatch.setattr(trainer_module, "load_reward_model", refuse)
 
 
 def assert_refused(

@@ -105,12 +105,12 @@ def test_lora_is_merged_or_stays_an_adapter(lora: Path, model: Path, tmp_path: P
     expected = logits_of(model, weights(step))
     assert not torch.allclose(expected, logits_of(model), atol=1e-2), "the adapter does something"
     assert torch.equal(logits_of(model, tmp_path / "adapter"), expected)
-    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=5e-4, atol=5e-4)
 
 
 def test_save_consolidated_adds_a_verified_model_to_each_checkpoint(lora: Path, model: Path) -> None:
     step = lora / "step_2"
-    torch.testing.assert_close(logits_of(step / "hf"), logits_of(model, weights(step)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(step / "hf"), logits_of(model, weights(step)), rtol=5e-4, atol=5e-4)
     lineage = json.loads((step / "hf/conversion.json").read_text())
     assert lineage["source"] == f"{lora.name}/step_2"
     assert lineage["verification"]["how"] == "loaded"
@@ -167,4 +167,4 @@ def test_bad_checkpoints_are_named_and_nothing_is_written(
     assert "hidden_size is 32 by" in bad(full / "step_2", target, capsys, "--base", str(wide))
     assert "no folder" in bad(tmp_path / "nowhere", target, capsys)
     assert main(["convert", str(full)]) == 64
-    assert "say where to" in capsys.readouterr().err
+    assert "give a target" in capsys.readouterr().err

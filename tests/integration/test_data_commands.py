@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -188,33 +187,14 @@ def test_bad_input_says_what_is_wrong_and_exits_with_64(
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[str]:
     pytest.importorskip("s3fs", reason="the s3 extra is not installed")
-    pytest.importorskip("moto", reason="the dev extra is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_for(port, server)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    import time
-
-    for _ in range(600):
-        assert server.poll() is None, "the S3 server ended"
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError("the S3 server did not start within a minute")
+    moto_server = pytest.importorskip("moto.server", reason="the dev extra is not installed")
+    server = moto_server.ThreadedMotoServer(
+        ip_address="127.0.0.1", port=0, verbose=False
+    )  # a free port, kept from here on
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
 
 
 @pytest.fixture

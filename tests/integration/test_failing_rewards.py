@@ -14,7 +14,7 @@ import torch
 from tiny_runs import grpo, results_of, run, save_data, save_model
 from transformers import AutoModelForCausalLM
 
-from posttrain.reporting.rollout_rows import read_rollouts
+from posttrain.reporting.rows import read_rollouts
 
 # What happens to an answer depends on its text only, so that the test can tell it beforehand.
 TREACHEROUS = """
@@ -34,7 +34,7 @@ def f(prompt, response, reference):
 """
 REASONS = {
     0: "ValueError: cannot read this answer",
-    1: "timeout after 1 s",
+    1: "timeout after 3 s",
     2: "exited with code 7",
     3: "returned 'high' (str)",
 }
@@ -61,7 +61,7 @@ def treacherous(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("treacherous")
     (folder / "mean.py").write_text(TREACHEROUS)
     arguments = grpo(model, data, folder, steps=STEPS, reward=f"{folder / 'mean.py'}:f")
-    assert run([*arguments, "env.mine.timeout_s=1", "env.mine.num_workers=2", "grpo.val_period=0"]) == 0
+    assert run([*arguments, "env.mine.timeout_s=3", "env.mine.num_workers=2", "grpo.val_period=0"]) == 0
     return folder
 
 
@@ -126,7 +126,7 @@ def test_the_report_and_the_list_of_reasons_say_so(treacherous: Path) -> None:
     report = (treacherous / "report.html").read_text()
     assert "could not be scored" in report.lower() or "unscored" in report.lower()
     assert "cannot read this answer" in report
-    assert "timeout after 1 s" in report
+    assert "timeout after 3 s" in report
     reasons = [json.loads(line) for line in (treacherous / "unscored.jsonl").read_text().splitlines()]
     assert sum(row["count"] for row in reasons) == sum(row["train/unscored"] for row in results_of(treacherous))
     raised = [row for row in reasons if row["reason"] == REASONS[0]]

@@ -165,7 +165,7 @@ def test_from_an_evaluation_to_production(
     # But not under the name of a stage that has moved on since.
     assert main(["registry", "promote", "sums", "2", "--to", "production", "--why", "x", "--force"]) == 0
     assert main([*distance, "old"]) == 64
-    assert "registry:sums@production holds other weights now" in capsys.readouterr().err
+    assert "registry:sums@production has other weights now" in capsys.readouterr().err
     assert main([*distance, "old", "--model", "registry:sums@1"]) == 0
     assert main(["registry", "rollback", "sums", "--why", "x"]) == 0
     capsys.readouterr()

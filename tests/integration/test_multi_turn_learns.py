@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import grpo, results_of, rows_of, run, save_data, save_model, weights_of
+from tiny_runs import grpo, results_of, rows_of, run, same_up_to_rounding, save_data, save_model, weights_of
 
 from posttrain.demo.calculator import build_model, write_data
+from posttrain.evaluation.results import read_evaluation
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -40,6 +41,14 @@ def test_a_model_learns_to_ask_the_calculator(tmp_path: Path, monkeypatch: pytes
     few = ["grpo.max_val_samples=60", "grpo.val_period=0", "checkpointing.enabled=false"]
     assert run(["grpo", "--config", str(CONFIGS / "grpo_calculator.yaml"), *shorter, *few]) == 0
 
+    taught = ["generation.model_name=results/calculator/taught", "eval.max_problems=60", "generation.temperature=1"]
+    assert run(["eval", "--config", str(CONFIGS / "eval_calculator.yaml"), *taught, "eval.save_path=asked"]) == 0
+    samples = [sample for problem in read_evaluation("asked").problems for sample in problem.samples]
+    solved = [sample for sample in samples if sample.reward == 1.0]
+    assert 0 < len(solved) < len(samples)
+    assert all([turn["role"] for turn in sample.turns] == ["assistant", "tool", "assistant"] for sample in solved)
+    assert all(sample.answer == sample.turns[1]["text"] for sample in solved)
+
     rows = rows_of(folder / "grpo")
     accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
     calls = [row["train/tool_calls"] for row in rows if "train/tool_calls" in row]
@@ -49,9 +58,9 @@ def test_a_model_learns_to_ask_the_calculator(tmp_path: Path, monkeypatch: pytes
     assert all(row["train/unscored"] == 0 for row in rows if "train/unscored" in row)
 
     last = groups_of(folder / "grpo/rollouts/step_16.jsonl.gz")
-    solved = next(c for group in last for c in group["completions"] if c["reward"] == 1.0)
-    assert [turn["role"] for turn in solved["turns"]] == ["assistant", "tool", "assistant"]
-    assert solved["turns"][2]["text"] == f"\\boxed{{{solved['turns'][1]['text']}}}"
+    best = next(c for group in last for c in group["completions"] if c["reward"] == 1.0)
+    assert [turn["role"] for turn in best["turns"]] == ["assistant", "tool", "assistant"]
+    assert best["turns"][2]["text"] == f"\\boxed{{{best['turns'][1]['text']}}}"
     assert 'class="turn environment"' in (folder / "grpo/report.html").read_text()
 
 
@@ -117,7 +126,7 @@ def assert_same_numbers(folder: Path, expected: Path) -> None:
         for key, value in row.items():
             if "packing" in key:  # how full the micro-batches were
                 continue
-            assert value == pytest.approx(other[key], rel=1e-4, abs=1e-6), f"{key} at step {row['step']}"
+            assert value == same_up_to_rounding(other[key]), f"{key} at step {row['step']}"
 
 
 def test_the_run_is_one_of_several_turns_that_trains_the_models_tokens_only(whole: Path) -> None:
@@ -199,3 +208,83 @@ def test_an_environment_that_fails_now_and_then_leaves_rollouts_unscored_and_the
     assert all(0 < row["train/unscored"] < 16 for row in rows)
     reasons = [json.loads(line) for line in (tmp_path / "run/unscored.jsonl").read_text().splitlines()]
     assert {row["reason"] for row in reasons} == {"OSError: no line"}
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def evaluation(model: Path, data: Path, folder: Path, *settings: str) -> list[str]:
+    return [
+        "eval",
+        str(model),
+        f"data.dataset_name={data / 'questions.jsonl'}",
+        "data.problem_key=input",
+        "data.solution_key=output",
+        "eval.max_problems=6",
+        "eval.max_rollout_turns=4",
+        "eval.bootstrap_resamples=50",
+        f"eval.save_path={folder}",
+        "generation.device=cpu",
+        "generation.num_threads=1",
+        "generation.max_new_tokens=12",
+        "generation.num_prompts_per_step=2",
+        "generation.vllm_cfg.max_model_len=192",
+        "env.mine.num_workers=1",
+        *settings,
+    ]
+
+
+def conversing(model: Path, data: Path, folder: Path) -> list[str]:
+    sampled = ["generation.temperature=1", "eval.num_tests_per_prompt=2"]
+    stops = f"generation.stop_token_ids={list(range(0, 256, 4))}"
+    return evaluation(model, data, folder, f"env.mine.turns={data / 'talk.py'}:Talk", stops, *sampled)
+
+
+def test_an_evaluation_takes_turns_and_goes_on_after_an_interruption(model: Path, data: Path, tmp_path: Path) -> None:
+    assert run(conversing(model, data, tmp_path / "whole")) == 0
+    found = read_evaluation(tmp_path / "whole")
+    samples = [sample for problem in found.problems for sample in problem.samples]
+    assert found.summary.counts.unscored == 0
+    roles = [[turn["role"] for turn in sample.turns] for sample in samples]
+    assert ["assistant", "tool", "assistant", "tool", "assistant"] in roles
+    for sample in samples:
+        said = [turn["text"] for turn in sample.turns if turn["role"] == "assistant"]
+        heard = [turn["text"] for turn in sample.turns if turn["role"] == "tool"]
+        assert heard == [f"{len(text)}!" for text in said[: len(heard)]]
+        assert sample.answer == (" ".join(said[-1].split()) or None)
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "cut/summary.json").unlink()
+    rows = (tmp_path / "whole/problems.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "cut/problems.jsonl").write_text("".join(rows[:3]))
+    assert run(conversing(model, data, tmp_path / "cut")) == 0
+    assert read_evaluation(tmp_path / "cut").problems == found.problems
+
+
+def test_an_evaluation_puts_the_tools_of_its_environment_into_the_prompt(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    calculator = ("env.mine.turns=calculator", "env.mine.type=math")
+    longer = "generation.vllm_cfg.max_model_len=1024"
+    assert run(evaluation(model, data, tmp_path / "tools", *calculator, longer)) == 0
+    plain = (*calculator, "env.mine.turns_kwargs.describe=false")
+    assert run(evaluation(model, data, tmp_path / "plain", *plain, longer)) == 0
+    tools, bare = (read_evaluation(tmp_path / name) for name in ("tools", "plain"))
+    assert [problem.prompt for problem in tools.problems] == [problem.prompt for problem in bare.problems]
+    assert [p.samples[0].text for p in tools.problems] != [p.samples[0].text for p in bare.problems]
+    assert tools.summary.counts.unscored == 0
+
+
+def test_an_evaluation_refuses_turns_that_it_cannot_take(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calculator = ("env.mine.turns=calculator", "env.mine.type=math")
+    assert run(evaluation(model, data, tmp_path, *calculator, "eval.max_rollout_turns=1")) == 64
+    assert "eval.max_rollout_turns = 1 ends a conversation" in capsys.readouterr().err
+    assert (
+        run(evaluation(Path("http:/"), data, tmp_path, *calculator, "generation.model_name=http://127.0.0.1:9/v1"))
+        == 64
+    )
+    assert "a server gives text alone" in capsys.readouterr().err
+    assert run(evaluation(model, data, tmp_path, "env.mine.turns=calculater", "env.mine.type=math")) == 64
+    assert "did you mean 'calculator'?" in capsys.readouterr().err

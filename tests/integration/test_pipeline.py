@@ -26,7 +26,7 @@ from posttrain.cli.serve_command import options_of
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.config.standalone import load_standalone
 from posttrain.pipeline import kpi
-from posttrain.pipeline.models import choose_models
+from posttrain.pipeline.iteration_models import choose_models
 from posttrain.pipeline.records import STAGES, Iteration, read_iterations
 from posttrain.pipeline.stages import ALL_STAGES
 from posttrain.registry import Registry, RegistryError
@@ -164,7 +164,7 @@ def test_the_stage_of_a_version_is_asked_of_the_registry_that_has_it(
     assert stages() == [None]
     assert main(["pipeline", "status", str(uninterrupted)]) == 0
     assert "promoted" in (shown := capsys.readouterr().out)
-    assert "1, stage not known" in shown
+    assert "1, stage unknown" in shown
 
 
 def test_a_dry_run_says_what_would_run_and_why(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +181,7 @@ def test_a_dry_run_says_what_would_run_and_why(uninterrupted: Path, capsys: pyte
     lines = {line.split()[0]: line for line in said}
     assert "dpo.seed changed" in lines["train"]
     assert "unchanged" in lines["dataset"]
-    assert "on what train will make" in lines["convert"]
+    assert "on the outcome of train" in lines["convert"]
     assert main(["pipeline", "run", str(uninterrupted), "--dry-run", "--from", "evaluate"]) == 0
     said = capsys.readouterr().out.splitlines()
     lines = {line.split()[0]: line for line in said}

@@ -58,7 +58,7 @@ def test_another_price_is_judged_anew_without_asking_anything_again(
     def fail(self: EvaluationBuild) -> None:
         raise AssertionError("a model was asked")
 
-    monkeypatch.setattr(EvaluationBuild, "_source", fail)
+    monkeypatch.setattr(EvaluationBuild, "_engine_and_chat", fail)
     assert run(world, HUGE_PRICE) == 3, "the gate sees the cost of now"
     assert run(world, PRICE) == 0
     (iteration,) = read_iterations(world / "home")

@@ -13,8 +13,9 @@ import torch
 from tiny_runs import LORA, grpo, questions, results_of, rm, rows_of, run, save_data, save_model, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.environments import RewardConfigError, build_environments
-from posttrain.types import Completion, Conversation, Score, Task, Utterance
+from posttrain.environments import build_environments
+from posttrain.errors import InputError
+from posttrain.types import Completion, Conversation, Task, Utterance
 
 WEIGHTS = Path("policy", "weights", "model")
 FLOAT32 = {"type": "reward_model", "device": "cpu", "precision": "float32"}
@@ -183,7 +184,7 @@ def test_without_a_precision_it_is_the_one_that_the_weights_are_saved_in(home: P
 
 def test_the_turns_of_a_conversation_are_read_in_order(home: Path) -> None:
     turns = (Utterance("assistant", "nop", 3), Utterance("user", "again", 5), Utterance("assistant", "abc", 3))
-    said = Completion((1,), (0.0,), "nopagainabc", "stop", conversation=Conversation(turns, Score(0.0)))
+    said = Completion((1,), (0.0,), "nopagainabc", "stop", conversation=Conversation(turns))
     messages = [{"role": "user", "content": "?"}, *({"role": t.role, "content": t.text} for t in turns)]
     [expected] = transformers_scores(home, [messages])
     with build_environments({"rm": {**FLOAT32, "model_name": str(home / "full" / "step_60")}}) as environment:
@@ -193,12 +194,12 @@ def test_the_turns_of_a_conversation_are_read_in_order(home: Path) -> None:
 
 def test_a_wrong_model_is_told_by_its_field(home: Path, tmp_path: Path) -> None:
     for name, words in ((str(home / "model"), "no reward model"), (str(tmp_path / "nowhere"), "no folder")):
-        with pytest.raises(RewardConfigError, match=rf"env\.rm\.model_name.*{words}"):
+        with pytest.raises(InputError, match=rf"env\.rm\.model_name.*{words}"):
             build_environments({"rm": {**FLOAT32, "model_name": name}})
     if not torch.cuda.is_available():
-        with pytest.raises(RewardConfigError, match=r"env\.rm\.device is cuda"):
+        with pytest.raises(InputError, match=r"env\.rm\.device is cuda"):
             build_environments({"rm": {**FLOAT32, "model_name": str(home / "full" / "step_60"), "device": "cuda"}})
-    with pytest.raises(RewardConfigError, match=r"env\.rm\.score_std"):
+    with pytest.raises(InputError, match=r"env\.rm\.score_std"):
         build_environments({"rm": {**FLOAT32, "model_name": "x", "score_std": 0}})
 
 

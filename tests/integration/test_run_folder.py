@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from tiny_runs import command, dpo, grpo, questions, results_of, rows_of, run, save_data, save_model, sft, write_rows
 
+from posttrain.cli.main import main
 from posttrain.config import load_config
-from posttrain.reporting.rollout_rows import read_rollouts
+from posttrain.reporting.rows import read_rollouts
 
 STEPS = 4
 
@@ -37,7 +38,7 @@ def folder(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def test_metrics_have_one_object_per_step_with_the_promised_keys(folder: Path) -> None:
+def test_metrics_have_one_object_per_step_with_the_documented_keys(folder: Path) -> None:
     rows = rows_of(folder)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
@@ -49,7 +50,7 @@ def test_metrics_have_one_object_per_step_with_the_promised_keys(folder: Path) -
         assert ("validation/accuracy" in row) == (row["step"] % 2 == 0)
 
 
-def test_rollouts_hold_the_samples_behind_the_metrics(folder: Path) -> None:
+def test_rollouts_match_the_metrics(folder: Path) -> None:
     draws = []
     for row in rows_of(folder):
         groups = read_rollouts(folder / "rollouts" / f"step_{row['step']}.jsonl.gz")
@@ -67,14 +68,14 @@ def test_rollouts_hold_the_samples_behind_the_metrics(folder: Path) -> None:
     assert [group["prompt"] for group in validation] == [f"<|ask|>{row['input']}<|answer|>" for row in questions(3, 1)]
 
 
-def test_the_config_is_whole_and_loads_again(folder: Path, model: Path) -> None:
+def test_config_is_complete_and_loads_again(folder: Path, model: Path) -> None:
     loaded = load_config("grpo", folder / "config.yaml")
     assert loaded.config.policy.model_name == str(model)
     assert loaded.config.grpo.max_num_steps == STEPS
     assert (folder / f"step_{STEPS}" / "config.yaml").read_text() == (folder / "config.yaml").read_text()
 
 
-def test_the_report_is_one_page_that_needs_no_other(folder: Path) -> None:
+def test_report_is_self_contained(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     for word in ("reward", "kl", "length", "grad", "generation"):
         assert word in page.lower()
@@ -84,9 +85,9 @@ def test_the_report_is_one_page_that_needs_no_other(folder: Path) -> None:
     assert first["prompt"].removeprefix("<|ask|>").removesuffix("<|answer|>") in page, "sample groups"
 
 
-def test_the_console_is_readable_in_a_log_file(folder: Path) -> None:
+def test_log_file_has_plain_text(folder: Path) -> None:
     text = (folder / "console.txt").read_text()
-    assert "\x1b" not in text, "no colours where nobody sees them"
+    assert "\x1b" not in text, "no colours in a log file"
     assert "\r" not in text, "no bars that overwrite themselves"
     for part in (
         f"Step 1/{STEPS}",
@@ -102,7 +103,7 @@ def test_the_console_is_readable_in_a_log_file(folder: Path) -> None:
     assert str(folder / "report.html") in text
 
 
-def test_quiet_prints_the_end_result_only(
+def test_quiet_prints_only_the_summary(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(dpo(model, data, tmp_path / "run", steps=2)) == 0
@@ -112,7 +113,7 @@ def test_quiet_prints_the_end_result_only(
     assert captured.err == ""
 
 
-def test_supervised_runs_write_the_same_kind_of_folder(model: Path, data: Path, tmp_path: Path) -> None:
+def test_supervised_runs_write_the_same_files(model: Path, data: Path, tmp_path: Path) -> None:
     for name, arguments, keys in (
         ("dpo", dpo(model, data, tmp_path / "dpo", steps=2), ("loss", "preference_loss", "accuracy", "grad_norm")),
         ("sft", sft(model, data, tmp_path / "sft", steps=2), ("loss", "grad_norm", "lr")),
@@ -125,7 +126,7 @@ def test_supervised_runs_write_the_same_kind_of_folder(model: Path, data: Path, 
         assert (tmp_path / name / "report.html").is_file()
 
 
-def test_equal_prompts_make_groups_of_their_own(model: Path, data: Path, tmp_path: Path) -> None:
+def test_equal_prompts_form_separate_groups(model: Path, data: Path, tmp_path: Path) -> None:
     """Groups are formed by the identity of a prompt, never by its text."""
     path = write_rows(tmp_path / "same.jsonl", [{"input": "1 + 1 = ?", "output": str(n)} for n in range(8)])
     settings = [f"data.train.data_path={path}", "policy.train_global_batch_size=16"]
@@ -137,7 +138,7 @@ def test_equal_prompts_make_groups_of_their_own(model: Path, data: Path, tmp_pat
     assert len(texts) == 4, "and each of them samples answers of its own"
 
 
-def test_prompts_that_are_too_long_are_left_out_counted_and_told(
+def test_too_long_prompts_are_left_out_and_reported(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [*questions(9), *({"input": "9" * 100, "output": "1"} for _ in range(5))]
@@ -150,7 +151,7 @@ def test_prompts_that_are_too_long_are_left_out_counted_and_told(
             assert "9" * 50 not in group["prompt"]
 
 
-def test_a_reward_function_is_found_from_where_the_command_is_given(
+def test_reward_function_is_found_relative_to_the_working_directory(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(data)
@@ -170,7 +171,7 @@ def test_parts_of_a_reward_are_kept_and_averaged(model: Path, data: Path, tmp_pa
     assert group["completions"][0]["parts"].keys() == {"short", "odd"}
 
 
-def test_a_folder_of_an_earlier_run_without_checkpoints_is_put_aside(model: Path, data: Path, tmp_path: Path) -> None:
+def test_earlier_run_without_checkpoints_is_archived(model: Path, data: Path, tmp_path: Path) -> None:
     arguments = [*sft(model, data, tmp_path / "run", steps=2), "checkpointing.enabled=false"]
     assert run(arguments) == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -178,3 +179,63 @@ def test_a_folder_of_an_earlier_run_without_checkpoints_is_put_aside(model: Path
     assert (tmp_path / "run" / "earlier_001" / "metrics.jsonl").read_bytes() == before
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [0, 1, 2]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def learning_rate(config: Path) -> float:
+    return float(load_config("sft", config).config.policy.optimizer.kwargs["lr"])
+
+
+def test_finished_run_keeps_the_config_that_it_was_trained_with(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Started again with another learning rate, again with the same, and at last continued with another."""
+    folder, key = tmp_path / "run", "policy.optimizer.kwargs.lr"
+    arguments = [*sft(model, data, folder, steps=2), "policy.scheduler=null"]
+    assert run([*arguments, f"{key}=1e-2"]) == 0
+    before = files_of(folder)
+    capsys.readouterr()
+    for _ in range(2):
+        assert run([*arguments, f"{key}=1e-3"]) == 64
+        message = capsys.readouterr().err
+        assert f"{key}: 0.01 -> 0.001" in message
+        assert "--resume-with-changes" in message
+        assert files_of(folder) == before
+    assert run([*arguments, f"{key}=1e-2"]) == 0
+    assert "nothing to do: the checkpoint is at step 2 of 2" in capsys.readouterr().out
+    assert files_of(folder) == before
+    assert run([*arguments, f"{key}=1e-3", "--resume-with-changes"]) == 0
+    assert files_of(folder) == before, "no step is trained with it"
+
+    longer = [*sft(model, data, folder, steps=4), "policy.scheduler=null", f"{key}=1e-3"]
+    assert run(longer) == 64
+    assert main([*longer, "--resume-with-changes"]) == 0
+    assert f"settings that differ from step 3 on:\n  sft.max_num_steps: 2 -> 4\n  {key}: 0.01 -> 0.001\n" in (
+        capsys.readouterr().out
+    )
+    assert [row["train/lr"] for row in rows_of(folder) if "train/lr" in row] == [1e-2, 1e-2, 1e-3, 1e-3]
+    assert (folder / "config.yaml").read_bytes() == before["config.yaml"]
+    assert learning_rate(folder / "config_from_step_3.yaml") == learning_rate(folder / "step_4/config.yaml") == 1e-3
+    changes = json.loads((folder / "run.json").read_text())["config_changes"]
+    assert {"from_step": 3, "key": key, "old": "0.01", "new": "0.001"} in changes
+    page = (folder / "report.html").read_text()
+    assert f'<td class="n">3</td><td>{key}</td><td>0.01</td><td>0.001</td>' in page
+    assert "config_from_step_3.yaml" in page
+
+
+def test_default_folders_of_runs_do_not_collide(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = sft(model, data, tmp_path, steps=1)
+    arguments = [word for word in given if not word.startswith("checkpointing.checkpoint_dir=")]
+    for _ in range(2):
+        assert main(arguments) == 0
+    assert "a new run in results/sft-2: results/sft holds a finished run" in capsys.readouterr().out
+    for folder in ("results/sft", "results/sft-2"):
+        loaded = load_config("sft", tmp_path / folder / "config.yaml")
+        assert loaded.config.checkpointing.checkpoint_dir == folder
+        assert len(rows_of(tmp_path / folder)) == 2

@@ -23,11 +23,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny_server import ENGINE, RunningServer, options_for, running, save_adapter, save_model
 
-from posttrain.models.reference import load_for_sampling
+from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.serve import server as serve_server
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.loading import build_service
-from posttrain.serve.options import Limits
+from posttrain.serve.options import ServerLimits
 from posttrain.serve.server import DrainingServer, listen
 from posttrain.types import NoiseKey, Sampling, Task
 
@@ -208,20 +208,20 @@ def test_under_load_nobody_gets_the_answer_of_another(server: RunningServer, mod
     server.wait_until_empty()
 
 
-def test_when_full_429_and_then_room_again(model: Path) -> None:
+def test_full_queue_answers_429_until_there_is_room(model: Path) -> None:
     engine = replace(ENGINE, max_batch_size=2)
-    with running(options_for(model, engine=engine, limits=Limits(max_queue=1))) as server:
-        server.slow_down(0.005)
+    with running(options_for(model, engine=engine, limits=ServerLimits(max_queue=1))) as server:
         url = f"{server.url}/v1/chat/completions"
         with httpx.Client(timeout=30) as client:
             streams = [client.stream("POST", url, json={**LONG, "max_tokens": 80, "stream": True}) for _ in range(3)]
-            opened = [stream.__enter__() for stream in streams]
-            assert [response.status_code for response in opened] == [200, 200, 200]
-            refused = client.post(url, json=LONG)
-            assert refused.status_code == 429
-            assert int(refused.headers["Retry-After"]) >= 1
-            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-            assert client.post(url, json={**LONG, "n": 3}).status_code == 400, "more than can ever run together"
+            with server.paused():
+                opened = [stream.__enter__() for stream in streams]
+                assert [response.status_code for response in opened] == [200, 200, 200]
+                refused = client.post(url, json=LONG)
+                assert refused.status_code == 429
+                assert int(refused.headers["Retry-After"]) >= 1
+                assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+                assert client.post(url, json={**LONG, "n": 3}).status_code == 400, "more than can ever run together"
             said = ["".join(response.iter_text()) for response in opened]
             for stream in streams:
                 stream.__exit__(None, None, None)
@@ -238,7 +238,7 @@ def disconnected(server: RunningServer) -> float:
     return server.metric("posttrain_requests_total", model="tiny", version="production", outcome="disconnected")
 
 
-def test_a_client_that_leaves_a_stream_frees_its_place(model: Path) -> None:
+def test_closed_stream_frees_its_slot(model: Path) -> None:
     with running(options_for(model)) as server:
         server.slow_down(0.3)  # most of a minute for the whole answer: it is not over by itself on a busy machine
         with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**LONG, "stream": True}) as response:
@@ -249,17 +249,19 @@ def test_a_client_that_leaves_a_stream_frees_its_place(model: Path) -> None:
         assert disconnected(server) == 1
 
 
-def test_a_client_that_leaves_without_a_word_frees_its_place(slow_server: RunningServer) -> None:
+def test_closed_connection_frees_the_slots_of_a_request_that_does_not_stream(slow_server: RunningServer) -> None:
     before = disconnected(slow_server)
-    patience = httpx.Timeout(30.0, read=1.0)  # long enough for a busy machine to have let the request in
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{slow_server.url}/v1/chat/completions", json={**LONG, "n": 6}, timeout=patience)
+    address, body = httpx.URL(slow_server.url), json.dumps({**LONG, "n": 6}).encode()
+    with socket.create_connection((address.host, address.port), timeout=30) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        slow_server.wait_until(lambda: slow_server.service.num_inside)
     slow_server.wait_until_empty()
     assert disconnected(slow_server) == before + 1
 
 
 def test_a_request_that_takes_too_long_is_told_so(model: Path) -> None:
-    limits = Limits(request_timeout_s=0.15, body_timeout_s=1.0)
+    limits = ServerLimits(request_timeout_s=0.15, body_timeout_s=1.0)
     with running(options_for(model, limits=limits)) as server, httpx.Client(timeout=30) as client:
         server.slow_down(0.005)
         url = f"{server.url}/v1/chat/completions"
@@ -318,7 +320,7 @@ def test_a_key_is_needed_where_one_is_set(model: Path) -> None:
 
 
 def test_bodies_and_prompts_over_the_limits(model: Path) -> None:
-    limits = Limits(max_body_bytes=2000, max_completion_tokens=30)
+    limits = ServerLimits(max_body_bytes=2000, max_completion_tokens=30)
     with running(options_for(model, limits=limits)) as server, httpx.Client(base_url=server.url) as client:
         large = json.dumps({"model": "tiny", "prompt": "x" * 3000}).encode()
         for content in (large, iter([large[:1500], large[1500:]])):  # announced, and in chunks of unknown number
@@ -564,7 +566,7 @@ def test_the_server_hears_signals_when_it_says_that_it_is_ready(model: Path, mon
 
 
 def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: Path) -> None:
-    with running(options_for(model, limits=Limits(body_timeout_s=1.0))) as server:
+    with running(options_for(model, limits=ServerLimits(body_timeout_s=1.0))) as server:
         server.slow_down(0.05)
         address = httpx.URL(server.url)
         door = (address.host, address.port)
@@ -576,8 +578,31 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
             assert (silent.recv(10), half.recv(10)) == (b"", b"")
 
 
-def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(model: Path) -> None:
-    command = [sys.executable, "-m", "posttrain.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
+# While the file that is named first on the command line exists, a request gets 50 tokens and then no other.
+SERVE_WITH_A_HOLD = """
+import os, sys, time
+from posttrain.cli.main import main
+from posttrain.engines.native.session import GenerationSession
+
+hold, step, num_tokens = sys.argv.pop(1), GenerationSession.step, 0
+
+def held(session):
+    global num_tokens
+    while num_tokens >= 50 and os.path.exists(hold):
+        time.sleep(0.01)
+    events = step(session)
+    num_tokens = num_tokens + len(events) if os.path.exists(hold) else 0
+    return events
+
+GenerationSession.step = held
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(model: Path, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    command = [sys.executable, "-c", SERVE_WITH_A_HOLD, str(hold)]
+    command += ["serve", str(model), "--port", "0", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*command, "--served-model-name", "tiny"], stderr=subprocess.PIPE, text=True, env=environment
@@ -590,12 +615,14 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(model: Path) 
             if "ready: " in line:
                 break
         url = lines[-1].split("ready: ")[1].split("/v1")[0]
+        hold.touch()
         body = {**LONG, "stream": True, "max_tokens": 400}
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
             parts = response.iter_lines()
             first = next(parts)
             process.send_signal(signal.SIGTERM)
             assert_drains(url)
+            hold.unlink()
             rest = [first, *parts]
         assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
         assert process.wait(30) == 0
@@ -606,8 +633,8 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(model: Path) 
 
 
 def assert_drains(url: str) -> None:
-    """While the last answer is being given, the door says that there will be no more."""
-    end = time.monotonic() + 10
+    """While a request is running, the server refuses others."""
+    end = time.monotonic() + 30
     while (health := httpx.get(f"{url}/health")).status_code != 503:
         assert time.monotonic() < end
     assert health.json()["status"] == "draining"
@@ -633,7 +660,7 @@ def assert_drains(url: str) -> None:
         (["--backend", "vllm", "--max-prefill-tokens", "64"], "no counterpart for --max-prefill-tokens"),
         (["--drain-timeout-s", "-1"], "--drain-timeout-s is -1.0: at least 0"),
         (["--body-timeout-s", "0"], "--body-timeout-s is 0.0: more than 0"),
-        (["another"], "what is 'another'"),
+        (["another"], "unexpected: 'another'"),
         (["--api-key-file", "/does/not/exist"], "cannot be read"),
         (["--api-key-file", "{model}/model.safetensors"], "cannot be read: it is no UTF-8 text"),
         (["--kv-cache-gib", "nan"], "--kv-cache-gib is nan: more than 0 is accepted"),
@@ -665,7 +692,7 @@ def test_keys_that_turn_out_to_be_none_do_not_open_the_server(
         monkeypatch.setenv("POSTTRAIN_API_KEY", keys)
     given = {"variable": [], "file": ["--api-key-file", str(file)], "argument": ["--api-key", keys]}[source]
     assert main(["serve", "never-looked-at", *given]) == 64
-    assert "holds no key: anybody could use the server" in capsys.readouterr().err
+    assert "holds no key: everyone could use the server" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(

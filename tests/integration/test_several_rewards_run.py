@@ -9,7 +9,7 @@ import pytest
 from tiny_runs import grpo, rows_of, run, save_data, save_model
 
 from posttrain.cli.main import main
-from posttrain.reporting.rollout_rows import read_rollouts
+from posttrain.reporting.rows import read_rollouts
 
 STEPS = 2
 REWARDS = (

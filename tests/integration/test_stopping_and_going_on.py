@@ -26,6 +26,8 @@ from tiny_runs import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain.config import load_config
+
 STEPS = 8
 SLOW_REWARD = """
 import time
@@ -63,7 +65,7 @@ def assert_goes_on_as_if_nothing_had_happened(arguments: list[str], folder: Path
 
 
 @pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
-def test_a_signal_saves_at_the_end_of_the_step_and_the_run_goes_on_exactly(
+def test_a_signal_saves_at_the_end_of_the_step_and_the_run_resumes_exactly(
     sent: signal.Signals, exit_code: int, model: Path, data: Path, whole: Path, tmp_path: Path
 ) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
@@ -150,7 +152,7 @@ def test_a_torn_checkpoint_is_reported_and_the_one_before_it_is_used(
     assert weights_of(folder / f"step_{STEPS}") == weights_of(whole / f"step_{STEPS}")
 
 
-def test_bf16_goes_on_exactly_too(model: Path, data: Path, tmp_path: Path) -> None:
+def test_bf16_runs_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:
     """The fp32 masters are part of the checkpoint: rounding to bf16 and back would lose what the optimizer remembers."""
     for name, steps in (("whole", [6]), ("stopped", [2, 6])):
         for max_steps in steps:
@@ -178,7 +180,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_difference(
 ) -> None:
     other = save_model(tmp_path / "other", hidden_size=48) if change == "size" else model
     before = (whole / "metrics.jsonl").read_bytes()
-    assert run([*grpo(other, data, whole), *(LORA if change == "lora" else [])]) == 64
+    assert run([*grpo(other, data, whole), *(LORA if change == "lora" else []), "--resume-with-changes"]) == 64
     message = capsys.readouterr().err
     assert "the checkpoint is of another model than this run's" in message
     assert difference in message
@@ -203,13 +205,15 @@ def test_a_changed_learning_rate_holds_from_the_resumed_step_on(model: Path, dat
     folder = tmp_path / "run"
     constant = "policy.scheduler=null"
     assert run([*dpo(model, data, folder, steps=2), constant, "policy.optimizer.kwargs.lr=1e-2"]) == 0
-    assert run([*dpo(model, data, folder, steps=4), constant, "policy.optimizer.kwargs.lr=1e-3"]) == 0
+    changed = [*dpo(model, data, folder, steps=4), constant, "policy.optimizer.kwargs.lr=1e-3"]
+    assert run([*changed, "--resume-with-changes"]) == 0
     rates = [row["train/lr"] for row in results_of(folder) if "train/lr" in row]
     assert rates == [1e-2, 1e-2, 1e-3, 1e-3]
-    assert (folder / "config_until_step_2.yaml").is_file(), "the earlier config is kept"
+    assert load_config("dpo", folder / "config.yaml").config.policy.optimizer.kwargs["lr"] == 1e-2
+    assert load_config("dpo", folder / "config_from_step_3.yaml").config.policy.optimizer.kwargs["lr"] == 1e-3
 
 
-def test_a_checkpoint_without_optimizer_is_no_place_to_go_on_from(
+def test_a_checkpoint_without_optimizer_cannot_be_resumed(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"

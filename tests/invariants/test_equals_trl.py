@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from float64 import approx, assert_same_gradients, float64
 from tiny_models import byte_tokenizer, gradients, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from posttrain.policy.attention import attention_context
+from posttrain.config import DpoConfig, LossFnConfig
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs
-from posttrain.policy.objectives import ClippedPolicyGradient, PreferenceLoss
+from posttrain.policy.objectives import ClippedPolicyGradient, PreferenceLoss, clipped
 from posttrain.policy.packed import PackedRow
 from posttrain.roles import Objective
 from posttrain.types import TokenBatch
@@ -24,6 +26,8 @@ from posttrain.types import TokenBatch
 pytest.importorskip("trl", reason="the bench extra is not installed")
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 TOKENIZER = byte_tokenizer()
 VOCABULARY = len(TOKENIZER)
@@ -37,8 +41,16 @@ COMMON: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our denominators have an epsilon of 1e-8, as in NeMo RL. TRL's have none, and in float64 the difference shows."""
+    monkeypatch.setattr(clipped, "EPS", 0.0)
+
+
 def policy(family: str = "llama", **options: Any) -> nn.Module:
-    return tiny_model(family, vocab_size=VOCABULARY, pad_token_id=TOKENIZER.pad_token_id, **options)
+    return tiny_model(
+        family, vocab_size=VOCABULARY, pad_token_id=TOKENIZER.pad_token_id, dtype=torch.float64, **options
+    )
 
 
 def random_batch(lengths: list[int], prompt_of: list[int], prompt_lengths: list[int], seed: int) -> TokenBatch:
@@ -66,17 +78,10 @@ def ours(
     return float(loss.detach()), gradients(model), {name: float(value) for name, value in metrics.items()}
 
 
-def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    scale = max(float(g.abs().max()) for g in expected.values())
-    assert scale > 1e-4
-    for name, gradient in expected.items():
-        assert float((actual[name] - gradient).abs().max()) <= 1e-5 * scale, name
-
-
 # -- DPO -----------------------------------------------------------------------------------------------------------------
 
-PAIRS = random_batch([5, 9, 1, 7, 6, 6, 3, 8], [0, 0, 1, 1, 2, 2, 3, 3], [7, 3, 12, 1], seed=0)
+with float64():
+    PAIRS = random_batch([5, 9, 1, 7, 6, 6, 3, 8], [0, 0, 1, 1, 2, 2, 3, 3], [7, 3, 12, 1], seed=0)
 
 
 def dpo_trainer(folder: Path, family: str, **options: Any) -> DPOTrainer:
@@ -116,20 +121,20 @@ def with_reference(batch: TokenBatch, family: str = "llama") -> TokenBatch:
 def test_dpo_sigmoid(tmp_path: Path, family: str, beta: float) -> None:
     loss, expected, theirs = trl_dpo(tmp_path, PAIRS, family, beta=beta, loss_type="sigmoid")
     batch = with_reference(PAIRS, family)
-    actual_loss, actual, metrics = ours(PreferenceLoss(reference_policy_kl_penalty=beta), batch, family)
-    assert actual_loss == pytest.approx(loss, rel=1e-5)
+    actual_loss, actual, metrics = ours(PreferenceLoss(DpoConfig(reference_policy_kl_penalty=beta)), batch, family)
+    assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
-    assert metrics["num_ranked_right"] / len(PAIRS.prompts) == pytest.approx(theirs["rewards/accuracies"])
+    assert metrics["num_ranked_right"] / len(PAIRS.prompts) == approx(theirs["rewards/accuracies"])
     # TRL multiplies its rewards by beta; ours, like NeMo RL's, are the bare log-ratios.
-    assert beta * metrics["rewards_chosen_mean"] == pytest.approx(theirs["rewards/chosen"], rel=1e-4)
-    assert beta * metrics["rewards_rejected_mean"] == pytest.approx(theirs["rewards/rejected"], rel=1e-4)
+    assert beta * metrics["rewards_chosen_mean"] == approx(theirs["rewards/chosen"])
+    assert beta * metrics["rewards_rejected_mean"] == approx(theirs["rewards/rejected"])
 
 
 def test_dpo_with_rewards_averaged_over_tokens(tmp_path: Path) -> None:
     loss, expected, _ = trl_dpo(tmp_path, PAIRS, beta=0.3, loss_type="sigmoid_norm")
-    objective = PreferenceLoss(reference_policy_kl_penalty=0.3, preference_average_log_probs=True)
+    objective = PreferenceLoss(DpoConfig(reference_policy_kl_penalty=0.3, preference_average_log_probs=True))
     actual_loss, actual, _ = ours(objective, with_reference(PAIRS))
-    assert actual_loss == pytest.approx(loss, rel=1e-5)
+    assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
 
 
@@ -138,17 +143,23 @@ def test_dpo_with_a_supervised_term(tmp_path: Path) -> None:
     pairs = random_batch([5, 9, 5, 2, 5, 6], [0, 0, 1, 1, 2, 2], [4, 8, 2], seed=3)
     loss, expected, _ = trl_dpo(tmp_path, pairs, beta=0.3, loss_type=["sigmoid", "sft"], loss_weights=[0.8, 0.25])
     objective = PreferenceLoss(
-        reference_policy_kl_penalty=0.3, preference_loss_weight=0.8, sft_loss_weight=0.25, sft_average_log_probs=True
+        DpoConfig(
+            reference_policy_kl_penalty=0.3,
+            preference_loss_weight=0.8,
+            sft_loss_weight=0.25,
+            sft_average_log_probs=True,
+        )
     )
     actual_loss, actual, _ = ours(objective, with_reference(pairs))
-    assert actual_loss == pytest.approx(loss, rel=1e-5)
+    assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
 
 
 # -- GRPO ----------------------------------------------------------------------------------------------------------------
 
 ADVANTAGES = [1.2, -0.7, 0.3, -1.5, 0.0, 0.9, -0.4, 2.0]
-PLAIN = random_batch([5, 9, 1, 7, 4, 6, 3, 8], [0, 0, 0, 0, 1, 1, 2, 2], [6, 2, 11], seed=4)
+with float64():
+    PLAIN = random_batch([5, 9, 1, 7, 4, 6, 3, 8], [0, 0, 0, 0, 1, 1, 2, 2], [6, 2, 11], seed=4)
 
 
 def grpo_batch(family: str = "llama", temperature: float = 1.0, on_policy: bool = False) -> TokenBatch:
@@ -174,7 +185,7 @@ def grpo_trainer(folder: Path, family: str = "llama", accumulate: int = 1, **opt
         gradient_accumulation_steps=accumulate,
         num_generations=4,
         max_completion_length=16,
-        model_init_kwargs={"dtype": "float32", "attn_implementation": "eager"},
+        model_init_kwargs={"dtype": "auto", "attn_implementation": "eager"},
         **COMMON,
         **options,
     )
@@ -254,8 +265,10 @@ OFF_POLICY = {
 def test_grpo_after_the_first_update(tmp_path: Path, theirs: dict[str, Any], options: dict[str, Any]) -> None:
     batch = grpo_batch()
     loss, expected = trl_grpo(grpo_trainer(tmp_path, **theirs, beta=0.0), batch)
-    actual_loss, actual, _ = ours(ClippedPolicyGradient(**options), batch)
-    assert actual_loss == pytest.approx(loss, rel=1e-5)
+    actual_loss, actual, _ = ours(
+        ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **options})), batch
+    )
+    assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
 
 
@@ -264,18 +277,20 @@ def test_grpo_after_the_first_update(tmp_path: Path, theirs: dict[str, Any], opt
 def test_grpo_on_policy_under_a_temperature(tmp_path: Path, family: str, kind: str, token_level: bool) -> None:
     batch = grpo_batch(family, temperature=0.7, on_policy=True)
     loss, expected = trl_grpo(grpo_trainer(tmp_path, family, loss_type=kind, temperature=0.7, beta=0.0), batch)
-    objective = ClippedPolicyGradient(token_level_loss=token_level)
+    objective = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0, token_level_loss=token_level))
     actual_loss, actual, _ = ours(objective, batch, family, temperature=0.7)
-    assert actual_loss == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
 
 
 @pytest.mark.parametrize(("kind", "token_level"), [("dapo", True), ("grpo", False)])
-def test_one_batch_here_equals_accumulated_micro_batches_there(tmp_path: Path, kind: str, token_level: bool) -> None:
+def test_one_batch_equals_gradient_accumulation_of_trl(tmp_path: Path, kind: str, token_level: bool) -> None:
     batch = grpo_batch()
     loss, expected = trl_grpo(grpo_trainer(tmp_path, accumulate=2, loss_type=kind, beta=0.0), batch)
-    actual_loss, actual, _ = ours(ClippedPolicyGradient(token_level_loss=token_level), batch)
-    assert actual_loss == pytest.approx(loss, rel=1e-5)
+    actual_loss, actual, _ = ours(
+        ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0, token_level_loss=token_level)), batch
+    )
+    assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
 
 
@@ -287,20 +302,22 @@ def test_kl_with_bias_correction(tmp_path: Path, kind: str, token_level: bool, o
     trainer = grpo_trainer(tmp_path, loss_type=kind, beta=0.2, use_bias_correction_kl=True)
     loss, expected = trl_grpo(trainer, batch)
     objective = ClippedPolicyGradient(
-        reference_policy_kl_penalty=0.2, token_level_loss=token_level, use_on_policy_kl_approximation=not on_policy
+        LossFnConfig(
+            reference_policy_kl_penalty=0.2, token_level_loss=token_level, use_on_policy_kl_approximation=not on_policy
+        )
     )
     actual_loss, actual, metrics = ours(objective, batch)
-    assert actual_loss == pytest.approx(loss, rel=1e-5)
+    assert actual_loss == approx(loss)
     assert_same_gradients(actual, expected)
     if token_level:
-        assert metrics["kl_penalty"] == pytest.approx(trainer._metrics["train"]["kl"][-1], rel=1e-5)
+        assert metrics["kl_penalty"] == approx(trainer._metrics["train"]["kl"][-1])
 
 
 def test_kl_without_bias_correction_differs_by_the_score_function_term_alone(tmp_path: Path) -> None:
     batch = grpo_batch(on_policy=True)
     loss, expected = trl_grpo(grpo_trainer(tmp_path, loss_type="dapo", beta=0.2, use_bias_correction_kl=False), batch)
-    actual_loss, actual, _ = ours(ClippedPolicyGradient(reference_policy_kl_penalty=0.2), batch)
-    assert actual_loss == pytest.approx(loss, rel=1e-5)
+    actual_loss, actual, _ = ours(ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.2)), batch)
+    assert actual_loss == approx(loss)
 
     model = policy()
     current = forward(model, batch)

@@ -1,7 +1,7 @@
 """One algorithm, any number of machines: the same config gives the same curves in this process and on one or two Ray
 actors, and a checkpoint of one goes on with the other.
 
-fp32, relative 1e-5: ranks add gradients up in another order than one process does.
+In float32, up to rounding: ranks add gradients up in another order than one process does.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tiny_runs import (
     rm,
     rows_of,
     run,
+    same_up_to_rounding,
     save_data,
     save_model,
     start,
@@ -74,16 +75,26 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_data(tmp_path_factory.mktemp("data"))
 
 
+def test_ray_workers_use_the_cpu_kernels_of_the_driver() -> None:
+    """ATEN_CPU_CAPABILITY reaches them, so that `make invariants` compares like with like."""
+
+    @ray.remote
+    def capability() -> str:
+        import torch  # in the worker: the module cannot be sent there
+
+        return torch.backends.cpu.get_cpu_capability()
+
+    assert ray.get(capability.remote()) == torch.backends.cpu.get_cpu_capability()
+
+
 def assert_same_curves(folder: Path, expected: Path) -> None:
-    """Every number of every step. What is zero up to rounding, such as a sum of advantages, has no relative error."""
+    """Every number of every step."""
     ours, theirs = results_of(folder), results_of(expected)
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     for row, other in zip(ours, theirs, strict=True):
         assert row.keys() == other.keys()
         for key, value in row.items():
-            # A mean of changes of both signs is as exact as its largest term, not as its sum.
-            close = 1e-6 if key == "train/advantage_weighted_shift" else 1e-7
-            assert value == pytest.approx(other[key], rel=1e-5, abs=close), f"{key} at step {row['step']}"
+            assert value == same_up_to_rounding(other[key]), f"{key} at step {row['step']}"
 
 
 @torch.no_grad()
@@ -98,7 +109,7 @@ def assert_converts(folder: Path, model: Path, step: int) -> None:
     if adapted:
         trained = PeftModel.from_pretrained(trained, str(weights))
     found = AutoModelForCausalLM.from_pretrained(folder / "hf").eval()(prompt).logits
-    torch.testing.assert_close(found, trained.eval()(prompt).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, trained.eval()(prompt).logits, rtol=5e-4, atol=5e-4)
 
 
 def copy_until(step: int, source: Path, target: Path) -> Path:
@@ -111,7 +122,7 @@ def copy_until(step: int, source: Path, target: Path) -> Path:
     return target
 
 
-def test_grpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Path, tmp_path: Path) -> None:
+def test_grpo_is_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
     def arguments(name: str) -> list[str]:
         return [*grpo(model, data, tmp_path / name, steps=STEPS), *GRPO_SETTINGS]
 
@@ -135,18 +146,18 @@ def test_grpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Pa
     for name in ("two", "two_then_one", "one_then_two"):
         together = AutoModelForCausalLM.from_pretrained(tmp_path / name / weights)
         for ours, theirs in zip(together.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # an update moves a weight by up to 1e-2
     assert_converts(tmp_path / "two", model, STEPS)
 
 
-def test_recorded_and_fresh_answers_are_the_same_on_two_actors(model: Path, data: Path, tmp_path: Path) -> None:
+def test_recorded_groups_are_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
     mixed = ["grpo.num_recorded_per_prompt=2", "policy.train_global_batch_size=10"]
     assert run([*recorded(model, data, tmp_path / "local", *mixed, steps=3), *LOCAL]) == 0
     assert run([*recorded(model, data, tmp_path / "two", *mixed, steps=3), *ON_TWO]) == 0
     assert_same_curves(tmp_path / "two", tmp_path / "local")
 
 
-def test_dpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Path, tmp_path: Path) -> None:
+def test_dpo_is_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
     def arguments(name: str) -> list[str]:
         return dpo(model, data, tmp_path / name, steps=STEPS)
 
@@ -161,7 +172,7 @@ def test_dpo_is_the_same_on_one_process_one_actor_and_two(model: Path, data: Pat
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
-def test_a_reward_model_is_the_same_in_one_process_and_on_two_actors(
+def test_reward_model_is_independent_of_the_number_of_actors(
     adapted: bool, model: Path, data: Path, tmp_path: Path
 ) -> None:
     def arguments(name: str) -> list[str]:
@@ -176,7 +187,7 @@ def test_a_reward_model_is_the_same_in_one_process_and_on_two_actors(
     assert run([*rm(model, data, tmp_path / "local", steps=5), *(LORA if adapted else []), *LOCAL]) == 0
 
 
-def test_adapters_are_the_same_on_one_process_and_on_two_actors(model: Path, data: Path, tmp_path: Path) -> None:
+def test_lora_is_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
     def arguments(name: str) -> list[str]:
@@ -193,11 +204,11 @@ def test_adapters_are_the_same_on_one_process_and_on_two_actors(model: Path, dat
         base = AutoModelForCausalLM.from_pretrained(model)
         adapted = PeftModel.from_pretrained(base, tmp_path / name / "step_4" / "policy" / "weights" / "model")
         logits[name] = adapted(tokens).logits.detach()
-    torch.testing.assert_close(logits["two"], logits["local"], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(logits["two"], logits["local"], rtol=1e-3, atol=1e-4)
     assert_converts(tmp_path / "two", model, 4)
 
 
-def test_optimizer_state_in_8_bits_is_the_same_however_it_is_spread(model: Path, data: Path, tmp_path: Path) -> None:
+def test_int8_optimizer_state_is_independent_of_sharding(model: Path, data: Path, tmp_path: Path) -> None:
     """Blocks lie within rows and noise is keyed by the number's place, so two ranks round as one process does. Weights in
     fp32: then the only rounding is that of the state, and gradients that differ in the last bit rarely tip it."""
 
@@ -216,7 +227,7 @@ def test_optimizer_state_in_8_bits_is_the_same_however_it_is_spread(model: Path,
     assert losses["two_then_one"] == pytest.approx(losses["local"], rel=1e-3)
 
 
-def test_sigterm_saves_under_ray_too(model: Path, data: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_a_checkpoint_under_ray(model: Path, data: Path, tmp_path: Path) -> None:
     """With a Ray of its own, as a user's run has. It goes on in one process, on the same curve."""
     folder, log = tmp_path / "run", tmp_path / "log"
     arguments = dpo(model, data, folder, steps=200)
@@ -235,7 +246,7 @@ def test_sigterm_saves_under_ray_too(model: Path, data: Path, tmp_path: Path) ->
     assert_same_curves(folder, tmp_path / "whole")
 
 
-def test_what_a_rank_refuses_is_told_like_any_other_bad_input(
+def test_input_errors_of_ranks_are_reported_like_others(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = ["lora_cfg.match_all_linear=false", "lora_cfg.target_modules=[wq]"]

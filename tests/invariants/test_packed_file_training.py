@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import Row, dpo, preferences, results_of, rows_of, run, save_data, save_model, weights_of, write_rows
+from tiny_runs import (
+    Row,
+    dpo,
+    preferences,
+    results_of,
+    rows_of,
+    run,
+    same_up_to_rounding,
+    save_data,
+    save_model,
+    weights_of,
+    write_rows,
+)
 
 from posttrain.cli.main import main
 from posttrain.data.chat import ChatFormat
@@ -49,10 +61,10 @@ def close(rows: list[Row], expected: list[Row]) -> None:
     for row, other in zip(rows, expected, strict=True):
         names = [name for name in row if name not in PACKING and name in other]
         assert "step" in names
-        assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=2e-4, abs=2e-6)
+        assert {n: row[n] for n in names} == same_up_to_rounding({n: other[n] for n in names})
 
 
-def test_packs_train_like_the_same_pairs_one_by_one(model: Path, data: Path, packs: Path, tmp_path: Path) -> None:
+def test_packed_file_trains_like_single_pairs(model: Path, data: Path, packs: Path, tmp_path: Path) -> None:
     chat = ChatFormat(load_tokenizer(str(model)))
     packed_entry = {"dataset_name": "PackedPairs", "data_path": str(packs)}
     order = [
@@ -89,9 +101,7 @@ def test_packing_on_the_fly_trains_like_no_packing(model: Path, data: Path, tmp_
     assert all(row["train/packing_efficiency"] > 50 for row in rows_of(packed) if "train/loss" in row)
 
 
-def test_training_from_packs_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(
-    model: Path, data: Path, packs: Path, tmp_path: Path
-) -> None:
+def test_training_from_packs_resumes_exactly(model: Path, data: Path, packs: Path, tmp_path: Path) -> None:
     def arguments(folder: Path) -> list[str]:
         return [*dpo(model, data, folder, steps=6), entry("PackedPairs", packs)]
 
@@ -113,7 +123,7 @@ def test_packs_of_another_template_are_refused(
     assert "its tokens were made with another chat template" in capsys.readouterr().err
 
 
-def test_traces_train_like_the_pairs_that_they_make(model: Path, data: Path, tmp_path: Path) -> None:
+def test_traces_train_like_their_pairs(model: Path, data: Path, tmp_path: Path) -> None:
     rows = preferences(22)
     traces: list[dict[str, Any]] = []
     for row in rows:

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import LORA, dpo, results_of, rows_of, run, save_data, save_model, weights_of
+from tiny_runs import LORA, dpo, results_of, rows_of, run, same_up_to_rounding, save_data, save_model, weights_of
 
 from posttrain.algorithms.supervised_batches import judged_batch, pair_batch
-from posttrain.config import load_config
+from posttrain.config import DpoConfig, load_config
 from posttrain.config.preference_losses import LOSSES
 from posttrain.data.packing import MicroBatching
-from posttrain.orchestration.local import LocalWorker
-from posttrain.orchestration.sharded import ShardedPolicy
+from posttrain.orchestration.rank import build_rank
+from posttrain.orchestration.sharded import ShardedTrainer
+from posttrain.orchestration.workers import LocalWorker
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
 from posttrain.policy.reference_cache import FILE_NAME
-from posttrain.policy.worker import PolicyWorker, WorkerSetup
+from posttrain.policy.trainer import PolicyTrainer, RankSetup
 from posttrain.types import Judged, Pair
 
 STEPS = 6  # of 6 pairs each, from 22: the second pass begins in step 4
@@ -93,7 +94,7 @@ def assert_close(folder: Path, expected: Path, *, but: tuple[str, ...] = ()) -> 
         keys = [{key for key in each if not key.endswith(unlike)} for each in (row, other)]
         assert keys[0] == keys[1]
         for key in keys[0]:
-            assert row[key] == pytest.approx(other[key], rel=2e-5, abs=2e-6), f"{key} at step {row['step']}"
+            assert row[key] == same_up_to_rounding(other[key]), f"{key} at step {row['step']}"
 
 
 def test_all_losses_are_here() -> None:
@@ -101,7 +102,7 @@ def test_all_losses_are_here() -> None:
 
 
 @every_loss
-def test_a_resumed_run_is_the_run_that_was_never_interrupted(
+def test_resumed_run_equals_uninterrupted_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     whole = finished[name]
@@ -113,7 +114,7 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES])
-def test_a_packed_run_is_the_unpacked_run(
+def test_packing_does_not_change_a_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "packed"
@@ -130,7 +131,7 @@ def cached(folder: Path, prefix: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_the_cache_saves_the_second_look_and_changes_no_number(
+def test_reference_cache_does_not_change_results(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     whole, without = finished[name], tmp_path / "without"
@@ -145,7 +146,7 @@ def test_the_cache_saves_the_second_look_and_changes_no_number(
     assert_close(without, whole, but=("reference_cached",))
 
 
-def test_adapters_are_off_while_the_reference_is_scored_and_it_is_kept(model: Path, data: Path, tmp_path: Path) -> None:
+def test_adapters_are_disabled_for_reference_logprobs(model: Path, data: Path, tmp_path: Path) -> None:
     whole, without = tmp_path / "whole", tmp_path / "without"
     assert run([*arguments("dpo", model, data, whole), *LORA]) == 0
     assert run([*arguments("dpo", model, data, without, "dpo.reference_cache_gib=0"), *LORA]) == 0
@@ -156,7 +157,7 @@ def test_adapters_are_off_while_the_reference_is_scored_and_it_is_kept(model: Pa
     assert results_of(resumed) == results_of(whole)
 
 
-def test_a_lost_cache_costs_time_and_nothing_else(
+def test_missing_reference_cache_is_recomputed(
     finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     folder = copy_until(4, finished["dpo"], tmp_path / "lost")
@@ -166,13 +167,13 @@ def test_a_lost_cache_costs_time_and_nothing_else(
 
 
 @pytest.mark.parametrize("name", ["simpo", "orpo"])
-def test_no_reference_is_made_for_losses_without_one(
+def test_losses_without_reference_load_no_reference(
     name: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a frozen copy of the model was made")
 
-    monkeypatch.setattr(PolicyWorker, "_freeze_reference", refuse)
+    monkeypatch.setattr(PolicyTrainer, "_freeze_reference", refuse)
     folder = tmp_path / "run"
     assert run([*arguments(name, model, data, folder), "dpo.max_num_steps=1", "dpo.val_at_start=false"]) == 0
     assert not cached(folder, "train")
@@ -205,7 +206,7 @@ def test_another_optimizer_or_schedule_cannot_go_on_from_a_checkpoint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = copy_until(2, finished["dpo"], tmp_path / "changed")
-    assert run(arguments("dpo", model, data, folder, *change)) == 64
+    assert run([*arguments("dpo", model, data, folder, *change), "--resume-with-changes"]) == 64
     message = capsys.readouterr().err
     for part in parts:
         assert part in message
@@ -226,7 +227,7 @@ def one_ray() -> Any:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_two_ranks_make_the_run_of_one_process(
+def test_two_ranks_equal_one_process_in_a_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     """From step 2 on: what one process has written, the reference's log-probabilities too, two ranks go on with."""
@@ -238,19 +239,19 @@ def test_two_ranks_make_the_run_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
-def test_two_ranks_make_the_updates_of_one_process_with_every_loss(model: Path) -> None:
+def test_updates_on_two_ranks_equal_one_process_for_every_loss(model: Path) -> None:
     """One optimizer step after another, each with another loss, on the same weights here and there."""
     from posttrain.orchestration.ray_workers import RayWorkers
 
     loaded = load_config("dpo", None, dpo(model, model, model)[1:])
-    setup = WorkerSetup(loaded.config.policy, seed=0, needs_reference=True)
+    setup = RankSetup(loaded.config.policy, seed=0, needs_reference=True)
     workers = RayWorkers(setup, 1, 2)
     batching = MicroBatching(max_tokens=60)
     here, there = (
-        ShardedPolicy(group, batching, batching, seed=0) for group in (LocalWorker(PolicyWorker(setup)), workers)
+        ShardedTrainer(group, batching, batching, seed=0) for group in (LocalWorker(build_rank(setup)), workers)
     )
     assert here.reference_fingerprint() == there.reference_fingerprint()
-    for objective in [*OBJECTIVES, KtoLoss(sft_loss_weight=0.1)]:
+    for objective in [*OBJECTIVES, KtoLoss(DpoConfig(sft_loss_weight=0.1))]:
         outcomes = []
         for policy in (here, there):
             plain = judged_batch(ANSWERS) if isinstance(objective, KtoLoss) else pair_batch(PAIRS)
@@ -260,7 +261,7 @@ def test_two_ranks_make_the_updates_of_one_process_with_every_loss(model: Path) 
             )
             outcomes.append(policy.update(batch, objective).metrics)
             policy.end_step()
-        assert outcomes[0] == pytest.approx(outcomes[1], rel=1e-5, abs=1e-6), objective
+        assert outcomes[0] == same_up_to_rounding(outcomes[1]), objective
         assert outcomes[0]["grad_norm"] > 0
     workers.close()
 
@@ -277,7 +278,7 @@ ANSWERS = [
     Judged(i, "", random_ids(2 + i, GENERATOR), random_ids(7 - i, GENERATOR), desirable=i % 3 > 0) for i in range(6)
 ]
 OBJECTIVES = [
-    PreferenceLoss(preference_loss=name, label_smoothing=0.1, sft_loss_weight=0.1, sft_token_level_loss=True)
+    PreferenceLoss(DpoConfig(preference_loss=name, label_smoothing=0.1, sft_loss_weight=0.1, sft_token_level_loss=True))
     for name, traits in LOSSES.items()
     if traits.is_paired
 ]

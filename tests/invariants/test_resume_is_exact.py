@@ -56,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_grpo_killed_ten_times_is_the_run_that_was_never_killed(model: Path, data: Path, tmp_path: Path) -> None:
+def test_killed_grpo_run_equals_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:
     # The uninterrupted run is started as a user starts it; the killed ones are forked, which must make no difference.
     whole = tmp_path / "whole"
     finished = subprocess.run(command(grpo(model, data, whole, steps=STEPS)), capture_output=True, text=True)
@@ -66,9 +66,7 @@ def test_grpo_killed_ten_times_is_the_run_that_was_never_killed(model: Path, dat
 
 
 @pytest.mark.slow
-def test_dpo_killed_at_once_and_in_the_background_is_the_run_that_was_never_killed(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_killed_dpo_run_equals_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     assert run(dpo(model, data, whole, steps=STEPS)) == 0
     assert len({row["train/loss"] for row in rows_of(whole) if "train/loss" in row}) == STEPS, "losses vary"
@@ -79,11 +77,11 @@ def test_dpo_killed_at_once_and_in_the_background_is_the_run_that_was_never_kill
 
     # The run that was never killed wrote its checkpoints at once.
     torn = kill_and_compare(in_background, whole, tmp_path, num_kills=8, seed=4)
-    assert torn >= 2, "some kills were to hit a write in the background"
+    assert torn >= 2, "some kills must interrupt a write in the background"
 
 
 @pytest.mark.slow
-def test_grpo_on_adapters_with_dropout_survives_kills_too(model: Path, data: Path, tmp_path: Path) -> None:
+def test_killed_grpo_lora_run_with_dropout_equals_uninterrupted_run(model: Path, data: Path, tmp_path: Path) -> None:
     def arguments(folder: Path) -> list[str]:
         return [*grpo(model, data, folder, steps=STEPS), *LORA_WITH_DROPOUT]
 
@@ -92,7 +90,7 @@ def test_grpo_on_adapters_with_dropout_survives_kills_too(model: Path, data: Pat
     kill_and_compare(lambda folder: [*arguments(folder), *IN_BACKGROUND], whole, tmp_path, num_kills=4, seed=3)
 
 
-def test_state_in_few_bits_goes_on_from_a_background_checkpoint_as_if_it_had_never_stopped(
+def test_low_precision_state_resumes_exactly_from_a_background_checkpoint(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -106,9 +104,7 @@ def test_state_in_few_bits_goes_on_from_a_background_checkpoint_as_if_it_had_nev
 
 
 @pytest.mark.parametrize("settings", [[], LORA_WITH_DROPOUT], ids=["all weights", "adapters with dropout"])
-def test_a_reward_model_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(
-    settings: list[str], model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_reward_model_resumes_exactly(settings: list[str], model: Path, data: Path, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert run([*rm(model, data, whole, steps=STEPS), *settings]) == 0
     assert len({row["train/loss"] for row in rows_of(whole) if "train/loss" in row}) == STEPS, "losses vary"
@@ -149,7 +145,10 @@ def kill_and_compare(arguments: Arguments, whole: Path, tmp_path: Path, *, num_k
 def run_and_kill(arguments: list[str], folder: Path, log: Path, moment: str, chance: random.Random) -> int | None:
     """None if the run was killed, its exit code if it ended before."""
     began = time.time()
-    process = start(arguments, log)
+    hold = log.with_suffix(".hold")
+    if moment.startswith("while"):
+        hold.touch()  # the kill comes before the checkpoint is complete, however fast the disk is
+    process = start(arguments, log, hold)
 
     def has_begun() -> bool:
         return "run folder" in log.read_text()  # what an earlier one left has been cut by now
@@ -168,7 +167,7 @@ def run_and_kill(arguments: list[str], folder: Path, log: Path, moment: str, cha
     elif moment == "while saving":
         wait_until(lambda: has_new("tmp_step_*"), process)
         time.sleep(chance.uniform(0, 0.03))
-    elif moment == "while writing":  # in the background that takes longer than a step of these runs
+    elif moment == "while writing":  # in the background, while the run goes on with the next steps
         wait_until(lambda: has_new("tmp_step_*"), process)
         time.sleep(chance.uniform(0.03, 0.4))
     elif moment == "after saving":
@@ -177,6 +176,7 @@ def run_and_kill(arguments: list[str], folder: Path, log: Path, moment: str, cha
     if moment != "never":
         process.kill()
     process.join()
+    hold.unlink(missing_ok=True)
     assert process.exitcode is not None
     return None if process.exitcode < 0 else process.exitcode
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from float64 import approx, assert_same_gradients, float64
 from tiny_models import byte_tokenizer, gradients
 from tiny_reward_models import PAD, random_pairs, score_tokens, tiny_reward_model
 from torch import Tensor
@@ -24,7 +25,9 @@ from datasets import Dataset
 from trl import RewardConfig, RewardTrainer
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
-PAIRS = random_pairs([5, 9, 1, 7, 4, 6, 3, 8], [7, 3, 12, 1])
+pytestmark = pytest.mark.usefixtures("in_float64")
+with float64():
+    PAIRS = random_pairs([5, 9, 1, 7, 4, 6, 3, 8], [7, 3, 12, 1])
 MARGINS = [0.5, 0.0, 2.0, -0.25]
 
 
@@ -64,17 +67,9 @@ def trl(folder: Path, family: str, margins: bool, **options: Any) -> tuple[float
     return float(loss.detach()), gradients(trainer.model), {k: v[-1] for k, v in trainer._metrics["train"].items()}
 
 
-def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    scale = max(float(g.abs().max()) for g in expected.values())
-    assert scale > 1e-4
-    for name, gradient in expected.items():
-        assert float((actual[name] - gradient).abs().max()) <= 1e-5 * scale, name
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize(("coefficient", "margins"), [(None, False), (0.05, False), (0.05, True)])
-def test_loss_and_gradients_are_those_of_trl(
+def test_reward_model_loss_and_gradients_equal_trl(
     tmp_path: Path, family: str, coefficient: float | None, margins: bool
 ) -> None:
     loss, expected, theirs = trl(tmp_path, family, margins, center_rewards_coefficient=coefficient)
@@ -82,12 +77,12 @@ def test_loss_and_gradients_are_those_of_trl(
     model = tiny_reward_model(family)
     actual, metrics = BradleyTerry(coefficient or 0.0, margins)(score_tokens(model, batch), batch)
     actual.backward()
-    assert float(actual.detach()) == pytest.approx(loss, rel=1e-6)
+    assert float(actual.detach()) == approx(loss)
     assert_same_gradients(gradients(model), expected)
-    assert float(metrics["num_ranked_right"]) / (len(batch.responses) / 2) == pytest.approx(theirs["accuracy"])
-    assert float(metrics["rewards_margin_mean"]) == pytest.approx(theirs["margin"], rel=1e-4, abs=1e-6)
-    assert float(metrics["rewards_min"]) == pytest.approx(theirs["min_reward"], rel=1e-4)
-    assert float(metrics["rewards_max"]) == pytest.approx(theirs["max_reward"], rel=1e-4)
+    assert float(metrics["num_ranked_right"]) / (len(batch.responses) / 2) == approx(theirs["accuracy"])
+    assert float(metrics["rewards_margin_mean"]) == approx(theirs["margin"])
+    assert float(metrics["rewards_min"]) == approx(theirs["min_reward"])
+    assert float(metrics["rewards_max"]) == approx(theirs["max_reward"])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +96,7 @@ def test_loss_and_gradients_are_those_of_trl(
     ],
     ids=str,
 )
-def test_how_the_pairs_are_cut_up_does_not_show(batching: MicroBatching, ranks: int) -> None:
+def test_reward_model_loss_is_independent_of_micro_batching(batching: MicroBatching, ranks: int) -> None:
     batch, objective = with_margins(PAIRS), BradleyTerry(0.05, margin_from_rewards=True)
     whole = tiny_reward_model()
     loss, metrics = objective(score_tokens(whole, batch), batch)
@@ -119,5 +114,5 @@ def test_how_the_pairs_are_cut_up_does_not_show(batching: MicroBatching, ranks: 
     combined = combine_metrics(measured)
     assert combined.keys() == metrics.keys()
     for name, value in metrics.items():
-        assert combined[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
+        assert combined[name] == approx(float(value)), name
     assert_same_gradients(gradients(pieces), gradients(whole))

@@ -13,7 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from tiny_runs import count_rows, grpo, results_of, run, save_data, save_model, start, wait_until, weights_of
+from tiny_runs import (
+    count_rows,
+    grpo,
+    results_of,
+    run,
+    same_up_to_rounding,
+    save_data,
+    save_model,
+    start,
+    wait_until,
+    weights_of,
+)
 
 STEPS = 4
 # Two parts; about half of the groups agree on each of them.
@@ -84,8 +95,7 @@ def assert_same_numbers(folder: Path, expected: Path) -> None:
     for row, other in zip(ours, theirs, strict=True):
         assert row.keys() == other.keys()
         for key, value in row.items():
-            # What is zero up to rounding, such as a sum of whitened advantages, has no relative error.
-            assert value == pytest.approx(other[key], rel=1e-4, abs=1e-6), f"{key} at step {row['step']}"
+            assert value == same_up_to_rounding(other[key]), f"{key} at step {row['step']}"
 
 
 def assert_same_bits(folder: Path, expected: Path) -> None:
@@ -95,7 +105,7 @@ def assert_same_bits(folder: Path, expected: Path) -> None:
     assert {path.name: path.read_bytes() for path in (folder / "rollouts").glob("*")} == samples
 
 
-def test_the_variants_do_what_they_are_here_for(whole: Callable[[str], Path]) -> None:
+def test_variants_exercise_their_features(whole: Callable[[str], Path]) -> None:
     """Guards the tests below: batches are really filtered, a surplus is really kept over a checkpoint."""
     for name in ("dynamic sampling, gdpo, vapo", "dynamic sampling, one update"):
         rows = [row for row in results_of(whole(name)) if "train/reward" in row]
@@ -110,7 +120,7 @@ def test_the_variants_do_what_they_are_here_for(whole: Callable[[str], Path]) ->
 
 
 @every_variant
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_not_stopped(
+def test_resumed_variant_equals_uninterrupted_run(
     name: str, arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -121,7 +131,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_not_stopped(
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_the_groups_it_had_kept(
+def test_killed_run_resumes_with_its_surplus_groups(
     arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
     name, folder = "dynamic sampling, gdpo, vapo", tmp_path / "run"
@@ -135,7 +145,7 @@ def test_a_killed_run_goes_on_with_the_groups_it_had_kept(
 
 
 @every_variant
-def test_packing_and_micro_batches_change_nothing(
+def test_results_are_independent_of_packing_and_micro_batching(
     name: str, arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
     one_by_one = [
@@ -160,7 +170,7 @@ def one_ray() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_ray")
 @pytest.mark.parametrize("name", ["dynamic sampling, gdpo, vapo", "reinforce++", "rloo"])
-def test_two_ranks_are_one_process(
+def test_two_ranks_equal_one_process(
     name: str, arguments: Arguments, whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
     two = ["cluster.launcher=ray", "cluster.gpus_per_node=2", "grpo.max_val_samples=1", "checkpointing.enabled=false"]

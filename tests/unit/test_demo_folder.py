@@ -35,7 +35,7 @@ def test_a_demo_that_was_stopped_goes_on_and_one_that_is_over_begins_anew(
     assert demo.show(folder, seed=1, steps=5) == 130
     assert demo.show(folder, seed=1, steps=5) == 0
     assert runs == ["sft begins", "grpo begins", "sft goes on", "grpo goes on"]
-    assert "Going on with the demo" in capsys.readouterr().out
+    assert "Resuming the stopped demo" in capsys.readouterr().out
     assert demo.show(folder, seed=1, steps=5) == 0
     assert runs[-1] == "grpo begins"
     assert "Starting over" in capsys.readouterr().out

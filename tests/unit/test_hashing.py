@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.evaluation.identity import folder_fingerprint
 from posttrain.hashing import FileHashes, digest, hash_files
+from posttrain.models.fingerprint import folder_fingerprint
 
 
 def age(file: Path, seconds: float = 10.0) -> os.stat_result:
@@ -44,7 +44,7 @@ def test_a_changed_file_has_another_hash_and_an_unchanged_one_is_not_read_again(
     assert FileHashes(tmp_path / "memory.json").of(file) != first
 
 
-def test_a_file_that_was_written_a_moment_ago_is_not_remembered(tmp_path: Path) -> None:
+def test_a_file_that_was_written_a_moment_ago_is_not_cached(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text("one")
     hashes = FileHashes(tmp_path / "memory.json")
@@ -53,7 +53,7 @@ def test_a_file_that_was_written_a_moment_ago_is_not_remembered(tmp_path: Path) 
     assert hashes.of(file) != first, "written twice within one tick of the clock"
 
 
-def test_what_several_processes_know_is_kept_and_what_is_gone_is_not(tmp_path: Path) -> None:
+def test_entries_of_several_processes_are_merged_and_removed_files_dropped(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a", "b", "gone")]
     for file in files:
         file.write_text(file.name)
@@ -69,7 +69,7 @@ def test_what_several_processes_know_is_kept_and_what_is_gone_is_not(tmp_path: P
     assert "gone" not in (tmp_path / "memory.json").read_text()
 
 
-def test_a_model_is_known_by_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_of_a_model_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
     model = tmp_path / "model"
     model.mkdir()
@@ -94,9 +94,7 @@ def test_a_model_is_known_by_every_byte(tmp_path: Path, monkeypatch: pytest.Monk
     assert folder_fingerprint(model) != first, "one byte between the beginning and the middle"
 
 
-def test_a_memory_that_cannot_be_written_costs_nothing_but_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model.safetensors").write_bytes(bytes(2 << 20))
@@ -104,7 +102,7 @@ def test_a_memory_that_cannot_be_written_costs_nothing_but_time(
     assert folder_fingerprint(tmp_path) == folder_fingerprint(tmp_path)
 
 
-def test_two_commands_that_remember_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_two_commands_that_cache_at_once_lose_nothing(tmp_path: Path) -> None:
     files = [tmp_path / f"file{number}" for number in range(40)]
     for file in files:
         file.write_text(file.name)
@@ -125,7 +123,7 @@ def test_two_commands_that_remember_at_once_lose_nothing(tmp_path: Path) -> None
     assert FileHashes(memory).unknown_bytes(files) == 0
 
 
-def test_a_user_without_a_home_has_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -135,7 +133,7 @@ def test_a_user_without_a_home_has_no_memory(tmp_path: Path, monkeypatch: pytest
     assert hash_files([tmp_path / "a"]) == [hashlib.sha256(b"a").hexdigest()]
 
 
-def test_a_digest_is_of_what_a_value_holds_and_not_of_where_it_is() -> None:
+def test_a_digest_depends_on_content_and_not_on_addresses() -> None:
     class Decoder:
         """Its text says where it is in memory, as that of most objects."""
 

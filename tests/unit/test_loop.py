@@ -12,7 +12,6 @@ import pytest
 from loop_scene import scene
 
 from posttrain.checkpointing import SaveDeadline
-from posttrain.loop import run_folder
 from posttrain.types import StepReport
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -65,7 +64,7 @@ def test_the_optimizer_may_be_left_out(tmp_path: Path) -> None:
         ({"val_period": -1}, []),
     ],
 )
-def test_validation_comes_when_it_was_asked_for(settings: dict[str, Any], validated: list[int], tmp_path: Path) -> None:
+def test_validation_runs_when_configured(settings: dict[str, Any], validated: list[int], tmp_path: Path) -> None:
     run = scene(tmp_path, **settings)
     run.loop.run()
     assert [step for _, step in run.of_kind("validate")] == validated
@@ -90,7 +89,7 @@ def test_the_time_of_a_save_is_reported_with_the_next_step(tmp_path: Path) -> No
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_where_the_newest_checkpoint_was_saved(tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_newest_checkpoint(tmp_path: Path) -> None:
     first = scene(tmp_path, max_steps=3)
     first.loop.run()
     random_after = random.random()
@@ -240,7 +239,7 @@ def test_a_metric_that_was_not_measured_is_not_there(tmp_path: Path) -> None:
     assert "val_reward" not in run.info(6)
 
 
-def test_a_metric_that_nobody_measures_is_told_with_those_that_are_measured(tmp_path: Path) -> None:
+def test_unknown_metric_warning_names_the_measured_ones(tmp_path: Path) -> None:
     run = scene(tmp_path, metric_name="val:nope", val_period=3)
     run.loop.run()
     assert len(run.recorder.warned) == 2, "at each validation; the recorder shows it once"
@@ -248,7 +247,7 @@ def test_a_metric_that_nobody_measures_is_told_with_those_that_are_measured(tmp_
     assert "accuracy, loss" in run.recorder.warned[0]
 
 
-def test_a_checkpoint_without_the_validation_that_ranks_it_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_ranking_validation_gives_a_warning(tmp_path: Path) -> None:
     run = scene(tmp_path, metric_name="val:accuracy", val_period=3, save_period=2)
     run.loop.run()
     assert ["step 4 is saved without a validation" in text for text in run.recorder.warned] == [True]
@@ -259,8 +258,3 @@ def test_a_metric_that_is_measured_is_not_mentioned(tmp_path: Path, settings: di
     run = scene(tmp_path, save_period=2, **settings)
     run.loop.run()
     assert run.recorder.warned == []
-
-
-def test_the_run_folder_is_that_of_the_checkpoints_unless_another_is_given() -> None:
-    assert run_folder(None, "results/a") == Path("results/a")
-    assert run_folder("logs/a", "results/a") == Path("logs/a")

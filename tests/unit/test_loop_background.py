@@ -14,7 +14,7 @@ from loop_scene import Scene, scene
 from posttrain.checkpointing.state import load_training_state
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_steps_continue_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     run = scene(tmp_path, save_period=2, max_steps=4, async_save=True)
     may_write = threading.Event()
     run.policy.writing = lambda name: None if may_write.wait(10) else pytest.fail("step 3 did not come")
@@ -84,13 +84,13 @@ def fail_during_step(run: Scene, failing: str, step: int) -> None:
     def let_it_fail(current: int) -> None:
         if current == step:
             is_in_step.set()
-            while not run.loop._background.is_over:
+            while not run.saver._background.is_over:
                 time.sleep(0.001)
 
     run.policy.writing, run.algorithm.during_step = fail, let_it_fail
 
 
-def test_a_write_that_fails_is_made_up_for_after_the_step(tmp_path: Path) -> None:
+def test_after_a_failed_background_write_the_next_step_is_saved(tmp_path: Path) -> None:
     run = scene(tmp_path, save_period=2, max_steps=8, async_save=True)
     fail_during_step(run, "step_4", 5)
     assert run.loop.run() == 0
@@ -153,7 +153,7 @@ def test_a_step_that_fails_lets_the_write_finish(tmp_path: Path) -> None:
     assert run.checkpoints() == ["step_2"]
 
 
-def test_when_step_and_write_both_fail_both_are_told(tmp_path: Path) -> None:
+def test_when_step_and_write_both_fail_both_are_reported(tmp_path: Path) -> None:
     run = scene(tmp_path, save_period=2, async_save=True)
     has_failed = threading.Event()
 
@@ -188,15 +188,15 @@ def test_a_second_ctrl_c_does_not_wait_for_the_write(tmp_path: Path) -> None:
         run.loop.run()
     assert run.checkpoints() == ["tmp_step_2"]
     may_write.set()
-    run.loop._background.wait()
+    run.saver._background.wait()
 
 
 @pytest.mark.parametrize("obstacle", ["a copy needs 112 GiB", ""])
-def test_what_stands_in_the_way_is_told_once_and_saves_are_made_at_once(obstacle: str, tmp_path: Path) -> None:
+def test_an_obstacle_is_reported_once_and_saves_block(obstacle: str, tmp_path: Path) -> None:
     run = scene(tmp_path, save_period=1, max_steps=3, async_save=True)
     run.policy.obstacle = obstacle
     if not obstacle:
-        run.loop.export = lambda folder: None
+        run.saver.export = lambda folder: None
     assert run.loop.run() == 0
     assert [event[:2] for event in run.events if event[0] in ("begin", "save")] == [
         ("save", f"step_{step}") for step in (1, 2, 3)
@@ -210,7 +210,7 @@ def test_both_times_of_a_background_save_are_reported(tmp_path: Path) -> None:
     run = scene(tmp_path, save_period=2, max_steps=6, async_save=True)
 
     def wait_for_the_write(step: int) -> None:
-        while not run.loop._background.is_over:
+        while not run.saver._background.is_over:
             time.sleep(0.001)
 
     run.algorithm.during_step = wait_for_the_write

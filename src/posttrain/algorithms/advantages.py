@@ -1,7 +1,7 @@
 """How rewards become credit: one advantage per rollout, from the rewards of a whole step, group by group.
 
 The estimators are small values. `GroupAdvantages` is GRPO's (arXiv:2402.03300), and with other switches RLOO's
-(arXiv:2402.14740) and Dr. GRPO's (arXiv:2503.20783); `RewardsThemselves` is REINFORCE++ without a baseline
+(arXiv:2402.14740) and Dr. GRPO's (arXiv:2503.20783); `NoBaseline` is REINFORCE++ without a baseline
 (arXiv:2501.03262); `AdvantagesPerReward` is GDPO's (arXiv:2601.05242), which credits each part of a reward on its own.
 `Whitening` then brings the advantages of a step to mean 0 and variance 1, over rollouts or over tokens.
 
@@ -12,13 +12,13 @@ otherwise of all of them. Rewards that are all equal give A = 0. If only the oth
 stays undivided. That case is found by comparing rewards, not by computing a variance: rounding would leave a tiny one,
 and dividing by it makes A_i explode.
 
-Unscored rollouts take no part: they are in nobody's baseline, and their advantage is 0.
+Unscored rollouts take no part: they are in no baseline, and their advantage is 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from posttrain.errors import InputError
 from posttrain.types import Group, Score
 
-SAME = 1e-9  # rewards closer than this, relatively, differ by the rounding of their parts, not in what they say
+SAME = 1e-9  # relative: rewards closer than this differ by the rounding of their parts alone
 
 Rewards = Sequence[float | None]  # of one group; None is unscored
 Scores = Sequence[Score]  # of one group
@@ -50,7 +50,7 @@ def part_names(score: Score) -> list[str]:
 
 
 def has_signal(group: Group, *, in_parts: bool = False) -> bool:
-    """Whether the group's rollouts can be told apart by what the environment said of them, before any shaping.
+    """Whether the scores of the group's rollouts differ, before any shaping.
 
     `in_parts`: a difference in some part of the reward is enough, even where the totals are equal.
     """
@@ -104,7 +104,7 @@ class GroupAdvantages:
         advantages = [0.0] * len(rewards)
         if len(scored) == 1 and self.group_of_one == "reward":
             index, reward = scored[0]
-            # Its mean counts as 0 and its variance as 1, where systems let such a reward through.
+            # As in systems that keep such a reward: its mean counts as 0 and its variance as 1.
             advantages[index] = reward / self.spread.divisor(1.0) if self.normalize_rewards else reward
         if len({reward for _, reward in scored}) < 2:
             return advantages
@@ -117,8 +117,8 @@ class GroupAdvantages:
 
 
 @dataclass(frozen=True)
-class RewardsThemselves:
-    """No baseline: what is good is for the whitening to say, against all rollouts of the step."""
+class NoBaseline:
+    """The reward itself; whitening then compares it with all rollouts of the step (REINFORCE++ without a baseline)."""
 
     def __call__(self, batch: Sequence[Scores]) -> list[list[float]]:
         return [[score.reward if score.reward is not None else 0.0 for score in scores] for scores in batch]
@@ -184,3 +184,74 @@ class Whitening:
             return torch.zeros_like(values)
         variance = float((centred.square() * weights).sum()) / (count - self.spread.ddof)
         return centred / self.spread.divisor(variance)
+
+
+# -- estimators by name --------------------------------------------------------------------------------------------------
+
+
+class EstimatorOptions(Protocol):
+    """The settings of `grpo.adv_estimator` that an estimator may read."""
+
+    @property
+    def normalize_rewards(self) -> bool: ...
+    @property
+    def use_leave_one_out_baseline(self) -> bool: ...
+    @property
+    def std_over(self) -> Literal["group", "batch"]: ...
+    @property
+    def group_of_one(self) -> Literal["zero", "reward"]: ...
+    @property
+    def minus_baseline(self) -> bool: ...
+    @property
+    def reward_weights(self) -> Sequence[float] | None: ...
+
+
+@dataclass(frozen=True)
+class EstimatorForm:
+    """How an estimator is built, and what a null in the config means with it."""
+
+    build: Callable[[EstimatorOptions, Spread], Estimator]
+    whiten_over: Literal["none", "rollouts", "tokens"] = "none"
+    whiten_by: Spread = field(default_factory=Spread)
+    kl_charged_to: Literal["sequence", "token", "return"] = "sequence"
+    loss_normalizer: Literal["max_tokens"] | None = None
+    credits_parts: bool = False  # parts of the reward that differ are a signal, even where the totals are equal
+
+
+def _group(options: EstimatorOptions, spread: Spread, normalize: bool, leave_one_out: bool) -> GroupAdvantages:
+    return GroupAdvantages(normalize, leave_one_out, options.std_over, spread, options.group_of_one)
+
+
+def _grpo(options: EstimatorOptions, spread: Spread) -> GroupAdvantages:
+    return _group(options, spread, options.normalize_rewards, options.use_leave_one_out_baseline)
+
+
+def _gdpo(options: EstimatorOptions, spread: Spread) -> Estimator:
+    weights = tuple(options.reward_weights) if options.reward_weights is not None else None
+    return AdvantagesPerReward(_grpo(options, spread), weights)
+
+
+def _reinforce_plus_plus(options: EstimatorOptions, spread: Spread) -> Estimator:
+    return _group(options, spread, False, False) if options.minus_baseline else NoBaseline()
+
+
+ESTIMATORS: Mapping[str, EstimatorForm] = {
+    "grpo": EstimatorForm(_grpo),
+    "rloo": EstimatorForm(lambda options, spread: _group(options, spread, False, True)),
+    "dr_grpo": EstimatorForm(
+        lambda options, spread: _group(options, spread, False, False), loss_normalizer="max_tokens"
+    ),
+    "reinforce_plus_plus": EstimatorForm(
+        _reinforce_plus_plus,
+        whiten_over="tokens",
+        whiten_by=Spread(0, 1e-8, "variance_floor"),
+        kl_charged_to="token",
+    ),
+    "gdpo": EstimatorForm(
+        _gdpo,
+        whiten_over="rollouts",
+        whiten_by=Spread(1, 0.0, "std_plus"),
+        kl_charged_to="token",
+        credits_parts=True,
+    ),
+}

@@ -1,8 +1,8 @@
 """From the scores of a step to the advantage of each of its tokens.
 
-In this order, as in NeMo RL: scaling and shaping of rewards, the price of leaving the reference where it is part of the
-reward, the estimator, whitening, bounds. What the environment said stays in the rollouts; `advantage` of a rollout is the
-mean over its tokens, which differ only where the KL is charged token by token.
+In this order, as in NeMo RL: scaling and shaping of rewards, the KL penalty where it is part of the reward, the estimator,
+whitening, bounds. The environment's own scores stay in the rollouts; `advantage` of a rollout is the mean over its tokens,
+which differ only where the KL is charged token by token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from posttrain.algorithms.advantages import Estimator, Whitening
 from posttrain.algorithms.reward_shaping import RewardStep, shaped
 from posttrain.algorithms.rollout_batches import Place
-from posttrain.policy.objectives.kl import clamped_kl
+from posttrain.policy.objectives.reduce import clamped_kl
 from posttrain.types import Group, Rollout, TokenBatch
 
 
@@ -56,9 +56,9 @@ class Credit:
     def __call__(
         self, groups: Sequence[Group], batch: TokenBatch, places: Sequence[Place]
     ) -> tuple[list[Group], TokenBatch, dict[str, float]]:
-        """The groups with their advantages, the batch with its column `advantages`, and what there is to tell.
+        """The groups with their advantages, the batch with its column `advantages`, and metrics.
 
-        `places` says which rollout each row of the batch is. With KL in the reward the batch has the columns
+        `places` names the rollout of each row of the batch. With KL in the reward the batch has the columns
         `current_logprobs` and `reference_logprobs`.
         """
         kl = self.kl.of_tokens(batch) if self.kl is not None and batch.responses else None
@@ -72,7 +72,7 @@ class Credit:
         if self.reward_steps:
             metrics |= _mean_shaped_reward(judged)
         return (
-            self._told(groups, judged, batch, tokens, places),
+            self._with_advantages(groups, judged, batch, tokens, places),
             batch.with_columns(advantages=tokens.float()),
             metrics,
         )
@@ -99,7 +99,7 @@ class Credit:
             values = self.whitening(values, torch.ones_like(values))
         tokens = values.repeat_interleave(lengths)
         if kl is not None and self.kl is not None and self.kl.charged_to != "sequence":
-            charged = kl if self.kl.charged_to == "token" else _still_to_come(kl, batch.response_lengths)
+            charged = kl if self.kl.charged_to == "token" else _kl_to_go(kl, batch.response_lengths)
             tokens = tokens - self.kl.penalty * charged
         if self.whitening is not None and self.whitening.over == "tokens":
             tokens = self.whitening(tokens, batch.columns["mask"].double())
@@ -108,7 +108,7 @@ class Credit:
             math.inf if self.clip_high is None else self.clip_high,
         )
 
-    def _told(
+    def _with_advantages(
         self,
         groups: Sequence[Group],
         judged: Sequence[Group],
@@ -116,16 +116,16 @@ class Credit:
         tokens: Tensor,
         places: Sequence[Place],
     ) -> list[Group]:
-        """The groups as the environment scored them, with what credit made of the scores."""
-        told: list[list[Rollout]] = [list(group.rollouts) for group in groups]
+        """The groups with the environment's own scores, their advantages and shaped rewards."""
+        credited: list[list[Rollout]] = [list(group.rollouts) for group in groups]
         for (g, r), of_row in zip(places, tokens.split(batch.response_lengths), strict=True):
             shaped_reward = judged[g].rollouts[r].score.reward if self.reward_steps else None
-            told[g][r] = replace(told[g][r], advantage=_mean(of_row), shaped_reward=shaped_reward)
-        return [replace(group, rollouts=tuple(own)) for group, own in zip(groups, told, strict=True)]
+            credited[g][r] = replace(credited[g][r], advantage=_mean(of_row), shaped_reward=shaped_reward)
+        return [replace(group, rollouts=tuple(own)) for group, own in zip(groups, credited, strict=True)]
 
 
-def _still_to_come(kl: Tensor, lengths: Sequence[int]) -> Tensor:
-    """For each token the sum from it to the end of its answer."""
+def _kl_to_go(kl: Tensor, lengths: Sequence[int]) -> Tensor:
+    """For each token the sum of the KL from it to the end of its answer."""
     return torch.cat([part.flip(0).cumsum(0).flip(0) for part in kl.split(list(lengths))]) if len(kl) else kl
 
 

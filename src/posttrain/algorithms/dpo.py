@@ -1,5 +1,5 @@
 """Preference optimisation on pairs (DPO, arXiv:2305.18290, and its relatives): the only such step in posttrain, for any
-number of machines. Which loss it is, the objective knows.
+number of machines. The objective is the loss.
 
 The reference is the policy at the start of the run: a frozen copy, or, with LoRA, the model under the adapters. At step 1
 the two are equal and the preference loss of dpo is ln 2. Losses without a reference (simpo, orpo) have none here either.
@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from posttrain.algorithms.clock import StageClock
-from posttrain.algorithms.preference_metrics import Reference, with_accuracy
-from posttrain.algorithms.supervised_batches import batch_report, pair_batch
+from torch import Tensor
+
+from posttrain.algorithms.step_reports import StageClock, batch_report, with_accuracy
+from posttrain.algorithms.supervised_batches import pair_batch
 from posttrain.policy.objectives import PreferenceLoss
-from posttrain.roles import Policy
+from posttrain.roles import Trainer
 from posttrain.types import Pair, StepReport, TokenBatch
 
 
@@ -24,11 +25,19 @@ class PairStream(Protocol):
     def take(self, count: int) -> Sequence[Pair]: ...
 
 
+class Reference(Protocol):
+    """Log-probabilities under the frozen reference, cached for each answer where there is memory for it."""
+
+    def logprobs(self, batch: TokenBatch, step: int, *, keep: bool = True) -> tuple[Tensor, float]:
+        """One value per response token, and the share of the tokens that came from the cache."""
+        ...
+
+
 @dataclass(frozen=True)
 class Dpo:
     num_pairs_per_step: int
     objective: PreferenceLoss
-    policy: Policy
+    policy: Trainer
     pairs: PairStream
     validation: Sequence[Pair] = ()
     reference: Reference | None = None  # None: the loss has none

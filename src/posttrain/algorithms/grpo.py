@@ -14,27 +14,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.algorithms.clock import StageClock
+from torch import Tensor
+
 from posttrain.algorithms.credit import Credit
+from posttrain.algorithms.pass_rates import ANY_POSITIVE_REWARD, reward_metrics
 from posttrain.algorithms.rollout_batches import (
     minibatches,
     of_tokens,
     rollout_batch,
     scored_places,
     with_anchor,
-    with_sampler_of_records,
+    with_reference_as_behavior,
     without_logprob_errors,
 )
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
+from posttrain.algorithms.step_reports import StageClock
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.roles import Policy, RolloutSource
-from posttrain.rollouts.pass_rates import ANY_POSITIVE_REWARD, reward_metrics
-from posttrain.rollouts.selection import Collection, GroupSelection
+from posttrain.roles import RolloutSource, Trainer, WeightSync
 from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
 
 
 @dataclass(frozen=True)
 class GrpoSettings:
+    num_prompts_per_step: int
     num_updates_per_step: int = 1
     overlong_filtering: bool = False
     seq_logprob_error_threshold: float | None = None
@@ -46,43 +48,41 @@ class Grpo:
     settings: GrpoSettings
     objective: ClippedPolicyGradient
     credit: Credit
-    selection: GroupSelection
-    policy: Policy
+    policy: Trainer
     rollouts: RolloutSource
+    weights: WeightSync
     validation: RolloutSource | None = None
 
     def step(self, step: int) -> StepReport:
         clock = StageClock()
 
-        # One batch of groups; with dynamic sampling as many as it takes until enough of them teach something.
-        collection = self.selection.begin(step)
-        while num_groups := collection.num_to_draw:
-            with clock("generation"):
-                tasks, completions = self.rollouts.sample(num_groups, step)
-            with clock("reward_calculation"):
-                collection.add(self.rollouts.score(tasks, completions))
+        # Scored groups of completions, one group per prompt: fresh, recorded, in several turns or filtered.
+        taken = self.rollouts.take(self.settings.num_prompts_per_step, step)
+        clock.add(taken.timings_s)
 
-        # What credit and the loss need to know beside the update's own forward pass, which is nothing more in the plain
-        # case: one update per step, no price of leaving the reference.
+        # Log-probabilities that credit and the loss need beside those of the update's own forward pass: none in the plain
+        # case of one update per step and no KL penalty.
         with clock("policy_and_reference_logprobs"):
-            batch = rollout_batch(collection.groups, overlong_filtering=self.settings.overlong_filtering)
-            batch, facts = self._with_logprobs(batch, collection)
+            batch = rollout_batch(taken.groups, overlong_filtering=self.settings.overlong_filtering)
+            is_off_policy = of_tokens(_off_policy_rows(taken.groups, step), batch)
+            batch, facts = self._with_logprobs(batch, taken.groups, is_off_policy)
 
         # Credit each completion against its own group. A group whose rewards are all equal teaches nothing.
         with clock("advantage_calculation"):
-            groups, batch, credit_facts = self.credit(collection.groups, batch, scored_places(collection.groups))
-            batches = self._minibatches(batch, groups, collection)
+            groups, batch, credit_facts = self.credit(taken.groups, batch, scored_places(taken.groups))
+            batches = self._minibatches(batch, groups, is_off_policy)
 
         with clock("policy_training"):
             updates = [self.policy.update(batch, self.objective) for batch in batches]
             self.policy.end_step()
+            self.weights.publish(step)
 
         metrics = {
             **_mean_over_updates(updates),
             **facts,
             **credit_facts,
-            **rollout_metrics(collection.sampled or groups),
-            **collection.metrics(),
+            **rollout_metrics(taken.sampled or groups),
+            **taken.metrics,
             "num_updates": float(len(updates)),
         }
         return _report(groups, metrics, clock.finish(), rollout_warnings(groups, step))
@@ -92,8 +92,7 @@ class Grpo:
         if self.validation is None or self.settings.num_validation_prompts == 0:
             return None
         clock = StageClock()
-        tasks, completions = self.validation.sample(self.settings.num_validation_prompts, step)
-        groups = self.validation.score(tasks, completions)
+        groups = self.validation.take(self.settings.num_validation_prompts, step).groups
         metrics = rollout_metrics(groups)
         # The same numbers as `posttrain eval` gives, under NeMo RL's names; here any reward above 0 passes.
         found = reward_metrics([group.rewards for group in groups], pass_threshold=ANY_POSITIVE_REWARD)
@@ -101,16 +100,18 @@ class Grpo:
         metrics |= {names.get(name, name.replace("@", "_")): value for name, value in found.items()}
         return _report(groups, metrics, clock.finish("total_validation_time"), ())
 
-    def _with_logprobs(self, batch: TokenBatch, collection: Collection) -> tuple[TokenBatch, dict[str, float]]:
-        """The columns that this step needs: the reference's, the policy's as it is now."""
+    def _with_logprobs(
+        self, batch: TokenBatch, groups: Sequence[Group], is_off_policy: Tensor
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        """The columns that this step needs: under the reference, and under the current policy."""
         if not batch.responses:
             return batch, {}
         settings = self.settings
-        is_recorded = of_tokens(_recorded_rows(collection), batch)
-        is_fresh = ~of_tokens(_off_policy_rows(collection), batch)
+        is_recorded = of_tokens(_recorded_rows(groups), batch)
+        is_fresh = ~is_off_policy
         if self.objective.needs_reference or self.credit.kl is not None or bool(is_recorded.any()):
             batch = batch.with_columns(reference_logprobs=self.policy.reference_logprobs(batch))
-            batch = with_sampler_of_records(batch, is_recorded)
+            batch = with_reference_as_behavior(batch, is_recorded)
         several_updates = settings.num_updates_per_step > 1 and bool(is_fresh.any())
         if several_updates or self.credit.kl is not None or settings.seq_logprob_error_threshold is not None:
             batch = batch.with_columns(current_logprobs=self.policy.logprobs(batch))
@@ -118,25 +119,28 @@ class Grpo:
             return batch, {}
         return without_logprob_errors(batch, settings.seq_logprob_error_threshold, is_fresh)
 
-    def _minibatches(self, batch: TokenBatch, groups: Sequence[Group], collection: Collection) -> list[TokenBatch]:
+    def _minibatches(self, batch: TokenBatch, groups: Sequence[Group], is_off_policy: Tensor) -> list[TokenBatch]:
         if not batch.responses:
             return []
         num_updates = self.settings.num_updates_per_step
-        is_off_policy = of_tokens(_off_policy_rows(collection), batch)
         anchored = with_anchor(batch, is_off_policy, several_updates=num_updates > 1)
-        return minibatches(anchored, groups, num_updates, with_rewarded=self.objective.positive_example_nll_weight != 0)
+        return minibatches(
+            anchored, groups, num_updates, with_rewarded=self.objective.config.positive_example_nll_weight != 0
+        )
 
 
-def _recorded_rows(collection: Collection) -> list[bool]:
-    """Which rows come from a record: nobody knows their sampler."""
-    groups = collection.groups
+def _recorded_rows(groups: Sequence[Group]) -> list[bool]:
+    """Which rows are recorded answers: their behaviour policy is unknown."""
     return [not groups[g].rollouts[r].completion.logprobs for g, r in scored_places(groups)]
 
 
-def _off_policy_rows(collection: Collection) -> list[bool]:
-    """Which rows were not sampled by the policy as it is now."""
-    is_earlier = [g < collection.num_earlier for g, _ in scored_places(collection.groups)]
-    return [earlier or recorded for earlier, recorded in zip(is_earlier, _recorded_rows(collection), strict=True)]
+def _off_policy_rows(groups: Sequence[Group], step: int) -> list[bool]:
+    """Which rows hold tokens that the weights of this step did not sample. Step 1 starts from version 0."""
+    completions = [groups[g].rollouts[r].completion for g, r in scored_places(groups)]
+    return [
+        not completion.logprobs or any(version != step - 1 for _, version in completion.versions)
+        for completion in completions
+    ]
 
 
 def _mean_over_updates(updates: Sequence[UpdateReport]) -> dict[str, float]:

@@ -18,11 +18,11 @@ from typing import Protocol
 
 import torch
 
-from posttrain.algorithms.clock import StageClock
-from posttrain.algorithms.preference_metrics import Reference, with_accuracy
-from posttrain.algorithms.supervised_batches import batch_report, judged_batch, mismatched_batch
+from posttrain.algorithms.dpo import Reference
+from posttrain.algorithms.step_reports import StageClock, batch_report, with_accuracy
+from posttrain.algorithms.supervised_batches import judged_batch, mismatched_batch
 from posttrain.policy.objectives import KtoLoss
-from posttrain.roles import Policy
+from posttrain.roles import Trainer
 from posttrain.types import Judged, StepReport, TokenBatch
 
 
@@ -35,7 +35,7 @@ class Kto:
     num_answers_per_step: int
     max_total_tokens: int  # of a prompt with another prompt's answer
     objective: KtoLoss
-    policy: Policy
+    policy: Trainer
     answers: JudgedStream
     reference: Reference
     validation: Sequence[Judged] = ()

@@ -1,9 +1,9 @@
-"""What is made of rewards before credit is given: a linear map, and penalties for answers that are long or cut off.
+"""Reward scaling and shaping: a linear map, and penalties for answers that are long or cut off.
 
-The environment's own score stays in the rollout, and stays what `reward` reports. What comes out of here is the
-*shaped* reward, the one that advantages are computed from. Unscored rollouts stay unscored.
+The environment's own score stays in the rollout, and is what `reward` reports. Advantages are computed from the *shaped*
+reward. Unscored rollouts stay unscored.
 
-Deviation from NeMo RL: the length of an answer is all that the model wrote in it, not its first turn alone.
+Deviation from NeMo RL: the length of an answer counts all of the model's turns, not the first alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OverlongPenalty:
 
 @dataclass(frozen=True)
 class CutOffPenalty:
-    """Rewards of answers that did not come to their end are multiplied by `factor`."""
+    """Rewards of truncated answers are multiplied by `factor`."""
 
     factor: float
 

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.algorithms.clock import StageClock
 from posttrain.algorithms.dpo import PairStream
-from posttrain.algorithms.supervised_batches import batch_report, pair_batch
+from posttrain.algorithms.step_reports import StageClock, batch_report
+from posttrain.algorithms.supervised_batches import pair_batch
 from posttrain.policy.objectives import BradleyTerry
-from posttrain.roles import Policy
+from posttrain.roles import Trainer
 from posttrain.types import Pair, StepReport
 
 
@@ -22,7 +22,7 @@ from posttrain.types import Pair, StepReport
 class RewardModelTraining:
     num_pairs_per_step: int
     objective: BradleyTerry
-    policy: Policy
+    policy: Trainer
     pairs: PairStream
     validation: Sequence[Pair] = ()
 

@@ -1,9 +1,9 @@
 """The batches that GRPO trains on: one row per scored rollout, cut into one batch per optimizer update.
 
-A row has the sampler's log-probabilities, or, for an answer from a record, those of the starting policy in their place.
-`prev_logprobs` is what ratios are taken against: the policy before the first update of the step for what it has just
-sampled, the policy that sampled it for everything else. NaN stands for "the policy as it is in this update", which needs
-no forward pass of its own where there is only one update.
+A row has the log-probabilities of its behaviour policy, the one that sampled it; for a recorded answer, whose behaviour
+policy is unknown, the starting policy takes its place. Ratios are taken against `prev_logprobs`: the policy before the
+first update of the step for what it has just sampled, the behaviour policy for everything else. `prev_is_current`
+marks the policy of the update itself, which needs no forward pass of its own where there is only one update.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Place = tuple[int, int]  # (group, rollout)
 
 
 def scored_places(groups: Sequence[Group]) -> list[Place]:
-    """Where the rows of a batch come from: every scored rollout, in order."""
+    """Which rollouts are the rows of a batch: every scored one, in order."""
     return [
         (g, r) for g, group in enumerate(groups) for r, rollout in enumerate(group.rollouts) if rollout.score.scored
     ]
@@ -54,32 +54,38 @@ def rollout_batch(groups: Sequence[Group], *, overlong_filtering: bool = False) 
 
 
 def of_tokens(rows: Sequence[bool], batch: TokenBatch) -> Tensor:
-    """What holds for a row, for each of its tokens."""
-    return torch.tensor(rows, dtype=torch.bool).repeat_interleave(torch.tensor(batch.response_lengths))
+    """A flag of each row, repeated for its tokens."""
+    lengths = torch.tensor(batch.response_lengths, dtype=torch.long)
+    return torch.tensor(rows, dtype=torch.bool).repeat_interleave(lengths)
 
 
-def with_sampler_of_records(batch: TokenBatch, is_recorded: Tensor) -> TokenBatch:
-    """Nobody knows what sampled a recorded answer; the policy that training starts from takes its place."""
+def with_reference_as_behavior(batch: TokenBatch, is_recorded: Tensor) -> TokenBatch:
+    """The behaviour policy of a recorded answer is unknown: the policy that training starts from takes its place."""
     columns = batch.columns
     sampler = torch.where(is_recorded, columns["reference_logprobs"], columns["generation_logprobs"])
     return batch.with_columns(generation_logprobs=sampler)
 
 
 def with_anchor(batch: TokenBatch, is_off_policy: Tensor, *, several_updates: bool) -> TokenBatch:
-    """With `prev_logprobs`, where anything but the current policy is needed; without `current_logprobs`."""
+    """With `prev_logprobs`, where anything but the current policy is needed; without `current_logprobs`.
+
+    Where `prev_is_current` is 1, the anchor is the current policy, and no forward pass is made for it beforehand.
+    """
     columns = dict(batch.columns)
     current = columns.pop("current_logprobs", None)
     if several_updates or bool(is_off_policy.any()):
-        known = current if several_updates and current is not None else torch.full_like(columns["mask"], torch.nan)
-        is_known_elsewhere = is_off_policy & (columns["mask"] != 0)
-        columns["prev_logprobs"] = torch.where(is_known_elsewhere, columns["generation_logprobs"], known)
+        is_sampler = is_off_policy & (columns["mask"] != 0)
+        if not several_updates or current is None:
+            current = torch.zeros_like(columns["mask"])
+            columns["prev_is_current"] = (~is_sampler).to(current.dtype)
+        columns["prev_logprobs"] = torch.where(is_sampler, columns["generation_logprobs"], current)
     return replace(batch, columns=columns)
 
 
 def without_logprob_errors(
     batch: TokenBatch, threshold: float, is_fresh: Tensor
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Masks rows whose mean exp(|sampler - trainer|) is above `threshold`: the two do not mean the same answer."""
+    """Masks rows whose mean exp(|sampler - trainer|) is above `threshold`: the two disagree on the answer."""
     gap = (batch.columns["generation_logprobs"] - batch.columns["current_logprobs"]).abs().exp()
     counted = batch.columns["mask"] * is_fresh
     lengths = batch.response_lengths

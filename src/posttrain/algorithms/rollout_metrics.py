@@ -1,4 +1,4 @@
-"""What a step's rollouts say of themselves, and what should worry their owner."""
+"""Metrics of the rollouts of a step, and warnings about those from which nothing is learnt."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def num_generated_tokens(groups: Sequence[Group]) -> int:
-    """Tokens that the model wrote here; those of a record were written elsewhere, by whomever, and cost nothing."""
+    """Tokens that were sampled in this run. Recorded answers were sampled elsewhere and do not count."""
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     return sum(completion.num_sampled for completion in completions if completion.logprobs)
 
 
 def _conversation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Of the rollouts of several turns, if there are any: means over them."""
+    """Means over the rollouts of several turns, if there are any."""
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
-    held = [(c, c.conversation) for c in completions if c.conversation is not None]
-    if not held:
+    found = [(c, c.conversation) for c in completions if c.conversation is not None]
+    if not found:
         return {}
-    names = dict.fromkeys(name for _, conversation in held for name in conversation.counts)
+    names = dict.fromkeys(name for _, conversation in found for name in conversation.counts)
     return {
-        "turns": statistics.fmean(conversation.num_turns for _, conversation in held),
-        "environment_tokens": statistics.fmean(len(c.token_ids) - c.num_sampled for c, _ in held),
-        **{name: statistics.fmean(conversation.counts.get(name, 0.0) for _, conversation in held) for name in names},
+        "turns": statistics.fmean(conversation.num_turns for _, conversation in found),
+        "environment_tokens": statistics.fmean(len(c.token_ids) - c.num_sampled for c, _ in found),
+        **{name: statistics.fmean(conversation.counts.get(name, 0.0) for _, conversation in found) for name in names},
     }
 
 

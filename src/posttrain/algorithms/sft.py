@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on recorded answers."""
+"""Supervised fine-tuning on given answers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from posttrain.algorithms.clock import StageClock
-from posttrain.algorithms.supervised_batches import batch_report, example_batch
+from posttrain.algorithms.step_reports import StageClock, batch_report
+from posttrain.algorithms.supervised_batches import example_batch
 from posttrain.policy.objectives import NegativeLogLikelihood
-from posttrain.roles import Policy
+from posttrain.roles import Trainer
 from posttrain.types import Example, StepReport
 
 
@@ -20,7 +20,7 @@ class ExampleStream(Protocol):
 @dataclass(frozen=True)
 class Sft:
     num_examples_per_step: int
-    policy: Policy
+    policy: Trainer
     examples: ExampleStream
     validation: Sequence[Example] = ()
     objective: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)

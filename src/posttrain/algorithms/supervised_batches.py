@@ -1,22 +1,22 @@
-"""Batches of recorded answers, for the algorithms that sample nothing."""
+"""Batches of given answers, for the algorithms that sample nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from posttrain.data.packing import PACK
-from posttrain.types import Example, Judged, Pair, StepReport, TokenBatch
+from posttrain.types import Example, Judged, Pair, TokenBatch
 
-MAX_SHIFT = 32  # more answers to one prompt stand side by side nowhere
+MAX_SHIFT = 32  # largest shift tried
 
 
 def pair_batch(pairs: Sequence[Pair]) -> TokenBatch:
     """Chosen, rejected, chosen, rejected, …; both answers of a pair share their prompt.
 
-    `given_rewards` is what the data says of each answer; `num_class_tokens` how many tokens the chosen (or the rejected)
+    `given_rewards` is each answer's reward in the data; `num_class_tokens` how many tokens the chosen (or the rejected)
     answers of the whole batch have.
     """
     responses = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
@@ -89,15 +89,5 @@ def example_batch(examples: Sequence[Example]) -> TokenBatch:
     )
 
 
-def num_sequence_tokens(batch: TokenBatch) -> int:
-    """Full sequences: every response with its prompt, shared or not."""
-    return sum(len(batch.prompts[p]) + len(r) for p, r in zip(batch.prompt_of, batch.responses, strict=True))
-
-
 def _per_token(values: Sequence[float], lengths: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
-
-
-def batch_report(batch: TokenBatch, metrics: Mapping[str, float], timings_s: Mapping[str, float]) -> StepReport:
-    """What a step, or a validation, on recorded answers says of itself."""
-    return StepReport(metrics, timings_s, num_tokens=num_sequence_tokens(batch), num_samples=len(batch.responses))

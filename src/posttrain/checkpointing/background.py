@@ -1,6 +1,7 @@
-"""Writing a checkpoint while training goes on: one thread, at most one write at a time, and no error that nobody hears of.
+"""Writing a checkpoint while training continues: one thread, at most one write at a time, and every error is reported.
 
-Knows nothing of what is written.
+Ranks in other processes report the end of their part by a file in the checkpoint's folder, its mark. The folder is shared
+anyway, and a rank that is busy with the next step cannot answer calls.
 """
 
 from __future__ import annotations
@@ -8,8 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-Write = Callable[[Callable[[], bool]], None]  # is given a function that says whether to give up
+from posttrain.checkpointing import durable
+
+Write = Callable[[Callable[[], bool]], None]  # its argument returns True once the run has failed
+_PERIOD_S = 0.05
+_GRACE_S = 60.0  # for ranks that may have ended
 
 
 class BackgroundWrite:
@@ -29,7 +35,7 @@ class BackgroundWrite:
         assert self.is_over, "one write at a time"
         self._over.clear()
         self._given_up.clear()
-        # A process that is told to end at once does not wait for it: what it leaves behind is not called a checkpoint.
+        # A daemon: a process that ends at once does not wait for it, and leaves a folder without its final name.
         threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
 
     def _run(self, write: Write) -> None:
@@ -54,10 +60,58 @@ class BackgroundWrite:
         return error
 
     def give_up(self) -> None:
-        """The run has failed: its write may end well, but does not wait for others that may be gone."""
+        """The run has failed: its write may still complete, but stops waiting for ranks that may have ended."""
         self._given_up.set()
 
     def take_write_s(self) -> float | None:
         """Seconds that the latest complete write took, once."""
         seconds, self._write_s = self._write_s, None
         return seconds
+
+
+def leave_mark(folder: Path, rank: int, problem: str) -> None:
+    """`problem` is empty if all went well."""
+    try:
+        durable.write_text(_mark(folder, rank), problem)
+    except FileNotFoundError:
+        return  # the driver has given up on this checkpoint and removed it
+    except OSError:  # the disk may be full; the name of an empty file takes next to nothing
+        _bare_mark(folder, rank).touch()
+
+
+def wait_for_marks(folder: Path, num_ranks: int, is_given_up: Callable[[], bool]) -> None:
+    """Return when every rank has left its mark, and remove the marks. RuntimeError with the problem of the first that failed.
+
+    Once `is_given_up`, the run has failed, and ranks have a minute left: they may have failed with it.
+    """
+    limit: float | None = None
+    # All are looked at in turn: a rank may wait for another one that has failed.
+    while missing := [rank for rank in range(num_ranks) if not _has_written(folder, rank)]:
+        if limit is None and is_given_up():
+            limit = time.monotonic() + _GRACE_S
+        if limit is not None and time.monotonic() > limit:
+            raise RuntimeError(f"rank {missing[0]} has not written its part of {folder.name}")
+        time.sleep(_PERIOD_S)
+    for rank in range(num_ranks):
+        _mark(folder, rank).unlink()
+
+
+def _has_written(folder: Path, rank: int) -> bool:
+    mark = _mark(folder, rank)
+    if _bare_mark(folder, rank).exists():
+        problem = "it could not write the reason; is the disk full?"
+    elif mark.exists():
+        problem = mark.read_text(encoding="utf-8")
+    else:
+        return False
+    if problem:
+        raise RuntimeError(f"rank {rank} could not write its part of {folder.name}:\n{problem}")
+    return True
+
+
+def _bare_mark(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.failed"
+
+
+def _mark(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.written"

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from posttrain.checkpointing.errors import CheckpointError
+from posttrain.errors import CheckpointError
 
 # The names that `transformers` configs use, old families' included. A config has those of its own family.
 _ARCHITECTURE = ("model_type", "architectures", "tie_word_embeddings")
@@ -50,8 +50,8 @@ _LORA = {  # our name: the names in NeMo RL's `lora_cfg` and in peft's config
 
 
 def describe_model(
-    model_config: Mapping[str, Any],
-    lora: Mapping[str, Any] | None,
+    model_config: Mapping[str, object],
+    lora: Mapping[str, object] | None,
     vocabulary: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The description of a model: JSON values only.
@@ -60,7 +60,12 @@ def describe_model(
     for full tuning), `vocabulary` the tokenizer's `get_vocab()`.
     """
     # Models of several modalities keep the decoder's sizes in a section of their own.
-    decoder = {**model_config, **(model_config.get("text_config") or {}), "model_type": model_config.get("model_type")}
+    text = model_config.get("text_config")
+    decoder = {
+        **model_config,
+        **(text if isinstance(text, Mapping) else {}),
+        "model_type": model_config.get("model_type"),
+    }
     return {
         "architecture": {name: _plain(decoder[name]) for name in _ARCHITECTURE if decoder.get(name) is not None},
         "sizes": {name: _plain(decoder[name]) for name in _SIZES if decoder.get(name) is not None},
@@ -75,7 +80,7 @@ def hash_vocabulary(vocabulary: Mapping[str, int]) -> str:
     return hashlib.sha256(json.dumps(in_order).encode()).hexdigest()
 
 
-def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def check_same_model(saved: Mapping[str, object], current: Mapping[str, object]) -> None:
     """Raise CheckpointError with every difference if a checkpoint's description is not that of this run's model."""
     differences = list(_differences(saved, current, ""))
     if differences:
@@ -86,7 +91,7 @@ def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
         )
 
 
-def _describe_lora(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _describe_lora(lora: Mapping[str, object] | None) -> dict[str, object] | None:
     if lora is None or lora.get("enabled") is False:
         return None
     described = {}
@@ -99,13 +104,13 @@ def _describe_lora(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return described
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if isinstance(value, bool | int | float | str) else str(value)
 
 
-def _differences(saved: Any, current: Any, name: str) -> Iterator[str]:
+def _differences(saved: object, current: object, name: str) -> Iterator[str]:
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         for key in [*saved, *(key for key in current if key not in saved)]:
             yield from _differences(saved.get(key), current.get(key), f"{name}.{key}" if name else str(key))
@@ -113,11 +118,11 @@ def _differences(saved: Any, current: Any, name: str) -> Iterator[str]:
         yield f"{name}: saved {_shown(saved)} != this run's {_shown(current)}"
 
 
-def _unknown(saved: Any, current: Any, name: str) -> bool:
-    """One side does not say. For LoRA that means none, and is a difference; elsewhere (a field that another version of
+def _unknown(saved: object, current: object, name: str) -> bool:
+    """Missing on one side. For LoRA that means none, and is a difference; elsewhere (a field that another version of
     `transformers` did not write) there is nothing to compare."""
     return not name.startswith("lora") and (saved is None or current is None)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "none" if value is None else json.dumps(value)

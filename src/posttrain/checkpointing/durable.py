@@ -1,4 +1,4 @@
-"""Getting bytes and names onto the disk, so that they survive the loss of power. Knows nothing of checkpoints.
+"""Getting bytes and names onto the disk, so that they survive the loss of power.
 
 Renaming makes a change atomic; `fsync` makes it last. A file needs both its own `fsync` and that of the folder that holds
 its name.
@@ -10,7 +10,9 @@ import errno
 import os
 from pathlib import Path
 
-# What filesystems answer that have no such operation (some network and object-store mounts, for folders mostly). Nothing
+from posttrain.errors import InputError
+
+# Errors of filesystems that have no such operation (some network and object-store mounts, for folders mostly). Nothing
 # can be done about those. EIO, ENOSPC and EDQUOT are not among them: they mean that data was lost.
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
 _FOLDER_CANNOT_BE_OPENED = {errno.EACCES, errno.EPERM, errno.EISDIR}
@@ -43,7 +45,7 @@ def _sync(descriptor: int) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create `path` and the parents it lacks, each of them to stay."""
+    """Create `path` and the parents it lacks, durably."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -63,3 +65,14 @@ def write_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_for_user(path: Path, text: str) -> None:
+    """A file that the user requested, whole or not at all; InputError where it cannot be written."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; name a file")
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -3,7 +3,7 @@
 Files are hashed in pieces of 64 MiB on all cores, because one optimizer file can have tens of gigabytes: `sha256` is the
 list of the digests of the pieces, in order. A file of up to 64 MiB has one, which is what `sha256sum` prints.
 
-A file that the list does not name is nobody's damage: people put notes and converted models into a checkpoint's folder.
+A file that the list does not name is not damage: people put notes and converted models into a checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_THREADS = 16
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What `checksums.json` says of one file."""
+    """The entry of one file in `checksums.json`."""
 
     size: int
     digests: tuple[str, ...]
@@ -133,7 +133,7 @@ def _content_problem(name: str, recorded: _Recorded, found: list[str], piece_byt
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
     """A pool that drops what is still waiting when its user fails: an error must not wait for gigabytes of hashing."""
-    # Cores this process may use, where the system says so: a container has often fewer than the machine.
+    # Cores this process may use, where the system reports it: a container has often fewer than the machine.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = ThreadPoolExecutor(min(_MAX_THREADS, num_cores))
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.checkpointing.errors import CheckpointError
+from posttrain.errors import CheckpointError
 
 TRAINING_STATE = "train_dataloader.pt"
 _FORMAT = 1
@@ -25,18 +25,18 @@ _FORMAT = 1
 @dataclass(frozen=True)
 class TrainingState:
     step: int  # steps that were finished when this was saved
-    stream_state: dict[str, Any]
+    stream_state: dict[str, object]
     rng: dict[str, Any]  # for `restore_rng`
-    extra: dict[str, Any]
+    extra: dict[str, int]
 
 
 def save_training_state(
     folder: Path,
     *,
     step: int,
-    stream_state: Mapping[str, Any],
-    rng: Mapping[str, Any],
-    extra: Mapping[str, Any] | None = None,
+    stream_state: Mapping[str, object],
+    rng: Mapping[str, object],
+    extra: Mapping[str, int] | None = None,
 ) -> None:
     """Write `train_dataloader.pt` into a checkpoint's folder. `rng` comes from `capture_rng`."""
     state = {
@@ -78,13 +78,13 @@ def capture_rng() -> dict[str, Any]:
             "cached_gaussian": float(cached_gaussian),
         },
         "torch": torch.get_rng_state(),
-        # Asking a process that does not use CUDA would create a context on every device.
+        # In a process that does not use CUDA this would create a context on every device.
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put the generators where `capture_rng` found them. Devices that are not here any more are left out."""
+    """Restore the generators to the state of `capture_rng`. Devices that no longer exist are left out."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"]), python["gauss_next"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
@@ -95,13 +95,13 @@ def restore_rng(state: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(device_state, device)
 
 
-def _require_plain(value: Any, name: str) -> None:
+def _require_plain(value: object, name: str) -> None:
     """Fail while saving, with the name of the value, rather than while resuming."""
     if type(value) is dict:
         for key, item in value.items():
             _require_plain(key, f"a key of {name}")
             _require_plain(item, f"{name}.{key}")
-    elif type(value) in (list, tuple):
+    elif isinstance(value, list | tuple) and type(value) in (list, tuple):
         for index, item in enumerate(value):
             _require_plain(item, f"{name}[{index}]")
     elif value is not None and type(value) not in (bool, int, float, str, bytes, torch.Tensor):

@@ -1,6 +1,6 @@
 """A run's checkpoint folder: writing checkpoints, finding the newest good one, removing the surplus.
 
-The names say the state, so that a kill at any instant leaves something that can be told apart:
+The name gives the state, so that what a kill leaves behind is recognised:
 
     step_N            complete; every file listed in its checksums.json
     tmp_step_N        being written
@@ -8,9 +8,9 @@ The names say the state, so that a kill at any instant leaves something that can
     removing_step_N   being removed
 
 One process writes to a folder, any number may read. Readers (`latest`, `steps`) change nothing on the disk; what a killed
-writer left behind is put in order when the next one starts to write.
+writer left behind is repaired when the next one starts to write.
 
-The store does not know what is in a checkpoint, except for the metric in `training_info.json` that retention goes by.
+The store reads nothing of a checkpoint but the metric in `training_info.json` that retention uses.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.checkpointing import durable
-from posttrain.checkpointing.errors import CheckpointError
 from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
 from posttrain.checkpointing.retention import surplus_steps
+from posttrain.errors import CheckpointError
 
 INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
 _STEP = re.compile(r"(old_)?step_(0|[1-9]\d*)")
 _LEFTOVER = re.compile(r"(tmp|removing)_(old_)?step_\d+")
-_WORTH_A_LINE_BYTES = 2**30  # verifying more than this takes long enough to say so
-_MAX_LOOKS = 100  # at a checkpoint that is replaced while it is looked at
+_WORTH_A_LINE_BYTES = 2**30  # verifying more than this takes long enough for a message
+_MAX_CHECKS = 100  # of a checkpoint that is replaced while it is checked
 
 
 class CheckpointStore:
@@ -76,7 +76,7 @@ class CheckpointStore:
         """
         assert step >= 0, step
         durable.make_folder(self.folder)
-        self._put_in_order()
+        self._repair()
         tmp = self.folder / f"tmp_step_{step}"
         tmp.mkdir()
         self._being_written = tmp
@@ -94,8 +94,8 @@ class CheckpointStore:
         self._damaged.discard(step)
         self._tidy_up_after(step)
 
-    def save_info(self, tmp: Path, info: Mapping[str, Any]) -> None:
-        """Write `training_info.json`. Numbers that JSON has no name for (NaN, infinities) become null."""
+    def save_info(self, tmp: Path, info: Mapping[str, object]) -> None:
+        """Write `training_info.json`. NaN and infinities, which JSON does not have, become null."""
         text = json.dumps(_plain(info), indent=2, allow_nan=False)
         (tmp / INFO).write_text(text + "\n", encoding="utf-8")
 
@@ -114,7 +114,7 @@ class CheckpointStore:
         durable.sync_folder(self.folder)
 
     def _tidy_up_after(self, step: int) -> None:
-        """What follows a complete checkpoint. It must not fail a run whose state is safe, so it says what went wrong."""
+        """What follows a complete checkpoint. It must not fail a run whose state is safe, so errors become messages."""
         status = {
             "last_checkpoint_step": step,
             "last_successful_ckpt_save_completion": time.time(),
@@ -126,7 +126,7 @@ class CheckpointStore:
         except OSError as error:
             self._say(f"Checkpoint step_{step} is complete, but tidying up {self.folder} failed: {error}")
 
-    def _put_in_order(self) -> None:
+    def _repair(self) -> None:
         """Finish or undo what a killed writer was doing. Killed itself at any point, it can start again."""
         for entry in sorted(self.folder.iterdir()):
             match = _STEP.fullmatch(entry.name)
@@ -159,7 +159,7 @@ class CheckpointStore:
         try:
             shutil.rmtree(folder)
         except OSError as error:
-            # Network filesystems keep files that somebody has open. The next save tries again.
+            # Network filesystems keep files that are open. The next save tries again.
             self._say(f"{folder} could not be removed: {error}")
 
     # --- reading ---
@@ -173,7 +173,7 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """The newest checkpoint whose files are all what they were when it was saved; None if there is none.
 
-        Every one that is passed over is reported with what is wrong, and left where it is.
+        Every one that is skipped is reported with what is wrong, and left in place.
         """
         for name in sorted(self._names()):
             if name.startswith("tmp_") and _LEFTOVER.fullmatch(name):
@@ -207,10 +207,10 @@ class CheckpointStore:
         """Where a step's checkpoint is, None if it has gone, and what is wrong with it.
 
         A writer may replace or remove it meanwhile. Then what was found wrong belongs to a mixture of two folders, or to
-        half of one, and the look is repeated.
+        half of one, and the check is repeated.
         """
         problems: list[str] = []
-        for _ in range(_MAX_LOOKS):
+        for _ in range(_MAX_CHECKS):
             found = self._find(step)
             if found is None:
                 return None, []
@@ -225,7 +225,7 @@ class CheckpointStore:
 
     def _find(self, step: int) -> tuple[Path, tuple[int, int]] | None:
         """The folder of a step, and which folder that is on the disk (device, inode)."""
-        # The last look is for a swap that ended between the first two.
+        # The last check is for a swap that ended between the first two.
         for name in (f"step_{step}", f"old_step_{step}", f"step_{step}"):
             try:
                 status = (self.folder / name).stat()
@@ -244,7 +244,7 @@ class CheckpointStore:
     def retain(self) -> None:
         """Remove the surplus (see `retention`). Damaged checkpoints are neither counted nor touched."""
         if self.folder.exists():
-            self._put_in_order()
+            self._repair()
         if self._keep_top_k is None:
             return
         surplus = surplus_steps(
@@ -261,7 +261,7 @@ class CheckpointStore:
             self._remove(checkpoint)
 
     def _metrics(self) -> dict[int, float | None]:
-        """The metric of every checkpoint that is not known to be damaged. Sizes are looked at again: that is cheap."""
+        """The metric of every checkpoint that is not known to be damaged. Sizes are checked again, which is cheap."""
         metrics: dict[int, float | None] = {}
         for step in self.steps():
             folder, problems = self._examine(step, contents=False)
@@ -281,7 +281,7 @@ class CheckpointStore:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """`value` as JSON can hold it: one-element tensors and numpy scalars as numbers, what is not finite as null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -6,9 +6,8 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
-from posttrain.cli.overrides_parser import EXIT_BAD_INPUT
+from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, Subparsers, add_command
 from posttrain.errors import InputError
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
 
@@ -22,13 +21,8 @@ Talk with a model. Answers are written as they are sampled; the conversation is 
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "chat",
-        help="talk with a model in the terminal",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_parser(commands: Subparsers) -> None:
+    parser = add_command(commands, "chat", "talk with a model in the terminal", description=DESCRIPTION)
     parser.add_argument(
         "model", metavar="MODEL", help="a folder, adapter, checkpoint, run, hub name or registry:NAME@STAGE"
     )
@@ -60,19 +54,20 @@ def run(args: argparse.Namespace) -> int:
     quieten_libraries()
     from posttrain.data.chat import ChatFormat
     from posttrain.engines.native.session import GenerationSession
-    from posttrain.serve.models import find_model, load_engine
-    from posttrain.serve.terminal import Conversation, converse
+    from posttrain.models.accepted_names import resolve_registered_model
+    from posttrain.serve.models import load_engine
+    from posttrain.serve.terminal import TerminalChat, converse
     from posttrain.types import SMALLEST_TEMPERATURE, Sampling
 
-    found = find_model(args.model, args.registry)
+    found = resolve_registered_model(args.model, registry=args.registry)
     options = EngineOptions(args.precision, args.device, args.max_model_len, max_batch_size=1)
     session = GenerationSession(load_engine(found, options))
     temperature = args.temperature if args.temperature >= SMALLEST_TEMPERATURE else 0.0
     sampling = Sampling(args.max_tokens, temperature=temperature, top_p=args.top_p)
-    conversation = Conversation(session, ChatFormat(session.tokenizer), sampling, args.seed, args.system)
+    conversation = TerminalChat(session, ChatFormat(session.tokenizer), sampling, args.seed, args.system)
     interactive = sys.stdin.isatty()
     if interactive:
-        _say(f"{found.text}. /help shows what there is.\n")
+        _say(f"{found.text}. /help lists the commands.\n")
         _remember_lines()
 
     def read() -> str:
@@ -94,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.words:
-        raise InputError(f"chat takes one MODEL, and options; what is {args.words[0]!r}?")
+        raise InputError(f"chat takes one MODEL, and options; unexpected: {args.words[0]!r}")
     fine = {
         "--temperature": (args.temperature, 0 <= args.temperature <= 10, "a number from 0 to 10"),
         "--top-p": (args.top_p, 0 < args.top_p <= 1, "above 0 and at most 1"),
@@ -117,7 +112,7 @@ def _say(text: str) -> None:
 
 
 def _remember_lines() -> None:
-    """Arrow keys bring back what was typed, also in earlier chats. A terminal without readline does without."""
+    """Input history with arrow keys, also of earlier chats, where readline is available."""
     try:
         import atexit
         import readline

@@ -6,10 +6,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-from posttrain.cli.overrides_parser import OverridesParser
-from posttrain.config import ALL_KINDS, KINDS, ConfigError, LoadedConfig, guess_kind, load_config
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
+from posttrain.config import ALL_KINDS, KINDS, ConfigError, LoadedConfig, RunConfig, guess_kind, load_config
 from posttrain.config.presets import presets
 
 SHOW_EPILOG = """\
@@ -17,23 +16,23 @@ examples:
   posttrain config show grpo                                    the built-in defaults
   posttrain config show --config my.yaml grpo.seed=1            my.yaml with one value changed
 
-A remark behind a value says where it was set, and from which expression it was computed. Values without a remark are
+A comment after a value shows where it was set, and from which expression it was computed. Values without one are
 defaults. The output is itself a valid config file.
 """
 
 CHECK_EPILOG = """\
 Reads the file, applies the overrides and checks every key and value, without loading a model or data. Prints "ok" and
-what deserves attention; exits with 64 and says what is wrong if the config cannot be used. Whether files, models and
-reward functions are there is found out by the run itself, before it loads the model.
+warnings; exits with 64 and an error if the config cannot be used. Whether files, models and
+reward functions exist is checked by the run itself, before it loads the model.
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     summary = "show or check the config of a run"
     parser = subparsers.add_parser("config", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     show = _add_command(commands, "show", "print every value and where it came from", SHOW_EPILOG)
-    show.add_argument("--all-origins", action="store_true", help="remark on defaults too")
+    show.add_argument("--all-origins", action="store_true", help="comment on defaults too")
     show.add_argument("--json", action="store_true", help="print {key: {value, origin}} instead of YAML")
     show.set_defaults(run=run, action=_show)
     listing = commands.add_parser("presets", help="list the settings of other systems that a run can start from")
@@ -43,13 +42,12 @@ def add_parser(subparsers: Any) -> None:
     check.set_defaults(run=run, action=_check)
 
 
-def _add_command(commands: Any, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
+def _add_command(commands: Subparsers, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+    parser = add_command(
+        commands,
         name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        summary,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=f"posttrain config {name} [{'|'.join(ALL_KINDS)}] [--config FILE] [options] [key=value …]",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
@@ -67,13 +65,13 @@ def run(args: argparse.Namespace) -> int:
     kind = words.pop(0) if words and words[0] in ALL_KINDS else None
     if kind is None:
         if args.config is None:
-            raise ConfigError(f"say which kind of run is meant ({', '.join(ALL_KINDS)}), or give --config FILE")
+            raise ConfigError(f"give the kind of run ({', '.join(ALL_KINDS)}), or give --config FILE")
         kind = guess_kind(args.config)
     loaded = load_config(kind, args.config, words)
     return int(args.action(loaded, args))
 
 
-def _show(loaded: LoadedConfig[Any], args: argparse.Namespace) -> int:
+def _show(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.json:
@@ -96,11 +94,13 @@ def _list_presets(args: argparse.Namespace) -> int:
         for preset in found:
             print(f"  {preset.name:<{width}}  {preset.summary}")
         print()
-    print("Your own settings win over a preset's. `posttrain config show grpo preset=NAME` shows what it sets.")
+    print(
+        "Your own settings take precedence over a preset's. `posttrain config show grpo preset=NAME` shows what it sets."
+    )
     return 0
 
 
-def _check(loaded: LoadedConfig[Any], args: argparse.Namespace) -> int:
+def _check(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
     for warning in loaded.warnings:
         print(f"warning: {warning}")
     source = args.config or "built-in defaults"

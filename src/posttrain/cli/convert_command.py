@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.cli.train_command import quieten_libraries
 from posttrain.errors import InputError
 
@@ -18,26 +19,22 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Convert a checkpoint to a Hugging Face folder: safetensors, config, tokenizer with its chat template, generation config and
-a model card. The result is compared with its source (logits on the same tokens) before it gets its name.
+a model card. The result is compared with its source (logits on the same tokens) before it is renamed to the target.
 
-  posttrain convert results/grpo --to models/mine                        the newest good checkpoint of a run
+  posttrain convert results/grpo --to models/mine                        the newest complete checkpoint of a run
   posttrain convert results/grpo/step_60 --to models/mine --merge-lora   LoRA merged into the model (default: adapter only)
   posttrain convert results/grpo/step_60 --gguf mine.gguf --gguf-type q8_0   for llama.cpp
 """
 EPILOG = """\
-MODEL is a checkpoint of posttrain or NeMo RL (safetensors, whole or sharded, or torch DCP; full or LoRA), the folder of a run,
-a folder of torch DCP weights (with --config or --base), a Hugging Face folder, or a peft adapter.
+MODEL is a checkpoint of posttrain or NeMo RL (safetensors, consolidated or sharded, or torch DCP; full or LoRA), the folder
+of a run, a folder of torch DCP weights (with --config or --base), a Hugging Face folder, or a peft adapter.
 """
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "convert",
-        help="a checkpoint to a Hugging Face folder or GGUF",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_parser(commands: Subparsers) -> None:
+    parser = add_command(
+        commands, "convert", "a checkpoint to a Hugging Face folder or GGUF", description=DESCRIPTION, epilog=EPILOG
     )
     parser.add_argument("model", metavar="MODEL", help="what to convert")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="the folder to write; must not exist, or be empty")
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.words:
         raise InputError(f"convert takes one MODEL; a folder to write is named by --to {args.words[0]}")
     if args.to is None and args.gguf is None:
-        raise InputError("say where to: --to FOLDER for a Hugging Face folder, --gguf FILE for llama.cpp, or both")
+        raise InputError("give a target: --to FOLDER for a Hugging Face folder, --gguf FILE for llama.cpp, or both")
     quieten_libraries()
     if args.gguf is None:
         run_conversion(args, args.model, args.to)
@@ -89,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.export.gguf_export import GgufSettings, check_gguf_target, export_gguf, folder_to_export
 
     check_gguf_target(args.gguf, args.force)
-    args.merge_lora = True  # llama.cpp wants whole models
+    args.merge_lora = True  # GGUF files are written for full models
     settings = GgufSettings(args.gguf_type, args.gguf_pre)
     if args.to is not None:
         run_conversion(args, args.model, args.to)
@@ -110,7 +107,7 @@ def run_conversion(args: argparse.Namespace, model: str, target: Path) -> None:
     else:
         print("Not verified")
     if done.is_adapter:
-        print("It is a LoRA adapter on its base model; --merge-lora writes a whole model")
+        print("It is a LoRA adapter on its base model; --merge-lora writes a full model")
 
 
 def _convert(args: argparse.Namespace, model: str, target: Path) -> Converted:
@@ -180,7 +177,9 @@ def run_as_script(arguments: list[str] | None = None) -> int:
 
     def work() -> int:
         if args.words:
-            raise InputError(f"what is {args.words[0]!r}? The paths are given with --dcp-ckpt-path and --hf-ckpt-path")
+            raise InputError(
+                f"unexpected: {args.words[0]!r}. The paths are given with --dcp-ckpt-path and --hf-ckpt-path"
+            )
         quieten_libraries()
         run_conversion(args, args.dcp_ckpt_path, args.hf_ckpt_path)
         return 0

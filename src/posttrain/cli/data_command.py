@@ -6,16 +6,20 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.cli import data_pack
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError, reason_of
+from posttrain.json_files import JsonObject
 from posttrain.models.hub import why_unavailable
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from posttrain.data.traces.files import ProgressCall
     from posttrain.data.traces.reading import Reading
     from posttrain.data.traces.statistics import TraceStatistics
@@ -25,7 +29,7 @@ PATHS_HELP = "Parquet or jsonl(.gz): files, folders, patterns or URLs such as 's
 EPILOG = """\
 rows are recognised by their columns: messages and prompt_len; input and output (texts or messages); or prompt, chosen and
 rejected. Each trace needs a reward in the column final_reward, unless --reward names another one. Rows that cannot be used
-are counted and named, never passed over in silence. Memory does not grow with the files.
+are counted and reported. Memory does not grow with the files.
 
 examples:
 """
@@ -50,7 +54,7 @@ EXAMPLES = {
 COLUMNS = ("input", "output", "messages", "prompt_len", "reward", "group_id", "trace_id", "model", "time")
 FILTERS = ("min_reward_threshold", "since", "until", "where", "duplicates", "near_similarity")
 RULES = ("preferred", "rejected_below", "strategy", "min_margin", "max_pairs_per_prompt")
-DEFAULTS: dict[str, Any] = {  # of the options whose default is not None
+DEFAULTS: JsonObject = {  # of the options whose default is not None
     "reward": "final_reward",
     "where": [],
     "duplicates": "keep",
@@ -62,7 +66,7 @@ DEFAULTS: dict[str, Any] = {  # of the options whose default is not None
 }
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     summary = "look at labelled traces, make preference pairs of them, pack pairs"
     parser = subparsers.add_parser("data", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -72,7 +76,7 @@ def add_parser(subparsers: Any) -> None:
     inspect.add_argument("--tokenizer", metavar="NAME", help="measure lengths in its tokens: a folder or a hub name")
     inspect.add_argument("--picture", type=Path, metavar="FILE", help="draw the rewards into FILE.svg or FILE.png, too")
 
-    advise = _add_command(actions, "advise", "say whether GRPO or DPO suits a set of labelled traces, and why", _advise)
+    advise = _add_command(actions, "advise", "recommend GRPO or DPO for a set of labelled traces", _advise)
     advise.add_argument("paths", nargs="+", metavar="PATH", help=PATHS_HELP)
     advise.add_argument("--quick", action="store_true", help="a quick first result matters most")
 
@@ -97,14 +101,13 @@ def add_parser(subparsers: Any) -> None:
     data_pack.add_parser(actions)
 
 
-def _add_command(actions: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
+def _add_command(actions: Subparsers, name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+    parser = add_command(
+        actions,
         name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        summary,
         epilog=EPILOG + EXAMPLES[name],
         usage=f"posttrain data {name} {'IN [IN …] OUT' if name == 'pairs' else 'PATH [PATH …]'} [options]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     _add_columns(parser.add_argument_group("columns"))
@@ -117,7 +120,7 @@ def _add_command(actions: Any, name: str, summary: str, run: Any) -> argparse.Ar
     return parser
 
 
-def _add_columns(group: Any) -> None:
+def _add_columns(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--reward", metavar="NAME", help="reward (default: final_reward)")
     for name, words in (
         ("input", "prompt"),
@@ -132,7 +135,7 @@ def _add_columns(group: Any) -> None:
         group.add_argument(f"--{name}", metavar="NAME", help=f"{words} (default: the usual name, where there is one)")
 
 
-def _add_filters(group: Any) -> None:
+def _add_filters(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--min-reward-threshold", type=float, metavar="R", help="leave out traces with a reward below R")
     group.add_argument("--since", metavar="DATE", help="leave out what is older, such as 2026-03-01; UTC")
     group.add_argument("--until", metavar="DATE", help="leave out what is not older")
@@ -150,7 +153,7 @@ def _add_filters(group: Any) -> None:
     group.add_argument("--near-similarity", type=float, metavar="S", help="what counts as nearly equal (default: 0.9)")
 
 
-def _add_rules(group: Any) -> None:
+def _add_rules(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--preferred", type=float, metavar="R", help="preferred from R on (default: 0.7)")
     group.add_argument("--rejected-below", type=float, metavar="R", help="rejected below R (default: 0.5)")
     group.add_argument(
@@ -162,7 +165,7 @@ def _add_rules(group: Any) -> None:
     group.add_argument("--max-pairs-per-prompt", type=int, metavar="N", help="most pairs of one prompt")
 
 
-# -- what the words mean -----------------------------------------------------------------------------------------------
+# -- parsing options ---------------------------------------------------------------------------------------------------
 
 
 def _reading(args: argparse.Namespace, on_progress: ProgressCall | None, *, skip_broken_files: bool) -> Reading:
@@ -206,7 +209,7 @@ def _rules(args: argparse.Namespace) -> PairRules:
 
 @contextmanager
 def _progress(args: argparse.Namespace) -> Iterator[ProgressCall | None]:
-    """A bar on standard error, where somebody is looking at it."""
+    """A progress bar on standard error, if that is a terminal."""
     if args.quiet or not sys.stderr.isatty():
         yield None
         return
@@ -227,7 +230,7 @@ def _progress(args: argparse.Namespace) -> Iterator[ProgressCall | None]:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def _statistics(args: argparse.Namespace, tokenizer: Any = None) -> TraceStatistics:
+def _statistics(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase | None = None) -> TraceStatistics:
     from posttrain.data.traces.statistics import collect_statistics
 
     rules = _rules(args)
@@ -236,11 +239,10 @@ def _statistics(args: argparse.Namespace, tokenizer: Any = None) -> TraceStatist
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    """Broken files are named, and what can be read is shown: that is what one inspects for."""
+    """Broken files are reported, and what can be read of them is used."""
     from rich.console import Console
 
-    from posttrain.cli.data_views import show_statistics
-    from posttrain.data.traces.picture import check_picture, write_picture
+    from posttrain.cli.data_views import check_picture, show_statistics, write_picture
 
     if args.picture:
         check_picture(args.picture)
@@ -258,7 +260,7 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(name: str) -> Any:
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
     from posttrain.cli.train_command import quieten_libraries
 
     quieten_libraries()
@@ -282,7 +284,7 @@ def _advise(args: argparse.Namespace) -> int:
     found = _statistics(args)
     name = " ".join(map(shlex.quote, args.paths))
     if not found.traces:
-        raise InputError(f"{name}: none of its {found.read.rows} rows can be used; `posttrain data inspect` says why")
+        raise InputError(f"{name}: none of its {found.read.rows} rows can be used; `posttrain data inspect` shows why")
     options, settings = _options_given(args), _settings_given(args)
     advice = advise(found, name, quick=args.quick, options=options, settings=settings)
     if args.json:
@@ -293,7 +295,7 @@ def _advise(args: argparse.Namespace) -> int:
 
 
 def _options_given(args: argparse.Namespace) -> str:
-    """The options that shape the pairs, as typed, to stand in the next command."""
+    """The options that define the pairs, as typed, for the next command."""
     words: list[str] = []
     for name in (*COLUMNS, *FILTERS, *RULES):
         value = getattr(args, name)
@@ -315,7 +317,7 @@ def _settings_given(args: argparse.Namespace) -> str:
             value = getattr(args, name)
             if name == "where":
                 for column, wanted in _where(value).items():
-                    # In quotes, or YAML would make a truth value of `no`, and two values of one with a comma in it.
+                    # Quoted, or YAML would read `no` as a boolean, and a value with a comma as two.
                     values = ", ".join(json.dumps(one, ensure_ascii=False) for one in wanted)
                     words.append(f"{dataset}.{section}.where.{column}=[{values}]")
             elif value != DEFAULTS.get(name):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 
 if TYPE_CHECKING:
     from posttrain.data.packed_file import PackedHeader
@@ -16,20 +18,15 @@ NO_LIMIT = 2**31  # of one answer: what does not fit into a pack is counted when
 ALGORITHMS = ("first_fit_shuffle", "first_fit_decreasing", "modified_first_fit_decreasing", "concatenative")
 
 DESCRIPTION = """\
-Tokenises preference pairs and places them into packs of a fixed number of tokens, once and for all. Training reads the file
+Tokenises preference pairs and places them into packs of a fixed number of tokens, ahead of training. Training reads the file
 with `data.train={dataset_name: PackedPairs, data_path: OUT}`. A pair costs its prompt once and both answers, and is never cut:
 one that does not fit is left out and counted. Keys of the dataset can follow, such as prompt_key=question or
 dataset_name=HelpSteer3.
 """
 
 
-def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
-        "pack",
-        help="precompute packs of preference pairs",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_parser(actions: Subparsers) -> None:
+    parser = add_command(actions, "pack", "precompute packs of preference pairs", description=DESCRIPTION)
     parser.set_defaults(run=run)
     parser.add_argument(
         "source", metavar="IN", help="pairs: a file, a folder or a pattern, in any shape that DPO reads"
@@ -98,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def _report(target: str, header: PackedHeader, noted: dict[str, int]) -> str:
     numbers = header.statistics
     lines = [f"{target}: {header.num_pairs} pairs in {header.num_packs} packs ({header.algorithm}, seed {header.seed})"]
-    rows: dict[str, Any] = {
+    rows: JsonObject = {
         "packing_factor": f"{numbers.packing_factor:.2f} pairs in a pack on average",
         "packing_efficiency": f"{numbers.packing_efficiency:.2f} % of the packs' room is filled",
         "pack_size": f"{numbers.pack_size} tokens",
@@ -112,11 +109,11 @@ def _report(target: str, header: PackedHeader, noted: dict[str, int]) -> str:
     return "\n".join(lines)
 
 
-def _keys(words: list[str]) -> dict[str, Any]:
+def _keys(words: list[str]) -> JsonObject:
     """`prompt_key=question` as an entry of `data.train` would hold it."""
     import yaml
 
-    keys: dict[str, Any] = {}
+    keys: JsonObject = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:
@@ -134,7 +131,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _json_map(text: str) -> dict[str, Any]:
+def _json_map(text: str) -> JsonObject:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:

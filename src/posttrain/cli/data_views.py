@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.data.errors import DataError
+
 if TYPE_CHECKING:
     from posttrain.data.traces.advice import Advice
     from posttrain.data.traces.report import PairReport, ReadReport, Tally
     from posttrain.data.traces.statistics import TraceStatistics
 
+PICTURE_ENDINGS = (".svg", ".png")
 BAR_WIDTH = 44
 EIGHTHS = " ▏▎▍▌▋▊▉"
 BAR_STYLES = {"low": "yellow", "mid": "bright_black", "high": "blue"}
@@ -72,8 +76,6 @@ def _facts(console: Console, facts: Mapping[str, str]) -> None:
 
 
 def _histogram(console: Console, found: TraceStatistics) -> None:
-    from posttrain.data.traces.picture import bin_kind
-
     most = max(found.bin_counts) or 1
     heading = Text("reward")
     for kind, words in (
@@ -86,6 +88,7 @@ def _histogram(console: Console, found: TraceStatistics) -> None:
     edges = [f"{edge:.4g}" for edge in found.bin_edges]
     ranges = [f"{left}–{right}" for left, right in pairwise(edges)]
     width = max(map(len, ranges))
+    kinds = found.bin_kinds
     for index, count in enumerate(found.bin_counts):
         before, after = found.bin_counts[max(index - 1, 0)], found.bin_counts[min(index + 1, len(found.bin_counts) - 1)]
         if count == before == 0 and index:  # of empty bins in a row one line is enough
@@ -97,7 +100,7 @@ def _histogram(console: Console, found: TraceStatistics) -> None:
         eighths = max(eighths, 1) if count else 0
         bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
         line = Text(f"{ranges[index]:>{width}} ", "bright_black")
-        line.append(bar, BAR_STYLES[bin_kind(found, index)])
+        line.append(bar, BAR_STYLES[kinds[index]])
         line.append(f" {count:,}" if count else "", "bright_black")
         console.print(line)
 
@@ -128,7 +131,7 @@ def _models(console: Console, found: TraceStatistics) -> None:
 
 
 def show_losses(console: Console, read: ReadReport) -> None:
-    """What was dropped and why. Nothing is said when nothing was."""
+    """What was dropped and why; nothing is printed if nothing was."""
     if not read.problems and not read.filtered and not read.broken_files and not read.ids_with_several_prompts:
         return
     console.print()
@@ -185,3 +188,49 @@ def _of(part: int, whole: int) -> str:
 
 def _ratio(part: int, whole: int) -> str:
     return f"{part / whole:.3g}" if whole else "0"
+
+
+def check_picture(file: Path) -> None:
+    """InputError if the picture could not be written. Called before the traces are read, which may take hours."""
+    if file.suffix not in PICTURE_ENDINGS:
+        raise DataError(f"{file}: a picture is written as {' or '.join(PICTURE_ENDINGS)}")
+    if not file.parent.is_dir():
+        raise DataError(f"{file}: the folder {file.parent} does not exist")
+    if file.is_dir():
+        raise DataError(f"{file}: is a folder; name the file to draw into")
+    if file.suffix == ".png":
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise DataError(
+                f"{file}: PNG needs matplotlib (pip install 'posttrain[dev]'); .svg needs nothing"
+            ) from error
+
+
+def write_picture(found: TraceStatistics, title: str, file: Path) -> None:
+    if file.suffix == ".svg":
+        from posttrain.reporting.charts import reward_histogram
+
+        bars = found.bin_edges, found.bin_counts, found.bin_kinds
+        file.write_text(reward_histogram(title, found.headline, *bars, unit="traces"), encoding="utf-8")
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.2, 3.8), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    colours = {"low": "#d9730d", "mid": "#9aa3af", "high": "#2563c9"}
+    widths = [right - left for left, right in zip(found.bin_edges, found.bin_edges[1:], strict=False)]
+    axes.bar(
+        found.bin_edges[:-1],
+        found.bin_counts,
+        width=[0.92 * width for width in widths],
+        align="edge",
+        color=[colours[kind] for kind in found.bin_kinds],
+    )
+    axes.set_title(f"{title}\n{found.headline}", loc="left", fontsize=10)
+    axes.set_xlabel("reward")
+    axes.set_ylabel("traces")
+    axes.grid(axis="y", color="#e3e6eb", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
+from posttrain.cli.overrides_parser import Subparsers
 from posttrain.cli.train_command import INTERRUPTED
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "demo",
         help="watch a small model learn arithmetic (CPU, under 5 minutes, no network)",
         description=(
-            "Make a small model and a tokenizer, teach it the format of an answer by a short supervised run in which most "
-            "answers are wrong, then let GRPO find the right ones. Shows accuracy on unseen problems before and after."
+            "Create a small model and a tokenizer, train it on the format of an answer by a short SFT run in which most "
+            "answers are wrong, then improve it with GRPO. Shows accuracy on unseen problems before and after."
         ),
     )
     parser.add_argument(

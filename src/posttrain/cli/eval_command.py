@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
 from posttrain.errors import InputError
 
 SUMMARY = "measure a model on a benchmark, or compare two such measurements"
@@ -21,7 +20,7 @@ examples:
 
 The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
 OpenAI-compatible server; a word without `=` means it. Settings have the names that NeMo RL uses; `posttrain config show eval`
-lists all of them. Every finished problem is saved at once: after an interruption the same command goes on.
+lists all of them. Every finished problem is saved at once: after an interruption the same command resumes.
 exit codes: 0 done · 1 done, and not one answer could be scored · 64 bad input
 """
 EXIT_NOTHING_SCORED = 1
@@ -32,13 +31,12 @@ is a paired bootstrap over the problems.
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser: OverridesParser = commands.add_parser(
+def add_parser(commands: Subparsers) -> None:
+    parser = add_command(
+        commands,
         "eval",
-        help=SUMMARY,
-        description=f"{SUMMARY[0].upper()}{SUMMARY[1:]}.",
+        SUMMARY,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="posttrain eval [--config FILE] [options] [MODEL] [key=value …]\n"
         "       posttrain eval compare A B [options]",
     )
@@ -52,7 +50,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print summary.json instead of the block")
     parser.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
     parser.add_argument("words", nargs="*", metavar="MODEL key=value", help="the model, and settings of the config")
-    parser.set_defaults(run=run, interrupted="stopped; finished problems are saved, and the same command goes on")
+    parser.set_defaults(run=run, interrupted="stopped; finished problems are saved, and the same command resumes")
 
 
 def _compare_parser(prog: str) -> argparse.ArgumentParser:
@@ -60,7 +58,7 @@ def _compare_parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="Compare two evaluations of the same problems: which model is better, by how much, and where.",
         epilog=COMPARE_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
     )
     parser.add_argument("words", nargs="*", metavar="A B", help="two folders that `posttrain eval` has written")
     parser.add_argument("--metric", help="pass@k, cons@k or avg@k; the main metric of A if left out")
@@ -137,10 +135,10 @@ def run_compare(args: argparse.Namespace) -> int:
     first, second = (read_evaluation(folder) for folder in args.words)
     comparison = compare(first, second, args.metric, confidence=args.confidence, seed=args.seed)
     if args.html is not None:
-        from posttrain.cli.written_files import write_for_user
+        from posttrain.checkpointing import durable
         from posttrain.evaluation.comparison_html import render
 
-        write_for_user(args.html, render(comparison))
+        durable.write_for_user(args.html, render(comparison))
     print(comparison_json(comparison) if args.json else "\n".join(comparison_lines(comparison, show=args.show)))
     if args.html is not None and not args.json:
         print(f"\n  page  {args.html}")

@@ -1,4 +1,4 @@
-"""`posttrain gate`: may this candidate replace the model in production? `posttrain gate measure-kl`: how far has it moved?"""
+"""`posttrain gate`: whether a candidate may replace the model in production. `gate measure-kl`: its KL divergence from a base."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.checkpointing import durable
+from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
 from posttrain.errors import InputError
 
 if TYPE_CHECKING:
-    from posttrain.evaluation.results import Evaluation
+    from rich.text import Text
 
+    from posttrain.evaluation.results import Evaluation
+    from posttrain.gate import BoundResult, GateResult
+
+STYLES = {"pass": "green", "fail": "red", "undecided": "yellow", "skipped": "bright_black"}
+VERDICT_STYLES = {"promote": "bold green", "reject": "bold red", "needs_more_samples": "bold yellow"}
 EXIT_CODES = {"promote": 0, "reject": 3, "needs_more_samples": 4}
 SUMMARY = "decide whether a candidate may ship: promote, reject, or more samples needed"
 EPILOG = """\
@@ -35,18 +41,17 @@ Models are named as for `posttrain eval`, registry:NAME@3 among them; a server's
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    parser: OverridesParser = subparsers.add_parser(
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
         "gate",
-        help=SUMMARY,
-        description=f"{SUMMARY[0].upper()}{SUMMARY[1:]}.",
+        SUMMARY,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="posttrain gate --config FILE --candidate [NAME=]FOLDER … (--production [NAME=]FOLDER … | --no-production) "
         "[options] [key=value …]\n       posttrain gate measure-kl FOLDER --base MODEL [options]",
     )
     parser.actions["measure-kl"] = _kl_parser
-    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="gate.yaml: what is demanded")
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="gate.yaml: the checks")
     parser.add_argument(
         "--candidate", action="append", default=[], metavar="[NAME=]FOLDER", help="evaluation of the new model"
     )
@@ -69,11 +74,11 @@ def _kl_parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description="Measure how far the model of an evaluation has moved from its base, on the answers that it gave.",
         epilog=KL_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `posttrain eval` has written")
     parser.add_argument("--base", required=True, metavar="MODEL", help="the model that it was trained from")
-    parser.add_argument("--model", metavar="MODEL", help="the model that answered (default: as the evaluation says)")
+    parser.add_argument("--model", metavar="MODEL", help="the model that answered (default: the evaluation's)")
     parser.add_argument("--precision", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.set_defaults(run=run_measure_kl)
@@ -85,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--candidate is missing: the folder that `posttrain eval` wrote for the new model")
     if bool(args.production) == args.no_production:
         raise InputError(
-            "say what the candidate is compared with: --production FOLDER, or --no-production if nothing is in use yet"
+            "give what the candidate is compared with: --production FOLDER, or --no-production if nothing is in use yet"
             if not args.production
             else "--production and --no-production exclude each other"
         )
@@ -94,7 +99,6 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_standalone(GateConfig, args.config, args.words)
 
-    from posttrain.cli.gate_views import show_result
     from posttrain.gate import judge
     from posttrain.gate.report import as_html, as_json
 
@@ -105,12 +109,60 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         print(json.dumps(report, indent=2))
     else:
-        show_result(result)
+        _show_result(result)
     if args.json not in (None, "-"):
         _write(Path(args.json), json.dumps(report, indent=2) + "\n")
     if args.html is not None:
         _write(args.html, as_html(report, result))
     return EXIT_CODES[result.verdict]
+
+
+def _show_result(result: GateResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from posttrain.gate.report import WORDS
+
+    console = Console(
+        markup=False, emoji=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
+    for column in ("check", "metric", "demand", "candidate", "production", "estimate", "problems", "outcome"):
+        numbers = column in ("candidate", "production", "estimate", "problems")
+        table.add_column(column, justify="right" if numbers else "left")
+    for rule in result.rules:
+        table.add_row(*_cells(rule))
+    console.print(table)
+    console.print()
+    console.print(WORDS[result.verdict], style=VERDICT_STYLES[result.verdict])
+    for reason in result.reasons:
+        console.print(f"  {reason}")
+    for name, count in result.needed_problems.items():
+        console.print(f"  to decide: about {count:,} problems in {name}")
+    for note in result.notes:
+        console.print(f"  note: {note}", style="bright_black")
+
+
+def _cells(rule: BoundResult) -> list[str | Text]:
+    from rich.text import Text
+
+    from posttrain.gate.report import OUTCOMES
+
+    estimate = rule.estimate
+    return [
+        rule.check,
+        f"{rule.metric} ({rule.evaluation})",
+        rule.demand,
+        _number(rule.candidate),
+        _number(rule.production),
+        "–" if estimate is None else f"{estimate.mean:.4g} [{estimate.low:.4g}, {estimate.high:.4g}]",
+        "–" if estimate is None else f"{estimate.num_problems:,}",
+        Text(OUTCOMES[rule.outcome], style=STYLES[rule.outcome]),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
 
 
 def _evaluations(option: str, words: Sequence[str]) -> dict[str, Evaluation]:
@@ -139,9 +191,7 @@ def _named_folders(word: str) -> list[tuple[str, Path]]:
 
 
 def _write(path: Path, text: str) -> None:
-    from posttrain.cli.written_files import write_for_user
-
-    write_for_user(path, text)
+    durable.write_for_user(path, text)
     print(f"written to {path}", file=sys.stderr)
 
 

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+import posttrain.registry  # noqa: F401 - registry:NAME@STAGE may be named as a model in every command
 from posttrain import __version__
 from posttrain.cli import (
     chat_command,
@@ -27,7 +28,7 @@ from posttrain.cli import (
     serve_command,
     train_command,
 )
-from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, OverridesParser
+from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
 from posttrain.errors import InputError
 
 EXIT_CRASH = 1
@@ -44,8 +45,8 @@ Tune language models from preferences and rewards.
                                                    measure a checkpoint; eval compare A B sets two side by side
   posttrain config show grpo --config FILE         every setting, and where it came from
   posttrain plan --config FILE --gpu h200          memory and time of a run before it starts
-  posttrain data inspect traces.jsonl.gz           what is in labelled traces; advise, pairs and pack go on from there
-  posttrain rewards test --type math FILE          does a reward say what it should?
+  posttrain data inspect traces.jsonl.gz           statistics of labelled traces; then advise, pairs and pack
+  posttrain rewards test --type math FILE          check a reward on samples with known scores
   posttrain convert results/grpo --to FOLDER       the newest checkpoint of a run as a Hugging Face model
   posttrain gate --config configs/gate.yaml …      may a candidate ship? promote, reject, or more samples needed
   posttrain registry promote NAME VERSION --why …  versions, stages and history; rollback takes production back
@@ -56,7 +57,7 @@ Tune language models from preferences and rewards.
 
 EPILOG = """\
 exit codes: 0 done · 64 bad config, data or checkpoint · 85 stopped by SIGTERM after saving · 130 stopped by Ctrl-C
-after saving · 1 crash. A run that was stopped or killed goes on when the same command is given again.
+after saving · 1 crash. After a stop or a kill, the same command resumes the run.
 """
 
 
@@ -65,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="posttrain",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
     )
     parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
@@ -100,9 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
-    """The exit code of `work`: its own, or that of the error it ends with, which is said on the console.
+    """The exit code of `work`: its own, or that of the error it ends with, which is printed.
 
-    `interrupted` says, after Ctrl-C, what there is now.
+    `interrupted` is printed after Ctrl-C: what was kept.
     """
     try:
         return work()
@@ -113,7 +114,7 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
         print(f"posttrain: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        return EXIT_CRASH  # the reader of our output has gone; there is nobody to tell
+        return EXIT_CRASH  # the reader of our output has closed the pipe
     except Exception:
         traceback.print_exc()
         return EXIT_CRASH

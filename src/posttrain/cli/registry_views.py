@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.registry.comparison import ABSENT, Difference
+from posttrain.json_files import JsonObject
 from posttrain.registry.lineage import Lineage
-from posttrain.registry.stages import Entry
-from posttrain.registry.version import ModelVersion
+from posttrain.registry.stages import HistoryEntry
+from posttrain.registry.version import ABSENT, Difference, ModelVersion
 
 STAGE_STYLES = {"production": "green", "canary": "yellow", "candidate": "", "archived": "bright_black"}
 MAX_SHOWN = 44
 
 
 def _console() -> Console:
-    # Piped output is not cut to 80 columns: somebody will grep in it.
+    # Piped output is not cut to 80 columns, so that it can be searched.
     width = None if sys.stdout.isatty() else 200
     return Console(markup=False, emoji=False, highlight=False, width=width)
 
@@ -48,7 +47,7 @@ def show_versions(versions: Sequence[ModelVersion]) -> None:
     _console().print(table)
 
 
-def show_version(version: ModelVersion, history: Sequence[Entry], damage: list[str] | None) -> None:
+def show_version(version: ModelVersion, history: Sequence[HistoryEntry], damage: list[str] | None) -> None:
     console, lineage = _console(), version.lineage
     console.print(f"{version.reference}  {version.stage}", style=f"bold {STAGE_STYLES[version.stage]}")
     facts = {
@@ -83,14 +82,14 @@ def show_version(version: ModelVersion, history: Sequence[Entry], damage: list[s
             console.print(f"{len(version.files)} files are what was registered", style="green")
 
 
-def show_history(name: str, entries: Sequence[Entry]) -> None:
+def show_history(name: str, entries: Sequence[HistoryEntry]) -> None:
     if not entries:
         print(f"{name}: nothing has been promoted yet")
         return
     _console().print(_history_table(entries))
 
 
-def _history_table(entries: Sequence[Entry]) -> Table:
+def _history_table(entries: Sequence[HistoryEntry]) -> Table:
     table = _table("#", "when", "who", "what", "why")
     for entry in entries:
         change = entry.change
@@ -107,19 +106,19 @@ def _history_table(entries: Sequence[Entry]) -> Table:
     return table
 
 
-def describe_entry(entry: Entry) -> str:
+def describe_entry(entry: HistoryEntry) -> str:
     return f"{_moves(entry)}; change {entry.change.ordinal}, by {entry.change.by}: {entry.change.why}"
 
 
-def _moves(entry: Entry) -> str:
+def _moves(entry: HistoryEntry) -> str:
     if entry.refused:
         return f"{entry.change.action} of version {entry.change.version} refused: {entry.refused}"
     moves = sorted(entry.moves, key=lambda move: move.version != entry.change.version)
-    said = [f"version {move.version}: {move.before} -> {move.after}" for move in moves]
-    return ", ".join(said) or f"version {entry.change.version} was {entry.change.to} already"
+    changes = [f"version {move.version}: {move.before} -> {move.after}" for move in moves]
+    return ", ".join(changes) or f"version {entry.change.version} was {entry.change.to} already"
 
 
-def history_row(entry: Entry) -> dict[str, Any]:
+def history_row(entry: HistoryEntry) -> JsonObject:
     moves = [{"version": move.version, "from": move.before, "to": move.after} for move in entry.moves]
     return {"ordinal": entry.change.ordinal, **entry.change.to_row(), "moves": moves, "refused": entry.refused}
 
@@ -139,11 +138,12 @@ def show_differences(left: ModelVersion, right: ModelVersion, found: Sequence[Di
 
 def _change(difference: Difference) -> str:
     left, right = difference.left, difference.right
-    is_metric = difference.section == "metrics" and left is not None and right is not None
-    return f"{right - left:+.4g}" if is_metric else ""
+    if difference.section != "metrics" or not isinstance(left, int | float) or not isinstance(right, int | float):
+        return ""
+    return f"{right - left:+.4g}"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     text = ABSENT if value is None else f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 

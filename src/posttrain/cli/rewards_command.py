@@ -1,4 +1,4 @@
-"""`posttrain rewards list` and `posttrain rewards test`: what rewards there are, and whether one says what it should."""
+"""`posttrain rewards list` and `posttrain rewards test`: the reward types, and a check of one on known samples."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.overrides_parser import OverridesParser
+from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from posttrain.config.rewards import RewardConfig
     from posttrain.environments.agreement import Verdict
-    from posttrain.environments.stored_samples import Sample
+    from posttrain.environments.stored_samples import StoredSample
     from posttrain.types import Score
 
 EXIT_DISAGREEMENT = 2
@@ -35,7 +38,7 @@ could not be scored · 64 bad config or file.
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     summary = "list the types of reward, or try one on stored samples"
     parser = subparsers.add_parser("rewards", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
@@ -46,13 +49,13 @@ def add_parser(subparsers: Any) -> None:
     _add_test(commands)
 
 
-def _add_test(commands: Any) -> None:
+def _add_test(commands: Subparsers) -> None:
     test = commands.add_parser(
         "test",
         help="score stored samples and compare with the rewards recorded for them",
         description="Score stored samples, and show where the reward differs from what was recorded for them.",
         epilog=TEST_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
         usage="posttrain rewards test (--type TYPE | --config FILE [--env NAME]) FILE [options] [key=value …]",
     )
     test.add_argument(
@@ -99,7 +102,7 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _keys_as_json(section: type[RewardConfig]) -> dict[str, Any]:
+def _keys_as_json(section: type[RewardConfig]) -> JsonObject:
     from posttrain.config.rewards import reward_keys
 
     return {
@@ -112,7 +115,7 @@ def _keys_as_json(section: type[RewardConfig]) -> dict[str, Any]:
     }
 
 
-def _default_text(info: Any) -> str:
+def _default_text(info: FieldInfo) -> str:
     if info.is_required():
         return "(required)"
     default = info.get_default(call_default_factory=True)
@@ -178,7 +181,7 @@ def _split_words(words: Sequence[str]) -> tuple[str, list[str]]:
 def _environment(args: argparse.Namespace, settings: Sequence[str]) -> tuple[str, Any]:
     """The name and the block of the environment to try."""
     if (args.type is None) == (args.config is None):
-        raise InputError("say what scores: --type TYPE (posttrain rewards list), or --config FILE with --env NAME")
+        raise InputError("give what scores: --type TYPE (posttrain rewards list), or --config FILE with --env NAME")
     if args.type is not None:
         _known_type(args.type)
         return args.env or args.type, {"type": args.type, **_settings_of(args.type, settings)}
@@ -193,17 +196,17 @@ def _environment(args: argparse.Namespace, settings: Sequence[str]) -> tuple[str
     return name, config.env[name]
 
 
-def _settings_of(kind: str, words: Sequence[str]) -> dict[str, Any]:
+def _settings_of(kind: str, words: Sequence[str]) -> JsonObject:
     from posttrain.config.rewards import REWARD_TYPES, reward_keys, takes_text_only
     from posttrain.config.yaml_files import parse_value
 
-    block: dict[str, Any] = {}
+    block: JsonObject = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
             raise InputError(f"{word!r} is not a setting; write key=value")
         info = reward_keys(REWARD_TYPES[kind]).get(key)
-        # A regular expression such as [a-z] is a list to YAML; what can only be text is taken as it stands.
+        # A regular expression such as [a-z] is a list to YAML; what can only be text is not parsed.
         block[key] = text if info is not None and takes_text_only(info) else parse_value(text)
     return block
 
@@ -217,7 +220,7 @@ def _encoder(model: str | None) -> Callable[[str], Sequence[int]] | None:
     return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _score(name: str, block: Any, samples: Sequence[Sample]) -> list[Score]:
+def _score(name: str, block: Any, samples: Sequence[StoredSample]) -> list[Score]:
     """One score per sample. Samples with other settings of their own get an environment of their own."""
     from posttrain.environments import build_environments
 

@@ -7,14 +7,16 @@ import os
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 from posttrain.serve.canary import CanaryRules
-from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, Limits
+from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits
 
 if TYPE_CHECKING:
-    from posttrain.serve.loading import ServeOptions
+    from posttrain.serve.options import ServeOptions
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _DRAIN_TIMEOUT_S = 120.0
@@ -25,7 +27,7 @@ _NATIVE_ONLY = (
 )  # fmt: skip
 
 DESCRIPTION = """\
-Serve a model over HTTP, as OpenAI's clients know it: /v1/chat/completions, /v1/completions, /v1/models; also /health,
+Serve a model over HTTP with an OpenAI-compatible API: /v1/chat/completions, /v1/completions, /v1/models; also /health,
 /metrics (Prometheus) and /v1/feedback.
 
   posttrain serve models/smollm2-135m-instruct
@@ -40,13 +42,9 @@ exit codes: 0 every request was answered · 1 some were cut off · 64 bad input
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "serve",
-        help="an OpenAI-compatible server over a model",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_parser(commands: Subparsers) -> None:
+    parser = add_command(
+        commands, "serve", "an OpenAI-compatible server over a model", description=DESCRIPTION, epilog=EPILOG
     )
     parser.add_argument(
         "model", metavar="MODEL", help="a folder, adapter, checkpoint, run, hub name or registry:NAME@STAGE"
@@ -111,7 +109,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group, usual = parser.add_argument_group("limits"), Limits()
+    group, usual = parser.add_argument_group("limits"), ServerLimits()
     group.add_argument(
         "--max-queue", type=int, metavar="N", help=f"samples that may wait; then 429 ({usual.max_queue})"
     )
@@ -177,16 +175,16 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.serve.loading import build_service
 
     with server.listen(args.host, args.port):
-        pass  # a taken port is told before minutes are spent on loading
+        pass  # a port in use is reported before minutes are spent on loading
     service = build_service(options, server.say)
     if not options.api_keys and args.host not in ("127.0.0.1", "localhost", "::1"):
-        server.say(f"warning: anybody who reaches {args.host} may use this server; {KEY_VARIABLE} sets a key")
+        server.say(f"warning: everyone who can reach {args.host} may use this server; {KEY_VARIABLE} sets a key")
     drain_timeout_s = _DRAIN_TIMEOUT_S if args.drain_timeout_s is None else args.drain_timeout_s
     return server.run(service, args.host, args.port, drain_timeout_s)
 
 
 def options_of(args: argparse.Namespace) -> ServeOptions:
-    from posttrain.serve.loading import ServeOptions
+    from posttrain.serve.options import ServeOptions
 
     return ServeOptions(
         model=args.model,
@@ -195,20 +193,20 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         canary=args.canary,
         canary_rules=CanaryRules(**_canary_options(args)) if args.canary else None,
         engine=EngineOptions(**_given(args, [field.name for field in fields(EngineOptions)])),
-        limits=Limits(**_given(args, [field.name for field in fields(Limits)])),
+        limits=ServerLimits(**_given(args, [field.name for field in fields(ServerLimits)])),
         api_keys=_keys(args.api_key, args.api_key_file),
         registry=args.registry,
     )
 
 
-def _canary_options(args: argparse.Namespace) -> dict[str, Any]:
+def _canary_options(args: argparse.Namespace) -> JsonObject:
     """Those that were given, by the names of their rules."""
     given = _given(args, [name for name in vars(args) if name.startswith("canary_")])
     return {name.removeprefix("canary_"): value for name, value in given.items()}
 
 
-def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """What the user has said: defaults are in the values that the options become."""
+def _given(args: argparse.Namespace, names: Iterable[str]) -> JsonObject:
+    """The options that were given; defaults are in the dataclasses."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
@@ -226,7 +224,7 @@ def _adapters(given: list[str]) -> dict[str, str]:
 
 def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
     if given is not None and file is not None:
-        raise InputError("--api-key and --api-key-file are two ways to say the same: give one")
+        raise InputError("--api-key and --api-key-file exclude each other: give one")
     source, text = (KEY_VARIABLE, os.environ.get(KEY_VARIABLE)) if given is None else ("--api-key", given)
     if file is not None:
         try:
@@ -238,13 +236,13 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
         return ()
     keys = tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
     if not keys:
-        raise InputError(f"{source} holds no key: anybody could use the server")
+        raise InputError(f"{source} holds no key: everyone could use the server")
     return keys
 
 
 def _check(args: argparse.Namespace) -> None:
     if args.words:
-        raise InputError(f"serve takes one MODEL, and options; what is {args.words[0]!r}?")
+        raise InputError(f"serve takes one MODEL, and options; unexpected: {args.words[0]!r}")
     if not args.canary and (rules := _canary_options(args)):
         option = f"--canary-{next(iter(rules)).replace('_', '-')}"
         raise InputError(f"{option} needs --canary MODEL, the second version")

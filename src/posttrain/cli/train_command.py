@@ -1,4 +1,4 @@
-"""`posttrain grpo`, `posttrain dpo`, `posttrain rm`, `posttrain sft`: train."""
+"""`posttrain grpo`, `posttrain dpo` and the other kinds of run: train."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.recipes import KINDS
 
 EPILOG = """\
 settings are given as key=value, with the names that NeMo RL uses:
@@ -16,26 +18,15 @@ settings are given as key=value, with the names that NeMo RL uses:
 
 `posttrain config show {kind}` lists all of them. Without --config the built-in defaults apply. The run's folder
 (checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, with grpo, the samples of every step;
-the same command goes on from the newest checkpoint in it.
+the same command resumes from the newest checkpoint in it. The default folder is numbered: a command with other settings
+gets a new one. A run in a given folder is resumed with other training settings only with --resume-with-changes.
 """
 INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved last"
-SUMMARIES = {
-    "grpo": "reinforcement learning: sample, score, and prefer what scored better in its group",
-    "dpo": "direct preference optimisation on pairs of answers",
-    "rm": "reward model: learn a score for answers from pairs of them",
-    "sft": "supervised fine-tuning on recorded answers",
-}
 
 
-def add_parser(commands: Any) -> None:
-    for kind, summary in SUMMARIES.items():
-        parser = commands.add_parser(
-            kind,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=EPILOG.format(kind=kind),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+def add_parser(commands: Subparsers) -> None:
+    for kind, (summary, _) in KINDS.items():
+        parser = add_command(commands, kind, summary, epilog=EPILOG.format(kind=kind))
         add_arguments(parser)
         parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED)
 
@@ -43,20 +34,33 @@ def add_parser(commands: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
     parser.add_argument("--quiet", action="store_true", help="print warnings, errors and the end result only")
+    parser.add_argument(
+        "--resume-with-changes",
+        action="store_true",
+        help="resume the run in the folder although training settings differ; the changes are recorded",
+    )
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override the file's")
 
 
 def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.config import load_config
+    from posttrain.run_folder import CHECKPOINT_DIR, check_run_folder, choose_checkpoint_dir
 
     loaded = load_config(kind, args.config, args.words)
+    folder, notes = choose_checkpoint_dir(loaded, accept_changes=args.resume_with_changes)
+    if folder != loaded.config.checkpointing.checkpoint_dir:
+        loaded = load_config(kind, args.config, [*args.words, f"{CHECKPOINT_DIR}={folder}"])
+    notes += check_run_folder(loaded, accept_changes=args.resume_with_changes)
+    for note in notes if not args.quiet else ():
+        print(note)
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
     quieten_libraries()
     from posttrain.build import Run
+    from posttrain.export.convert import PeriodicExport
 
-    return Run(loaded, quiet=args.quiet).execute()
+    return Run(loaded, quiet=args.quiet, make_export=PeriodicExport).execute()
 
 
 def quieten_libraries() -> None:

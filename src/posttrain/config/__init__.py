@@ -1,14 +1,15 @@
 """The config of a run: NeMo RL's vocabulary, strict, typed, and readable without torch.
 
-`load_config` reads YAML, applies overrides and returns typed sections. The package knows nothing of models or devices.
+`load_config` reads YAML, applies overrides and returns typed sections. The package is independent of models and devices.
 """
 
-from posttrain.config.algorithms import AdvEstimatorConfig, DpoConfig, GrpoConfig, RmConfig, SftConfig
 from posttrain.config.checkpointing import CheckpointingConfig
-from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig, SftDataConfig
+from posttrain.config.data import DataConfig, DatasetConfig, EnvironmentConfig
+from posttrain.config.dpo import DpoConfig, DpoRunConfig
 from posttrain.config.errors import ConfigError
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.generation import GenerationConfig, NativeConfig
+from posttrain.config.grpo import AdvEstimatorConfig, GrpoConfig, GrpoRunConfig
 from posttrain.config.loader import LoadedConfig, guess_kind, load_config
 from posttrain.config.logger_and_cluster import ClusterConfig, LoggerConfig
 from posttrain.config.loss import LossFnConfig
@@ -21,16 +22,9 @@ from posttrain.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
-from posttrain.config.runs import (
-    ALL_KINDS,
-    KINDS,
-    DpoRunConfig,
-    GrpoRunConfig,
-    Kind,
-    RmRunConfig,
-    RunConfig,
-    SftRunConfig,
-)
+from posttrain.config.run_config import RunConfig
+from posttrain.config.runs import ALL_KINDS, KINDS, Kind
+from posttrain.config.sft import SftConfig, SftRunConfig
 
 __all__ = [
     "ALL_KINDS",
@@ -58,12 +52,9 @@ __all__ = [
     "NativeConfig",
     "OptimizerConfig",
     "PolicyConfig",
-    "RmConfig",
-    "RmRunConfig",
     "RunConfig",
     "SequencePackingConfig",
     "SftConfig",
-    "SftDataConfig",
     "SftRunConfig",
     "TokenizerConfig",
     "guess_kind",

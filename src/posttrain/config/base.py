@@ -1,7 +1,7 @@
 """What every section of the config has in common: strict types, no unknown keys, a sentence for each field.
 
-A section knows types and ranges of its own fields. What two sections must agree on is in `checks.py`; which values posttrain
-does not implement is in `unimplemented.py`.
+A section checks types and ranges of its own fields. Constraints between sections are in `checks.py`; values that posttrain
+does not implement are in `foreign_keys.py`.
 """
 
 from __future__ import annotations

@@ -7,14 +7,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from posttrain.config.base import FreeMap, PositiveInt, Section
+from posttrain.config.base import PositiveInt, Section
 
 _DURATION = re.compile(r"\d+:[0-2]?\d:[0-5]?\d:[0-5]?\d")
-
-
-class PretrainedCheckpointConfig(Section):
-    path: str = Field(description="Folder of the checkpoint.")
-    format: str = Field(default="megatron_bridge", description="Its format.")
 
 
 class CheckpointingConfig(Section):
@@ -36,9 +31,6 @@ class CheckpointingConfig(Section):
         default=None,
         description="Time after which the run saves and ends, as days:hours:minutes:seconds; null is never.",
     )
-    model_save_format: Literal["safetensors", "torch_save"] | None = Field(
-        default="safetensors", description="Format of the weights; posttrain writes safetensors."
-    )
     save_consolidated: bool = Field(
         default=False, description="Adds to each checkpoint a converted and verified model, LoRA merged: step_N/hf."
     )
@@ -49,16 +41,6 @@ class CheckpointingConfig(Section):
         default="auto",
         description="Writes checkpoints in the background from a copy in CPU memory; auto does on a GPU, where that fits.",
     )
-    ft_save_period: PositiveInt | None = Field(default=None, description="Steps between extra saves against crashes.")
-    ft_keep_latest_k: PositiveInt | None = Field(default=None, description="How many of those are kept.")
-    pretrained_checkpoint: PretrainedCheckpointConfig | None = Field(
-        default=None, description="Megatron checkpoint to start from instead of the model folder."
-    )
-    model_cache_dir: str | None = Field(default=None, description="Passed to NeMo's model loader.")
-    model_repo_id: str | None = Field(default=None, description="Passed to NeMo's model loader.")
-    is_peft: bool | None = Field(default=None, description="Passed to NeMo's model loader.")
-    peft_config: FreeMap | None = Field(default=None, description="Passed to NeMo's model loader.")
-    is_async: bool | None = Field(default=None, description="Writes checkpoints in the background.")
 
     @field_validator("metric_name")
     @classmethod

@@ -1,6 +1,6 @@
 """What the fields of a config must agree on. Asked when it is loaded, long before a model is.
 
-Each finding names the fields, their values and the remedy. A check knows nothing of data or models, only of the config.
+Each finding names the fields, their values and the remedy. A check reads only the config, neither data nor models.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from posttrain.config.data import TRACE_GROUPS
+from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig, check_eval, eval_cautions
+from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.preference_losses import ambiguous_loss, check_preference_loss
-from posttrain.config.runs import DpoRunConfig, GrpoRunConfig, RmRunConfig, RunConfig, SftRunConfig
-from posttrain.config.turns import check_turns, unused_turns
+from posttrain.config.run_config import RunConfig
+from posttrain.config.turns import check_turn_classes, check_turns, unused_turns
 from posttrain.config.variants import check_variants, compares_within_group, normalizer, unused_variants
 
 IsSetByUser = Callable[[str], bool]
@@ -21,14 +23,14 @@ IsSetByUser = Callable[[str], bool]
 def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[str]:
     """Everything in `config` that contradicts itself."""
     if isinstance(config, EvalRunConfig):
-        return list(check_eval(config))
-    found = [*_data(config), *_optimizer(config), *_scoring_layer(config)]
+        return [*check_eval(config), *check_turn_classes(config.env)]
+    found = [*_data(config), *_optimizer(config), *config.scoring_layer_problems()]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
         found += _record(config)
         found += check_turns(config)
         found += check_variants(config)
-    elif isinstance(config, DpoRunConfig | RmRunConfig | SftRunConfig):
+    else:
         found += _micro_batches(config, is_set)
     if isinstance(config, DpoRunConfig):
         found += check_preference_loss(config)
@@ -38,7 +40,7 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
 def cautions(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[str]:
     """What is allowed and probably not meant."""
     if isinstance(config, EvalRunConfig):
-        return eval_cautions(config, is_set)
+        return eval_cautions(config)
     found: list[str] = []
     if isinstance(config, DpoRunConfig):
         found += ambiguous_loss(config, is_set)
@@ -83,14 +85,6 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
             f"policy.optimizer.kwargs.lr is not set, and {config.policy.optimizer.name} would choose one of its own: "
             "set policy.optimizer.kwargs.lr"
         )
-
-
-def _scoring_layer(config: RunConfig) -> Iterator[str]:
-    enabled = config.policy.reward_model_cfg.enabled
-    if enabled and not isinstance(config, RmRunConfig):
-        yield "policy.reward_model_cfg.enabled = true trains a reward model: that is `posttrain rm`; here it must be false"
-    if isinstance(config, RmRunConfig) and not enabled:
-        yield "policy.reward_model_cfg.enabled = false: `posttrain rm` trains a reward model and nothing else; leave it true"
 
 
 def _batches(config: GrpoRunConfig) -> Iterator[str]:
@@ -217,21 +211,12 @@ def _stopping(config: GrpoRunConfig) -> Iterator[str]:
         )
 
 
-def _micro_batches(config: DpoRunConfig | RmRunConfig | SftRunConfig, is_set: IsSetByUser) -> Iterator[str]:
+def _micro_batches(config: RunConfig, is_set: IsSetByUser) -> Iterator[str]:
     """A micro-batch size that was typed must divide its batch. One that was not is only an upper bound."""
-    if isinstance(config, DpoRunConfig):
-        unit, section = "pairs", "dpo"
-        val = (config.dpo.val_global_batch_size, config.dpo.val_micro_batch_size)
-    elif isinstance(config, RmRunConfig):
-        unit, section = "pairs", "rm"
-        val = (config.rm.val_global_batch_size, config.rm.val_micro_batch_size)
-    else:
-        unit, section = "examples", "sft"
-        val = (config.sft.val_global_batch_size, config.sft.val_micro_batch_size)
-    train = (config.policy.train_global_batch_size, config.policy.train_micro_batch_size)
-    for prefix, (whole, part) in {"policy.train": train, f"{section}.val": val}.items():
-        if whole % part and is_set(f"{prefix}_micro_batch_size"):
-            yield (
-                f"{prefix}_global_batch_size = {whole} {unit} is not a multiple of {prefix}_micro_batch_size = {part}: "
-                "set a micro-batch that divides the batch"
-            )
+    unit = "pairs" if config.step_sizes().num_answers_per_unit == 2 else "examples"
+    whole, part = config.policy.train_global_batch_size, config.policy.train_micro_batch_size
+    if whole % part and is_set("policy.train_micro_batch_size"):
+        yield (
+            f"policy.train_global_batch_size = {whole} {unit} is not a multiple of policy.train_micro_batch_size = {part}: "
+            "set a micro-batch that divides the batch"
+        )

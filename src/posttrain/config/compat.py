@@ -1,6 +1,6 @@
 """Keys of older NeMo RL versions, and of documents written for them, rewritten to the keys of today.
 
-A rule looks at one tree, a file or one override, before it is laid over others. Each one that applies says so in one
+A rule looks at one tree, a file or one override, before it is laid over others. Each one that applies adds one
 line. The new name wins where both are written.
 """
 
@@ -80,14 +80,14 @@ RENAMES: tuple[Rename, ...] = (
         applies=lambda value: value is None,
         convert=lambda value: False,
     ),
-    Rename("policy.megatron_cfg.converter_type", reason="the model's own config says what it is"),
+    Rename("policy.megatron_cfg.converter_type", reason="the type is read from the model's own config"),
     Rename("policy.refit_buffer_size_gb", reason="sampler and trainer share their weights"),
     Rename("policy.fsdp_offload_enabled", reason="weights stay where they are trained"),
     Rename(
         "policy.generation",
         reason="nothing is sampled in this kind of run",
         applies=lambda value: value is not None,
-        kinds=("dpo", "rm", "sft"),
+        kinds=tuple(kind for kind in KINDS if kind != "grpo"),
     ),
     Rename("eval.pass_k_value", ("eval.k_value",), kinds=("eval",)),
     Rename(
@@ -101,7 +101,7 @@ RENAMES: tuple[Rename, ...] = (
 
 
 def apply_renames(tree: Tree, kind: Kind, warnings: list[str]) -> bool:
-    """Rewrite old keys in `tree`. Appends one line to `warnings` for each, and says whether there was any."""
+    """Rewrite old keys in `tree`. Appends one line to `warnings` for each, and returns whether there was any."""
     before = len(warnings)
     for rule in RENAMES:
         if kind in rule.kinds:

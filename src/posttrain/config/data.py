@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -25,7 +25,6 @@ from posttrain.config.rewards import (
     refuse_unknown_keys,
     reward_keys,
 )
-from posttrain.config.traces import PairRulesConfig, TraceColumnsConfig, TraceFiltersConfig
 
 # Tags of the two shapes that `data.train` may have; error messages leave them out.
 MAP_TAG, LIST_TAG = "<map>", "<list>"
@@ -33,6 +32,56 @@ MAP_TAG, LIST_TAG = "<map>", "<list>"
 TRACE_GROUPS = "TraceGroups"  # the dataset of labelled traces whose answers GRPO learns from
 
 _PARTS_ONLY = frozenset({"weight"})  # a single reward has nothing to be weighed against
+
+
+class TraceColumnsConfig(Section):
+    """Which column means what. null: the usual name, where the file has it; "": not used."""
+
+    input: str | None = Field(default=None, description="Column with the prompt, text or messages.")
+    output: str | None = Field(default=None, description="Column with the answer.")
+    messages: str | None = Field(default=None, description="Column with prompt and answer as messages.")
+    prompt_len: str | None = Field(
+        default=None, description="Column with the number of leading messages that are the prompt."
+    )
+    reward: str = Field(default="final_reward", description="Column with the reward.")
+    group_id: str | None = Field(default=None, description="Column with an id of the prompt.")
+    trace_id: str | None = Field(default=None, description="Column with an id of the trace.")
+    model: str | None = Field(default=None, description="Column with the model that answered.")
+    time: str | None = Field(default=None, description="Column with the time of the answer.")
+    reference: str | None = Field(default=None, description="Column with the expected answer.")
+
+
+class TraceFiltersConfig(Section):
+    """Which traces are used; the others are counted by reason."""
+
+    min_reward_threshold: float | None = Field(
+        default=None, description="Traces with a lower reward are left out; null keeps all."
+    )
+    since: str | None = Field(default=None, description="First moment that counts, such as 2026-03-01; UTC.")
+    until: str | None = Field(default=None, description="First moment that counts no more.")
+    where: FreeMap = Field(default_factory=dict, description="Column: the value, or the values, that it must have.")
+    duplicates: Literal["keep", "exact", "near"] = Field(
+        default="keep", description="Of equal, or nearly equal, answers to one prompt the first is kept."
+    )
+    near_similarity: Annotated[float, Field(ge=0.7, le=1)] = Field(
+        default=0.9, description="Similarity, 0 to 1, from which two texts are nearly equal."
+    )
+
+
+class PairRulesConfig(Section):
+    """How the traces of one prompt become pairs."""
+
+    preferred: float = Field(default=0.7, description="A trace with at least this reward is preferred.")
+    rejected_below: float = Field(default=0.5, description="A trace with a reward below this is rejected.")
+    strategy: Literal["best_worst", "all", "one_per_preferred", "by_margin"] = Field(
+        default="best_worst", description="Which preferred trace meets which rejected one."
+    )
+    min_margin: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="Least difference of the two rewards of a pair."
+    )
+    max_pairs_per_prompt: PositiveInt | None = Field(
+        default=None, description="Most pairs of one prompt; null is no limit."
+    )
 
 
 class DatasetConfig(Section):
@@ -64,7 +113,7 @@ class DatasetConfig(Section):
         default=None, description="Reward of worse answers whose row states none; null is 0.0."
     )
     completion_key: str | None = Field(default=None, description="Column with an answer that is judged on its own.")
-    label_key: str | None = Field(default=None, description="Column that says whether that answer is wanted.")
+    label_key: str | None = Field(default=None, description="Column with whether that answer is wanted.")
     prompt_is_templated: bool | None = Field(
         default=None,
         description="Prompts that are text hold the chat template already; null: only in NeMo-Aligner's columns.",
@@ -79,9 +128,6 @@ class DatasetConfig(Section):
         default=None, description="Text file with the system message; null sends none."
     )
     env_name: str | None = Field(default=None, description="Key under `env` that judges the answers.")
-    processor: str | None = Field(
-        default=None, description="How rows become prompts, by NeMo RL's name; one way here for all text."
-    )
     download_dir: str | None = Field(default=None, description="Folder for downloaded data.")
     repeat: PositiveInt | None = Field(default=None, description="How many times each row is used in one pass.")
     split_validation_size: NonNegativeFloat | None = Field(
@@ -91,8 +137,6 @@ class DatasetConfig(Section):
     chat_key: str | None = Field(default=None, description="Column with the messages of an openai_format row.")
     system_key: str | None = Field(default=None, description="Column with the system message of an openai_format row.")
     system_prompt: str | None = Field(default=None, description="System message of openai_format rows that have none.")
-    tool_key: str | None = Field(default=None, description="Column with the tools of an openai_format row.")
-    use_preserving_dataset: bool | None = Field(default=None, description="Keeps columns that differ from row to row.")
 
     @property
     def holds_recorded_groups(self) -> bool:
@@ -121,15 +165,11 @@ class DataConfig(Section):
         default=None, description="Longest prompt in tokens; longer ones are dropped and counted; null does not check."
     )
     shuffle: bool = Field(default=True, description="Draws training rows in a seeded random order.")
-    num_workers: NonNegativeInt = Field(default=1, description="Processes that read data in NeMo RL; no effect here.")
     train: Datasets | None = Field(default=None, description="The training dataset, or a list of them.")
     validation: Datasets | None = Field(
         default=None, description="The validation dataset, or a list of them; null is none."
     )
     default: DatasetConfig | None = Field(default=None, description="Keys for datasets that do not set them.")
-    use_multiple_dataloader: bool = Field(default=False, description="Draws from each dataset separately.")
-    num_prompts_per_dataloader: PositiveInt | None = Field(default=None, description="Prompts drawn from each.")
-    custom_dataloader: str | None = Field(default=None, description="Dotted path of a function that draws prompts.")
 
     def train_sets(self) -> list[DatasetConfig]:
         """The training datasets with `data.default` filled in."""
@@ -144,14 +184,6 @@ def _filled(sets: DatasetConfig | list[DatasetConfig] | None, default: DatasetCo
     if sets is None:
         return []
     return [entry.filled_from(default) for entry in (sets if isinstance(sets, list) else [sets])]
-
-
-class SftDataConfig(DataConfig):
-    add_bos: bool = Field(default=True, description="Puts the start token before the text if it is not there.")
-    add_eos: bool = Field(default=True, description="Puts the end token after the answer if it is not there.")
-    add_generation_prompt: bool = Field(
-        default=False, description="Ends the prompt with the header of the answer, so that the header is not trained."
-    )
 
 
 class EnvironmentConfig(OpenSection):
@@ -195,7 +227,7 @@ class EnvironmentConfig(OpenSection):
         return self
 
     def reward_configs(self, name: str) -> dict[str, RewardConfig]:
-        """The rewards by name, a single one under the empty name. None if nothing says what they are.
+        """The rewards by name, a single one under the empty name. Empty if no key decides what they are.
 
         `name` is that of the environment: `math` needs no type. Settings of the environment hold for its rewards.
         """
@@ -204,7 +236,7 @@ class EnvironmentConfig(OpenSection):
             if self.type is not None or self.function is not None or extras:
                 given = next(iter(extras), "type" if self.type is not None else "function")
                 raise ValueError(
-                    f"`{given}` says what a single reward is, but there are `rewards`: put it under one of them"
+                    f"`{given}` defines a single reward, but there are `rewards`: put it under one of them"
                 )
             if not self.rewards:
                 raise ValueError("`rewards` is empty: at least one reward is needed")

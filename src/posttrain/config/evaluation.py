@@ -12,7 +12,7 @@ from pydantic import Field
 
 from posttrain.config.base import FreeMap, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from posttrain.config.data import EnvironmentConfig
-from posttrain.config.generation import ColocatedConfig, NativeConfig, Temperature, TopK, TopP, VllmConfig
+from posttrain.config.generation import NativeConfig, Temperature, TopK, TopP, VllmConfig
 from posttrain.config.logger_and_cluster import ClusterConfig
 from posttrain.config.policy import TokenizerConfig
 
@@ -37,6 +37,9 @@ class EvalConfig(Section):
     )
     bootstrap_resamples: PositiveInt = Field(
         default=10_000, description="How often the problems are drawn again for the intervals."
+    )
+    max_rollout_turns: PositiveInt = Field(
+        default=1, description="Turns that the model has for one answer, where the environment has `turns`."
     )
     max_problems: PositiveInt | None = Field(
         default=None, description="Only the first so many problems of the dataset; null is all of them."
@@ -74,7 +77,7 @@ class EvalGenerationConfig(Section):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Number format of the weights; auto is vllm_cfg.precision with vLLM, and with the native engine "
-        "float32 on a CPU or where vllm_cfg.precision says so, else bfloat16.",
+        "float32 on a CPU or where vllm_cfg.precision is float32, else bfloat16.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where the model lives; auto prefers cuda."
@@ -84,9 +87,6 @@ class EvalGenerationConfig(Section):
     temperature: Temperature = Field(default=0.0, description="Divides the logits; 0 is greedy.")
     top_p: TopP = Field(default=1.0, description="Samples from the smallest set with this much probability; 1 is off.")
     top_k: TopK | None = Field(default=-1, description="Samples from this many likeliest tokens; null, 0 or -1 is off.")
-    val_temperature: Temperature | None = Field(default=None, description="Read by nothing; kept for NeMo RL's files.")
-    val_top_p: TopP | None = Field(default=None, description="Read by nothing; kept for NeMo RL's files.")
-    val_top_k: TopK | None = Field(default=None, description="Read by nothing; kept for NeMo RL's files.")
     num_prompts_per_step: int = Field(
         default=-1, description="Problems that are sampled, scored and saved together; -1 picks a number."
     )
@@ -101,7 +101,6 @@ class EvalGenerationConfig(Section):
     )
     vllm_kwargs: FreeMap = Field(default_factory=dict, description="Passed to vLLM as they are.")
     openai_cfg: OpenAiConfig = Field(default_factory=OpenAiConfig, description="Settings of a server.")
-    colocated: ColocatedConfig = Field(default_factory=ColocatedConfig, description="No effect: nothing is trained.")
 
 
 class EvalDataConfig(Section):
@@ -136,10 +135,6 @@ class EvalDataConfig(Section):
     env_name: str | None = Field(
         default=None, description="Key under `env` that judges; null is the one besides `math`, or else `math`."
     )
-    processor: str | None = Field(
-        default=None, description="How rows become prompts, by NeMo RL's name; the benchmark decides here."
-    )
-    repeat: PositiveInt = Field(default=1, description="No effect: num_tests_per_prompt says how often.")
     download_dir: str | None = Field(default=None, description="Folder for downloaded data.")
 
 
@@ -202,11 +197,19 @@ def check_eval(config: EvalRunConfig) -> Iterator[str]:
     if config.data.env_name is None and len(config.env) > 2:
         yield f"data.env_name is null and env has {', '.join(config.env)}: say which of them judges"
     turns = config.env[config.judge].turns if config.judge in config.env else None
-    if turns is not None:
-        yield f"env.{config.judge}.turns = {turns!r}: an evaluation has single turns; leave it out"
+    if turns is not None and config.server_url is not None:
+        yield (
+            f"env.{config.judge}.turns = {turns!r}: a conversation of several turns continues the model's own tokens, and a "
+            "server gives text alone; name the weights instead of a URL, with generation.backend native or vllm"
+        )
+    if turns is not None and wanted.max_rollout_turns < 2:
+        yield (
+            f"env.{config.judge}.turns takes turns with the model, but eval.max_rollout_turns = {wanted.max_rollout_turns} ends "
+            "a conversation before the model can read what the environment returns: set it to 2 or more, or remove the turns"
+        )
 
 
-def eval_cautions(config: EvalRunConfig, is_set: IsSetByUser) -> list[str]:
+def eval_cautions(config: EvalRunConfig) -> list[str]:
     """What is allowed and has no effect."""
     found: list[str] = []
     on_server = config.server_url is not None
@@ -222,10 +225,4 @@ def eval_cautions(config: EvalRunConfig, is_set: IsSetByUser) -> list[str]:
         if config.generation.backend == "vllm":
             engine, uses = "vLLM", f"uses {config.num_devices}: set generation.vllm_cfg.tensor_parallel_size"
         found.append(f"cluster: {asked} GPUs are asked for; {engine} {uses}")
-    for key in ("generation.val_temperature", "generation.val_top_p", "generation.val_top_k", "data.repeat"):
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        usual = 1 if name == "repeat" else getattr(config.generation, name.removeprefix("val_"))
-        if is_set(key) and value is not None and value != usual:
-            found.append(f"{key}: read by nothing in an evaluation")
     return found

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.config.errors import ConfigError
-from posttrain.config.tree import Tree, dotted, leaves
+from posttrain.config.tree import Tree, Values, dotted, leaves
 
 MISSING = "???"
 Number = int | float
@@ -41,7 +41,7 @@ RESOLVERS: dict[str, Callable[[Any, Any], Number]] = {
 }
 
 
-def resolve(tree: Tree) -> dict[str, Any]:
+def resolve(tree: Tree) -> Values:
     """The values of `tree` with every `${...}` replaced by what it stands for."""
     _register_resolvers()
     _check_nothing_is_missing(tree)

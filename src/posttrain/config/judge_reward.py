@@ -1,4 +1,4 @@
-"""`type: judge`: a language model behind an OpenAI-compatible endpoint says how good an answer is."""
+"""`type: judge`: a language model behind an OpenAI-compatible endpoint rates an answer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ class JudgeRewardConfig(RewardConfig):
     )
     temperature: NonNegativeFloat = Field(default=0.0, description="Sampling temperature of the judge.")
     max_tokens: PositiveInt = Field(default=1024, description="Longest verdict in tokens.")
-    extra_body: FreeMap = Field(default_factory=dict, description="Further keys of the request, as the endpoint wants.")
+    extra_body: FreeMap = Field(
+        default_factory=dict, description="Further keys of the request, as the endpoint expects."
+    )
     extra_headers: dict[str, str] = Field(default_factory=dict, description="Further headers of the request.")
     request_timeout_s: PositiveFloat = Field(
         default=60.0, description="Seconds for one request, from connecting to its last byte."
@@ -112,7 +114,7 @@ class JudgeRewardConfig(RewardConfig):
 
     @field_validator("prompt", "system")
     @classmethod
-    def _knows_its_placeholders(cls, value: str | None) -> str | None:
+    def _has_known_placeholders(cls, value: str | None) -> str | None:
         if value is not None:
             check_placeholders(value)
         return value

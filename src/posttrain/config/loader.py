@@ -1,6 +1,6 @@
 """From files and overrides to a typed config: read, rename, lay over the defaults, resolve, validate, check.
 
-Every value keeps the place it was set, so that whatever is wrong with it can be said with a file and a line.
+Every value keeps the place where it was set, so that an error can name the file and the line.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ from pathlib import Path as FilePath
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from posttrain.config.base import Section
 from posttrain.config.checks import cautions, check_run
 from posttrain.config.compat import apply_renames
-from posttrain.config.errors import ConfigError
+from posttrain.config.dpo import DpoRunConfig
+from posttrain.config.errors import ConfigError, message_of
 from posttrain.config.evaluation import EvalRunConfig
+from posttrain.config.foreign_keys import (
+    foreign_environments,
+    review,
+    separate,
+    substitutions,
+    usual_values,
+    vocabulary_of,
+)
+from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
 from posttrain.config.presets import chosen_preset, is_preset_origin
 from posttrain.config.render import plain_values, to_yaml_text, with_override_marks
-from posttrain.config.runs import (
-    ALL_KINDS,
-    RUN_CONFIGS,
-    DpoRunConfig,
-    GrpoRunConfig,
-    Kind,
-    RmRunConfig,
-    SftRunConfig,
-)
+from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import (
     find,
     is_field,
@@ -40,8 +43,7 @@ from posttrain.config.schema import (
     unknown_keys,
 )
 from posttrain.config.suggestions import hint_for
-from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, overlay
-from posttrain.config.unimplemented import foreign_environments, review
+from posttrain.config.tree import DEFAULT, Path, Tree, Values, dotted, leaves, overlay
 from posttrain.config.yaml_files import read_built_in, read_with_defaults
 
 C = TypeVar("C", bound=Section)
@@ -60,7 +62,7 @@ class LoadedConfig(Generic[C]):
         """Every value, as YAML that `load_config` reads back to the same config."""
         return to_yaml_text(self._marked_values())
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> Values:
         """Every value by its dotted key."""
         return {dotted(path): value for path, value in leaves(self._values())}
 
@@ -75,11 +77,12 @@ class LoadedConfig(Generic[C]):
 
         return to_yaml_text(self._marked_values(), remark)
 
-    def _marked_values(self) -> dict[str, Any]:
-        marked: dict[str, Any] = with_override_marks(self._values(), built_in_defaults(self.kind).values)
+    def _marked_values(self) -> Values:
+        defaults, _ = separate(self.kind, built_in_defaults(self.kind).values)
+        marked: Values = with_override_marks(self._values(), defaults)
         return marked
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> Values:
         """The algorithm's own sections first."""
         values = plain_values(self.config)
         first = [key for key in ("preset", self.kind, "loss_fn") if key in values]
@@ -87,14 +90,18 @@ class LoadedConfig(Generic[C]):
 
 
 def built_in_defaults(kind: Kind) -> Tree:
-    """The defaults of the schema with the packaged YAML file over them, nothing resolved."""
+    """The defaults of the schema and the usual values of foreign keys, the packaged YAML file over them; nothing resolved."""
     return _built_in_defaults(kind).copy()
 
 
 @cache
 def _built_in_defaults(kind: Kind) -> Tree:
-    schema = Tree.from_one_origin(schema_defaults(RUN_CONFIGS[kind]), DEFAULT)
-    merged = overlay(schema, read_built_in(kind), lambda path: _keeps_null(kind, path), over_built_in=True)
+    def keeps_null(path: Path) -> bool:
+        return _keeps_null(kind, path)
+
+    schema = Tree(schema_defaults(RUN_CONFIGS[kind]))
+    own = overlay(schema, read_built_in(kind), keeps_null, over_built_in=True)
+    merged = overlay(own, Tree(usual_values(kind)), keeps_null)
     return Tree.from_one_origin(merged.values, DEFAULT)
 
 
@@ -106,14 +113,6 @@ def load_config(
 def load_config(
     kind: Literal["dpo"], path: FilePath | None = None, overrides: Sequence[str] = ()
 ) -> LoadedConfig[DpoRunConfig]: ...
-@overload
-def load_config(
-    kind: Literal["rm"], path: FilePath | None = None, overrides: Sequence[str] = ()
-) -> LoadedConfig[RmRunConfig]: ...
-@overload
-def load_config(
-    kind: Literal["sft"], path: FilePath | None = None, overrides: Sequence[str] = ()
-) -> LoadedConfig[SftRunConfig]: ...
 @overload
 def load_config(
     kind: Literal["eval"], path: FilePath | None = None, overrides: Sequence[str] = ()
@@ -136,12 +135,15 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
         overlay(defaults, own, keeps_null, over_built_in=True),
         overrides,
         rename=lambda written: apply_renames(written, known, warnings),
-        has_default=lambda key: is_field(schema_of(known), key),
+        has_default=lambda key: is_field(vocabulary_of(known), key),
     )
     _refuse_unknown(known, tree)
     _forget_unfitting_validation(tree)
-    config = _validated(known, _resolved_with_fitting_batch(known, tree), tree)
-    errors, notices = review(config.model_dump(by_alias=True), tree, _default_test(tree, defaults))
+    values, foreign = separate(known, _resolved_with_fitting_batch(known, tree))
+    config = _validated(known, values, tree)
+    own_values = config.model_dump(by_alias=True)
+    errors, notices = review(own_values, foreign, tree, _default_test(tree, defaults))
+    notices = [*substitutions(own_values, foreign), *notices]
 
     def is_set(key: str) -> bool:
         origin = tree.origin(tuple(key.split(".")))
@@ -179,7 +181,7 @@ def _known_kind(kind: str) -> Kind:
 
 
 def _keeps_null(kind: Kind, path: Path) -> bool:
-    node = find(schema_of(kind), path)
+    node = find(vocabulary_of(kind), path)
     return node is None or node.nullable
 
 
@@ -192,15 +194,15 @@ def _read_file(kind: Kind, path: FilePath, warnings: list[str]) -> Tree:
 
 def _refuse_unknown(kind: Kind, tree: Tree) -> None:
     """Everything that has the wrong shape, before values are looked at."""
-    schema, foreign = schema_of(kind), foreign_environments(tree)
+    vocabulary, foreign = vocabulary_of(kind), foreign_environments(tree)
     lines = [
         f"{tree.origin(path)}: {_describe_unknown(kind, path)}"
-        for path in unknown_keys(schema, tree.values)
+        for path in unknown_keys(vocabulary, tree.values)
         if path[:2] not in foreign
     ]
     lines += [
         f"{tree.origin(path)}: `{dotted(path)}` = {tree.get(path)!r}: must be a map of settings"
-        for path in sections_that_are_not_maps(schema, tree.values)
+        for path in sections_that_are_not_maps(vocabulary, tree.values)
     ]
     if lines or foreign:
         raise ConfigError("\n".join([*lines, *foreign.values()]))
@@ -209,7 +211,7 @@ def _refuse_unknown(kind: Kind, tree: Tree) -> None:
 def _describe_unknown(kind: Kind, path: Path) -> str:
     if len(path) == 1 and path[0] in ALL_KINDS:
         return f"unknown key `{path[0]}` in a {kind} config; this section belongs to `posttrain {path[0]}`"
-    return f"unknown key `{dotted(path)}`{hint_for(schema_of(kind), path)}"
+    return f"unknown key `{dotted(path)}`{hint_for(vocabulary_of(kind), path)}"
 
 
 def _forget_unfitting_validation(tree: Tree) -> None:
@@ -224,14 +226,14 @@ def _forget_unfitting_validation(tree: Tree) -> None:
         tree.put(validation, None, DEFAULT)
 
 
-def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> dict[str, Any]:
-    """The resolved values. A batch size that nobody set and that does not divide the samples becomes all of them."""
+def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:
+    """The resolved values. A default batch size that does not divide the samples is replaced by their number."""
     values = resolve(tree)
     if kind != "grpo" or tree.origin(BATCH_SIZE) != DEFAULT:
         return values
     counts = [values["grpo"].get(key) for key in ("num_prompts_per_step", "num_generations_per_prompt")]
     if not all(isinstance(count, int) and count > 0 for count in counts):
-        return values  # validation says what is wrong with them
+        return values  # validation reports what is wrong with them
     samples = counts[0] * counts[1]
     if samples % values["policy"]["train_global_batch_size"] == 0:
         return values
@@ -239,7 +241,7 @@ def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> dict[str, Any]:
     return resolve(tree)
 
 
-def _validated(kind: Kind, values: dict[str, Any], tree: Tree) -> Any:
+def _validated(kind: Kind, values: Values, tree: Tree) -> Any:
     try:
         return RUN_CONFIGS[kind].model_validate(values)
     except ValidationError as error:
@@ -251,7 +253,7 @@ def _validated(kind: Kind, values: dict[str, Any], tree: Tree) -> Any:
 
 
 def _key_of(kind: Kind, location: tuple[int | str, ...], is_missing: bool, tree: Tree) -> Path:
-    """The key that pydantic's location points at. It also names members of unions, which are no keys of anybody's."""
+    """The key that pydantic's location points at. Pydantic also puts members of unions into a location; they are not keys."""
     absent = object()
     path: Path = ()
     for index, part in enumerate(location):
@@ -262,8 +264,8 @@ def _key_of(kind: Kind, location: tuple[int | str, ...], is_missing: bool, tree:
     return path
 
 
-def _explain(path: Path, problem: Any, tree: Tree) -> str:
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+def _explain(path: Path, problem: ErrorDetails, tree: Tree) -> str:
+    message = message_of(problem)
     if problem["type"] == "missing":
         return f"`{dotted(path)}` is missing: set it in the file or with {dotted(path)}=… on the command line"
     value = problem["input"]
@@ -273,11 +275,11 @@ def _explain(path: Path, problem: Any, tree: Tree) -> str:
     return f"{tree.origin(path)}: `{dotted(path)}` = {shown}: {message}"
 
 
-def _is_expression(value: Any) -> bool:
+def _is_expression(value: object) -> bool:
     return isinstance(value, str) and "${" in value and "\\${" not in value
 
 
-def _default_test(tree: Tree, defaults: Tree) -> Callable[[Path, Any], bool]:
+def _default_test(tree: Tree, defaults: Tree) -> Callable[[Path, object], bool]:
     """Says whether a value is what it would have been had the user not set it, everything else being equal."""
     absent = object()
 
@@ -293,7 +295,7 @@ def _default_test(tree: Tree, defaults: Tree) -> Callable[[Path, Any], bool]:
                 usual.put(path, value, DEFAULT)
         return Tree(resolve(usual))
 
-    def is_default(path: Path, value: Any) -> bool:
+    def is_default(path: Path, value: object) -> bool:
         if tree.origin(path) == DEFAULT or value == plain().get(path, absent):
             return True
         return _is_expression(defaults.get(path)) and value == in_context().get(path, absent)

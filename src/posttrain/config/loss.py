@@ -45,7 +45,7 @@ class LossFnConfig(Section):
     )
     kl_importance_weight: Literal["on_policy", "sampler", "previous", "none"] | None = Field(
         default=None,
-        description="What the KL of a token is weighted by; null is on_policy, or as use_on_policy_kl_approximation says.",
+        description="What the KL of a token is weighted by; null is on_policy, or follows use_on_policy_kl_approximation.",
     )
     use_on_policy_kl_approximation: bool = Field(
         default=False,
@@ -79,7 +79,7 @@ class LossFnConfig(Section):
     )
     loss_normalizer: Literal["tokens", "sequences", "max_tokens"] | None = Field(
         default=None,
-        description="What the sum is divided by; null is as token_level_loss says, and max_tokens with dr_grpo.",
+        description="What the sum is divided by; null follows token_level_loss, and is max_tokens with dr_grpo.",
     )
     max_response_tokens: PositiveInt | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""The files that a config names, so that whoever keeps results can tell whether their content has changed."""
+"""The files that a config names, to detect whether their content has changed since a result was saved."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _below(text: str) -> Iterator[tuple[Path, str]]:
     else:
         root = os.path.dirname(text)
         patterns = [text] if any(character in text for character in "*?") else []
-    for pattern in patterns:  # hidden files are nobody's data
+    for pattern in patterns:  # hidden files are not data
         for path in sorted(glob.glob(pattern, recursive=True)):
             if os.path.isfile(path):
                 yield Path(path), os.path.relpath(path, root or ".")

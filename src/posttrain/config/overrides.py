@@ -62,7 +62,7 @@ def _parse(raw: str) -> Any:
     if not raw.strip():
         return ""
     if raw.lstrip().startswith("{"):
-        raw = _HYDRA_MAP_KEY.sub(r"\1: ", raw)  # Hydra accepts {a:1}; YAML wants {a: 1}
+        raw = _HYDRA_MAP_KEY.sub(r"\1: ", raw)  # Hydra accepts {a:1}; YAML needs {a: 1}
     return parse_value(raw)
 
 
@@ -72,7 +72,7 @@ def apply_overrides(
     rename: Callable[[Tree], bool],
     has_default: Callable[[Path], bool],
 ) -> Tree:
-    """`tree` with the overrides applied in order. `rename` rewrites old keys in a small tree and says whether it did."""
+    """`tree` with the overrides applied in order. `rename` rewrites old keys in a small tree and returns whether it did."""
     result = tree.copy()
     for text in overrides:
         override = parse_override(text)

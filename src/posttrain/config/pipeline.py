@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
-from posttrain.config.traces import PairRulesConfig, TraceColumnsConfig, TraceFiltersConfig
+from posttrain.config.data import PairRulesConfig, TraceColumnsConfig, TraceFiltersConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _CRON = re.compile(r"@(hourly|daily|weekly|monthly|yearly)|\S+(\s+\S+){4}")

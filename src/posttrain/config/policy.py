@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.config.base import FreeMap, OpenSection, PositiveFloat, PositiveInt, Section
 from posttrain.config.generation import GenerationConfig
-from posttrain.config.megatron import MegatronConfig
 
-PACKING_ALGORITHMS = (
-    "modified_first_fit_decreasing",
-    "first_fit_decreasing",
-    "first_fit_shuffle",
-    "concatenative",
-)
+PackingAlgorithm = Literal[
+    "modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"
+]
 
 
 class TokenizerConfig(Section):
@@ -25,7 +21,6 @@ class TokenizerConfig(Section):
         description="Chat template: default is the model's own, null passes text through, else a .jinja file or the text.",
     )
     chat_template_kwargs: FreeMap | None = Field(default=None, description="Extra variables for the chat template.")
-    use_fastokens: bool = Field(default=False, description="Uses another tokenizer implementation; no effect here.")
 
 
 class LoraConfig(Section):
@@ -40,37 +35,17 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Probability of dropping an adapter input."
     )
-    dropout_position: Literal["pre", "post"] = Field(default="post", description="Dropout before or after the adapter.")
     lora_A_init: Literal["xavier", "uniform"] = Field(
         default="xavier", description="How the first adapter matrix starts: xavier or uniform."
     )
-    use_triton: bool = Field(default=True, description="Uses Triton kernels for adapters; no effect here.")
 
 
 class DtensorConfig(Section):
-    v2: bool = Field(default=True, alias="_v2", description="Which worker NeMo RL uses; posttrain has one.")
-    enabled: bool = Field(default=True, description="Trains with PyTorch; posttrain always does.")
-    cpu_offload: bool = Field(default=False, description="Keeps weights in CPU memory.")
-    sequence_parallel: bool = Field(default=False, description="Splits activations along the sequence.")
     activation_checkpointing: bool | Literal["auto"] = Field(
         default=False,
         description="Recomputes activations in the backward pass: less memory, about a third more time; auto: where it has to.",
     )
-    tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs that share one layer.")
-    context_parallel_size: PositiveInt = Field(default=1, description="GPUs that share one sequence.")
-    custom_parallel_plan: str | None = Field(
-        default=None, description="Dotted path of a plan that splits the model's layers."
-    )
-    automodel_kwargs: FreeMap = Field(default_factory=dict, description="Passed to NeMo's model loader.")
     lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
-    env_vars: FreeMap | None = Field(default=None, description="Environment variables of the training workers.")
-    expert_parallel_size: PositiveInt | None = Field(default=None, description="GPUs that share the experts.")
-    dp_replicate_size: PositiveInt | None = Field(default=None, description="Copies of the sharded model (HSDP).")
-    defer_fsdp_grad_sync: bool | None = Field(default=None, description="Reduces gradients once per optimizer step.")
-    moe_parallelizer: FreeMap | None = Field(default=None, description="How experts are split.")
-    clear_cache_every_n_steps: PositiveInt | None = Field(
-        default=None, description="Steps between clearings of the CUDA cache."
-    )
 
 
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "8bit": "int8"}
@@ -110,53 +85,28 @@ class DynamicBatchingConfig(Section):
     enabled: bool = Field(default=False, description="Cuts micro-batches by tokens instead of by samples.")
     train_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one training micro-batch.")
     logprob_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one logprob micro-batch.")
-    sequence_length_round: PositiveInt = Field(
-        default=64, description="Lengths are padded to a multiple of this; no effect here."
-    )
 
 
 class SequencePackingConfig(Section):
     enabled: bool = Field(default=False, description="Puts several sequences into one row, without padding.")
     train_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one training micro-batch.")
     logprob_mb_tokens: PositiveInt | None = Field(default=None, description="Tokens in one logprob micro-batch.")
-    algorithm: str = Field(
+    algorithm: PackingAlgorithm = Field(
         default="modified_first_fit_decreasing", description="How sequences are placed into micro-batches."
     )
-    microbatch_order: Literal["packer", "largest_first"] = Field(
-        default="packer", description="Order of the micro-batches."
-    )
-    sequence_length_round: PositiveInt = Field(default=64, description="Read by nothing; kept for old files.")
 
-    @field_validator("algorithm")
+    @field_validator("algorithm", mode="before")
     @classmethod
-    def _known_algorithm(cls, name: str) -> str:
-        if name.lower() not in PACKING_ALGORITHMS:
-            raise ValueError(f"must be one of {', '.join(PACKING_ALGORITHMS)}")
+    def _known_algorithm(cls, name: object) -> object:
+        if not isinstance(name, str) or name.lower() not in get_args(PackingAlgorithm):
+            raise ValueError(f"must be one of {', '.join(get_args(PackingAlgorithm))}")
         return name.lower()
-
-
-class DraftConfig(OpenSection):
-    enabled: bool = Field(
-        default=False, description="Trains a draft model for speculative decoding along with the policy."
-    )
-    model_name: str | None = Field(default=None, description="Folder or hub name of the draft model.")
-    loss_weight: float = Field(default=0.1, description="Weight of the draft model's loss.")
-    num_layers: PositiveInt | None = Field(default=None, description="Layers of the draft model.")
-    aux_layer_indices: list[int] | None = Field(
-        default=None, description="Layers of the policy that the draft model reads."
-    )
-
-
-class RouterReplayConfig(OpenSection):
-    enabled: bool = Field(default=False, description="Trains with the expert choices made while sampling.")
 
 
 class RewardModelConfig(OpenSection):
     enabled: bool = Field(
-        default=False, description="Gives the model a scoring layer; true in `posttrain rm` and nowhere else."
-    )
-    reward_model_type: Literal["bradley_terry"] | None = Field(
-        default=None, description="Kind of reward model; bradley_terry is the one there is."
+        default=False,
+        description="Gives the model a scoring layer; true in `posttrain rm` and nowhere else.",
     )
 
 
@@ -186,19 +136,12 @@ class PolicyConfig(Section):
         description="Samples or pairs in one forward and backward pass, where neither packing nor dynamic batching decides."
     )
     logprob_batch_size: PositiveInt = Field(description="Samples in one forward pass for log-probabilities.")
-    generation_batch_size: PositiveInt = Field(default=32, description="Read by nothing; kept for old files.")
     max_total_sequence_length: PositiveInt = Field(description="Longest sequence in tokens, prompt and answer.")
     logprob_chunk_size: PositiveInt | None = Field(
         default=None, description="Tokens whose logits exist at the same time; null picks a size."
     )
     max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Gradients are scaled down to this norm; null does not."
-    )
-    make_sequence_length_divisible_by: PositiveInt = Field(
-        default=1, description="Pads lengths to a multiple; no effect here."
-    )
-    offload_optimizer_for_logprob: bool = Field(
-        default=False, description="Moves the optimizer to the CPU while scoring."
     )
     hf_config_overrides: FreeMap = Field(
         default_factory=dict, description="Entries of the model's config.json to replace."
@@ -209,21 +152,15 @@ class PolicyConfig(Section):
         description="Learning-rate schedule in steps: {name, kwargs}, or a list ending in {milestones}; null is constant.",
     )
     dtensor_cfg: DtensorConfig = Field(default_factory=DtensorConfig, description="Training with PyTorch, and LoRA.")
-    megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig, description="Training with Megatron.")
     dynamic_batching: DynamicBatchingConfig = Field(
         default_factory=DynamicBatchingConfig, description="Micro-batches by tokens."
     )
     sequence_packing: SequencePackingConfig = Field(
         default_factory=SequencePackingConfig, description="Several sequences in one row."
     )
-    draft: DraftConfig = Field(default_factory=DraftConfig, description="Co-training of a draft model.")
-    router_replay: RouterReplayConfig = Field(
-        default_factory=RouterReplayConfig, description="Replay of expert choices."
-    )
     reward_model_cfg: RewardModelConfig = Field(
         default_factory=RewardModelConfig, description="The model as reward model."
     )
-    quant_cfg: str | FreeMap | None = Field(default=None, description="Quantisation-aware training.")
     generation: GenerationConfig | None = Field(default=None, description="Sampling; null where nothing is sampled.")
 
     @field_validator("scheduler")

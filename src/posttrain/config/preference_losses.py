@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
-    from posttrain.config.runs import DpoRunConfig
+    from posttrain.config.dpo import DpoRunConfig
 
 PreferenceLossName = Literal[
     "dpo", "cdpo", "robust", "hinge", "ipo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo", "orpo", "kto"

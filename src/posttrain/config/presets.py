@@ -1,6 +1,6 @@
 """Presets: packaged settings that make a run compute what another system computes. `preset: NAME` lays one over the defaults.
 
-A preset says how rewards become advantages and what the loss is. It is silent about models, data, batch sizes, lengths and
+A preset sets how rewards become advantages and which loss is used. It sets no models, data, batch sizes, lengths or
 learning rates. Whatever your file or the command line sets wins over it.
 """
 
@@ -34,7 +34,7 @@ def presets(kind: str) -> list[Preset]:
 
 
 def origin_of(name: str) -> str:
-    """Where values from a preset are said to come from."""
+    """The origin of values that a preset sets."""
     return f"preset {name}"
 
 

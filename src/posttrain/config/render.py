@@ -10,7 +10,7 @@ import yaml
 
 from posttrain.config.base import Section
 from posttrain.config.data import DatasetConfig
-from posttrain.config.tree import OVERRIDE_MARK, REPLACES_BUILT_IN, Path
+from posttrain.config.tree import OVERRIDE_MARK, REPLACES_BUILT_IN, Path, Values
 from posttrain.config.yaml_files import parse_value
 
 REMARK_COLUMN = 60
@@ -44,14 +44,14 @@ def with_override_marks(values: Any, defaults: Any, path: Path = ()) -> Any:
     return {OVERRIDE_MARK: True, **marked} if set(defaults) - set(values) and values else marked
 
 
-def to_yaml_text(values: dict[str, Any], remark: Callable[[Path], str] | None = None) -> str:
+def to_yaml_text(values: Values, remark: Callable[[Path], str] | None = None) -> str:
     """YAML that loads to `values` again. `remark` gives the comment behind a value, or nothing."""
     lines: list[str] = []
     _write_map(values, (), remark or (lambda path: ""), lines)
     return "\n".join(lines) + "\n"
 
 
-def _write_map(values: dict[str, Any], path: Path, remark: Callable[[Path], str], lines: list[str]) -> None:
+def _write_map(values: Values, path: Path, remark: Callable[[Path], str], lines: list[str]) -> None:
     indent = "  " * len(path)
     for key, value in values.items():
         here = (*path, str(key))

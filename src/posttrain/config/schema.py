@@ -6,13 +6,13 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
 from posttrain.config.base import OpenSection, Section
 from posttrain.config.runs import RUN_CONFIGS, Kind
-from posttrain.config.tree import Path
+from posttrain.config.tree import Path, Values
 
 ANY_NAME = "<name>"
 Shape = Literal["section", "named", "free", "value"]
@@ -57,7 +57,7 @@ def _section(model: type[Section], *, nullable: bool, listed: bool) -> Node:
     return Node("section", nullable, fields, open=issubclass(model, OpenSection), listed=listed)
 
 
-def _node(annotation: Any) -> Node:
+def _node(annotation: object) -> Node:
     options = list(_options(annotation))
     nullable = types.NoneType in options
     lists = [get_args(option)[0] for option in options if get_origin(option) is list]
@@ -73,7 +73,7 @@ def _node(annotation: Any) -> Node:
     return Node("value", nullable)
 
 
-def _options(annotation: Any) -> Iterator[Any]:
+def _options(annotation: object) -> Iterator[object]:
     """The members of a union, with `Annotated` taken off."""
     if get_origin(annotation) is Annotated:
         yield from _options(get_args(annotation)[0])
@@ -105,7 +105,7 @@ def known_keys(root: Node, path: Path = ()) -> Iterator[Path]:
         yield from known_keys(node, here)
 
 
-def unknown_keys(root: Node, values: Any, path: Path = ()) -> Iterator[Path]:
+def unknown_keys(root: Node, values: object, path: Path = ()) -> Iterator[Path]:
     """The topmost keys in `values` that the schema does not have."""
     if isinstance(values, list) and root.listed:
         values = {str(index): value for index, value in enumerate(values)}
@@ -120,7 +120,7 @@ def unknown_keys(root: Node, values: Any, path: Path = ()) -> Iterator[Path]:
             yield from unknown_keys(node, value, here)
 
 
-def sections_that_are_not_maps(root: Node, values: Any, path: Path = ()) -> Iterator[Path]:
+def sections_that_are_not_maps(root: Node, values: object, path: Path = ()) -> Iterator[Path]:
     """Sections that were given a plain value, such as `grpo: 3`."""
     if isinstance(values, list) and root.listed:
         values = {str(index): value for index, value in enumerate(values)}
@@ -135,9 +135,9 @@ def sections_that_are_not_maps(root: Node, values: Any, path: Path = ()) -> Iter
             yield from sections_that_are_not_maps(node, value, (*path, str(key)))
 
 
-def schema_defaults(model: type[Section]) -> dict[str, Any]:
+def schema_defaults(model: type[Section]) -> Values:
     """The defaults that the models themselves have, as plain values. Fields without one are left out."""
-    values: dict[str, Any] = {}
+    values: Values = {}
     for name, info in model.model_fields.items():
         default = info.get_default(call_default_factory=True, validated_data={})
         nested = [

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path as FilePath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from posttrain.config.base import Section
-from posttrain.config.errors import ConfigError
+from posttrain.config.errors import ConfigError, message_of
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
 from posttrain.config.schema import (
@@ -61,10 +62,10 @@ def _refuse_wrong_shape(root: Node, tree: Tree) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _explain(problem: Any, file: FilePath, tree: Tree) -> str:
+def _explain(problem: ErrorDetails, file: FilePath, tree: Tree) -> str:
     path = _key_of(problem["loc"], tree)
     where = tree.origin(path) if path else str(file)
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message_of(problem)
     if problem["type"] == "missing":
         missing = (*path, str(problem["loc"][-1]))
         return f"{where}: `{dotted(missing)}` is missing"

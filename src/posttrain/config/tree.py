@@ -1,6 +1,6 @@
 """Nested plain values that remember where each of them was set, and how one tree is laid over another.
 
-A tree knows nothing of the schema but what it is told: `keeps_null` says for which sections null is a value of its own.
+A tree is independent of the schema: `keeps_null` is true for the sections in which null is a value of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Path = tuple[str, ...]
+Values = dict[str, Any]  # of a YAML map: nested maps, lists and scalars
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
@@ -24,7 +25,7 @@ def dotted(path: Path) -> str:
     return ".".join(path)
 
 
-def leaves(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(values: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every value that is not a map, and every empty map, with its path. A list is one value."""
     if isinstance(values, dict) and values:
         for key, value in values.items():
@@ -35,17 +36,17 @@ def leaves(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 @dataclass
 class Tree:
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     origins: dict[Path, str] = field(default_factory=dict)
 
     @classmethod
-    def from_one_origin(cls, values: dict[str, Any], origin: str) -> Tree:
+    def from_one_origin(cls, values: Values, origin: str) -> Tree:
         return cls(values, {path: origin for path, _ in leaves(values)})
 
     def copy(self) -> Tree:
         return Tree(deepcopy(self.values), dict(self.origins))
 
-    def get(self, path: Path, missing: Any = None) -> Any:
+    def get(self, path: Path, missing: object = None) -> Any:
         node: Any = self.values
         for key in path:
             if isinstance(node, list) and key.isdigit() and int(key) < len(node):
@@ -71,7 +72,7 @@ class Tree:
         self._forget(path)
         return value
 
-    def put(self, path: Path, value: Any, origin: str) -> None:
+    def put(self, path: Path, value: object, origin: str) -> None:
         """Set the value at `path`, making the maps on the way; what was there is replaced."""
         node: Any = self.values
         for index, key in enumerate(path[:-1]):
@@ -122,7 +123,7 @@ def _overlay_map(result: Tree, top: Tree, path: Path, keeps_null: Callable[[Path
         result.origins.update({known: origin for known, origin in top.origins.items() if known[: len(here)] == here})
 
 
-def forget_arguments_of_another_class(tree: Tree, path: Path, incoming: dict[str, Any]) -> None:
+def forget_arguments_of_another_class(tree: Tree, path: Path, incoming: Values) -> None:
     """`{name, kwargs}` with another name: the arguments of the old class do not fit. Those typed by the user stay."""
     present = tree.get(path)
     if "name" not in incoming or not isinstance(present.get("kwargs"), dict) or present.get("name") == incoming["name"]:

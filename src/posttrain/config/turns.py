@@ -1,16 +1,17 @@
-"""`env.<name>.turns`: environments that take turns with the model. `grpo.max_rollout_turns` bounds their conversations."""
+"""`env.<name>.turns`: environments that take turns with the model. `max_rollout_turns` bounds their conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from posttrain.config.base import FreeMap
+from posttrain.config.data import EnvironmentConfig
+from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.rewards import RewardConfig
-from posttrain.config.runs import GrpoRunConfig
 
 BUILT_IN = {
     "calculator": "posttrain.environments.turns.calculator:Calculator",
@@ -19,7 +20,7 @@ BUILT_IN = {
 
 
 class TurnsConfig(RewardConfig):
-    """The class behind `turns`, as its worker processes are told of it. Not a type of reward: no block names it."""
+    """The class behind `turns`, as it is sent to its worker processes. Not a type of reward: no block names it."""
 
     default_num_workers: ClassVar[int] = 4
 
@@ -36,7 +37,7 @@ def check_turns(config: GrpoRunConfig) -> Iterator[str]:
         if limit < 2:
             yield (
                 f"env.{name}.turns takes turns with the model, but grpo.max_rollout_turns = {limit} ends a conversation "
-                "before the model can read what the environment says: set it to 2 or more, or remove the turns"
+                "before the model can read what the environment returns: set it to 2 or more, or remove the turns"
             )
         if config.grpo.adv_estimator.name == "gdpo" and config.env[name].reward_configs(name):
             yield (
@@ -44,7 +45,11 @@ def check_turns(config: GrpoRunConfig) -> Iterator[str]:
                 "that a limit ends never comes to its judge, and has none of the judge's: use grpo, or have the class in "
                 f"env.{name}.turns give all rewards as named parts, without a judge"
             )
-    for name, environment in config.env.items():
+    yield from check_turn_classes(config.env)
+
+
+def check_turn_classes(environments: Mapping[str, EnvironmentConfig]) -> Iterator[str]:
+    for name, environment in environments.items():
         if (
             environment.turns is not None
             and environment.turns not in BUILT_IN

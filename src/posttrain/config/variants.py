@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from posttrain.config.algorithms import GrpoConfig
+from posttrain.config.grpo import GrpoConfig, GrpoRunConfig
 from posttrain.config.loss import LossFnConfig
-from posttrain.config.runs import GrpoRunConfig
 
 IsSetByUser = Callable[[str], bool]
 

@@ -21,7 +21,7 @@ MAX_DEPTH = 64
 DEFAULTS_DIR = FilePath(__file__).parent / "defaults"
 
 # NeMo RL's recipes inherit from these files of its source tree; posttrain carries the same defaults.
-EXEMPLARS = {"grpo_math_1B.yaml": "grpo", "dpo.yaml": "dpo", "rm.yaml": "rm", "sft.yaml": "sft", "eval.yaml": "eval"}
+EXEMPLARS = {"grpo_math_1B.yaml": "grpo", **{file.name: file.stem for file in DEFAULTS_DIR.glob("*.yaml")}}
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]

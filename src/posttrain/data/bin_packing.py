@@ -12,13 +12,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from posttrain.config.policy import PackingAlgorithm
 from posttrain.data.shuffling import keyed_order
-
-PackingAlgorithm = Literal[
-    "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
-]
 
 Bins = list[list[int]]
 
@@ -98,7 +94,7 @@ class _RoomTree:
         self._most = [capacity] * (2 * self._num_leaves)
 
     def leftmost(self, size: int) -> int:
-        """The first bin with room for `size`; the caller knows that there is one."""
+        """The first bin with room for `size`; there must be one."""
         most, node = self._most, 1
         while node < self._num_leaves:
             node *= 2

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.data.errors import DataError
+from posttrain.json_files import JsonMapping
 from posttrain.types import Message
 
 Ids = list[int]
@@ -61,7 +62,7 @@ class ChatFormat:
     """
 
     def __init__(
-        self, tokenizer: Any, chat_template: str | None = DEFAULT_TEMPLATE, kwargs: Mapping[str, Any] | None = None
+        self, tokenizer: Any, chat_template: str | None = DEFAULT_TEMPLATE, kwargs: JsonMapping | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
@@ -87,6 +88,11 @@ class ChatFormat:
         return tuple(dict.fromkeys([*eos, *(end if len(end) == 1 else [])]))
 
     @property
+    def last_token_ids(self) -> tuple[int, ...]:
+        """Tokens that a conversation may end with, where whole conversations are read; empty where they are not."""
+        return ()
+
+    @property
     def recorded_template(self) -> Any:
         """The template as it is saved with a model: with `kwargs` written into it, so that it needs no settings of ours."""
         if self.template is None or not self.kwargs:
@@ -101,7 +107,7 @@ class ChatFormat:
     def fingerprints(self) -> dict[str, str]:
         """Digests of what turns a conversation into tokens: `tokenizer` and `template`."""
         vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
-        # A vocabulary says nothing of merges and normalisation. What a few texts become does, and is the same for
+        # A vocabulary does not determine merges and normalisation. What a few texts become does, and is the same for
         # every version of the tokenizer library.
         probes = self._encode(_PROBES)
         template = {"template": self.template, "kwargs": self.kwargs, "end_of_turn": self.end_of_turn}

@@ -36,7 +36,7 @@ def as_messages(value: Any, row: Row, key: str) -> list[Message]:
     return messages
 
 
-def as_prompt(value: Any, row: Row, key: str) -> str | list[Message]:
+def as_prompt(value: object, row: Row, key: str) -> str | list[Message]:
     """Text, or a conversation. A conversation of a single user turn is text, so that a prompt file can wrap it."""
     if is_conversation(value):
         messages = as_messages(value, row, key)
@@ -45,7 +45,7 @@ def as_prompt(value: Any, row: Row, key: str) -> str | list[Message]:
     return as_text(value, row, key)
 
 
-def as_text(value: Any, row: Row, key: str) -> str:
+def as_text(value: object, row: Row, key: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):

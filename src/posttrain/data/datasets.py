@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Generic, Protocol
@@ -12,8 +11,9 @@ from typing import Any, Generic, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.config.data import TRACE_GROUPS
 from posttrain.data.chat import ChatFormat
-from posttrain.data.entries import Entry, read_entries
+from posttrain.data.entries import Entries, Entry, Section, read_entries
 from posttrain.data.errors import DataError
 from posttrain.data.named_datasets import (
     PREFERENCE_DATASETS,
@@ -26,8 +26,7 @@ from posttrain.data.named_datasets import (
 from posttrain.data.packed_file import PackedFile
 from posttrain.data.preference_readers import JudgedReader, PairReader
 from posttrain.data.readers import ExampleReader, Item, Numbered, Outcome, TaskReader
-from posttrain.data.recorded import DATASET_NAME as TRACE_GROUPS
-from posttrain.data.recorded import RecordedReader, RecordedRows, is_recorded
+from posttrain.data.recorded import RecordedReader, RecordedRows
 from posttrain.data.row_dataset import HoldOut, RowDataset, Table
 from posttrain.data.shuffling import keyed_order
 from posttrain.data.sources import Row
@@ -45,11 +44,6 @@ class TaskDataset(RowDataset[Task]):
 class PairDataset(RowDataset[Pair]):
     """Preferences. Pairs of one precomputed pack stay next to each other in every order."""
 
-    @property
-    def pack_size(self) -> int:
-        """Room of the precomputed packs, in tokens; 0 if there are none."""
-        return self._table.pack_size
-
     def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
         if not self.pack_size:
             return super().order(seed, epoch)
@@ -66,11 +60,7 @@ class PairDataset(RowDataset[Pair]):
 
 
 class JudgedDataset(RowDataset[Judged]):
-    """Answers that somebody called good or bad."""
-
-    @property
-    def num_desirable(self) -> int:
-        return sum(self._table.items[int(row)].desirable for row in self._rows)
+    """Answers that are labelled good or bad."""
 
 
 class ExampleDataset(RowDataset[Example]):
@@ -82,8 +72,8 @@ class Reader(Protocol[Item]):
 
 
 def load_task_dataset(
-    entries: Any,
-    defaults: Any,
+    entries: Entries,
+    defaults: Section | None,
     chat: ChatFormat,
     *,
     max_prompt_tokens: int | None,
@@ -97,7 +87,7 @@ def load_task_dataset(
     """
     loading: _Loading[Task] = _Loading(seed)
     for entry in read_entries(entries, defaults):
-        if is_recorded(entry):
+        if entry.holds_recorded_groups:
             recorded = RecordedRows(entry)
             answers = RecordedReader(entry, chat, max_total_tokens, needs_signal=needs_signal)
             loading.add(entry, None, answers, recorded.rows(), recorded.left_out)
@@ -109,7 +99,7 @@ def load_task_dataset(
 
 
 def load_pair_dataset(
-    entries: Any, defaults: Any, chat: ChatFormat, *, max_total_tokens: int, seed: int
+    entries: Entries, defaults: Section | None, chat: ChatFormat, *, max_total_tokens: int, seed: int
 ) -> PairDataset:
     """Pairs whose prompt with the longer answer has at most `max_total_tokens`."""
     loading: _Loading[Pair] = _Loading(seed)
@@ -127,8 +117,8 @@ def load_pair_dataset(
             continue
         if spec.kind == "traces":
             traces = TracePairRows(entry)
-            # The text of a trace is what a user said.
-            plain = replace(entry, prompt_is_templated=bool(entry.prompt_is_templated))
+            # The text of a trace is a user's message.
+            plain = entry.model_copy(update={"prompt_is_templated": bool(entry.prompt_is_templated)})
             loading.add(entry, known, PairReader(plain, spec, chat, max_total_tokens), traces.rows(), traces.left_out)
         else:
             loading.add(entry, known, PairReader(entry, spec, chat, max_total_tokens))
@@ -136,7 +126,7 @@ def load_pair_dataset(
 
 
 def load_judged_dataset(
-    entries: Any, defaults: Any, chat: ChatFormat, *, max_total_tokens: int, seed: int
+    entries: Entries, defaults: Section | None, chat: ChatFormat, *, max_total_tokens: int, seed: int
 ) -> JudgedDataset:
     """Answers that are wanted or not: labelled ones, both answers of each pair, or traces by their rewards."""
     loading: _Loading[Judged] = _Loading(seed)
@@ -155,7 +145,13 @@ def load_judged_dataset(
 
 
 def load_example_dataset(
-    entries: Any, defaults: Any, chat: ChatFormat, *, max_total_tokens: int, only_unmask_final: bool, seed: int
+    entries: Entries,
+    defaults: Section | None,
+    chat: ChatFormat,
+    *,
+    max_total_tokens: int,
+    only_unmask_final: bool,
+    seed: int,
 ) -> ExampleDataset:
     """Examples of at most `max_total_tokens`; every assistant's turn is trained, or the last one only."""
     loading: _Loading[Example] = _Loading(seed)
@@ -186,7 +182,7 @@ class _Loading(Generic[Item]):
         rows: Iterable[Row] | None = None,
         left_out: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
-        """`rows` are the entry's own unless given; `left_out` says, when they have been read, what did not become a row."""
+        """`rows` are the entry's own unless given; `left_out` returns, once they have been read, what did not become a row."""
         name = _label(entry, known)
         self._gather(entry, name, _outcomes(name, entry.rows(known) if rows is None else rows, reader), left_out)
 
@@ -194,7 +190,7 @@ class _Loading(Generic[Item]):
         self: _Loading[Pair], entry: Entry, known: PreferenceSpec | None, file: PackedFile, max_total_tokens: int
     ) -> None:
         name = _label(entry, known)
-        # Packs of several files are told apart by numbers of their own.
+        # Packs of several files get distinct numbers.
         first = 1 + max((pair.pack for pair in self._table.items), default=-1)
         self._gather(entry, name, file.outcomes(name, max_total_tokens, first))
         self._table.pack_size = max(self._table.pack_size, file.header.statistics.pack_size)

@@ -1,4 +1,4 @@
-"""What is wrong with somebody's data."""
+"""Errors in data, and the hint for a misspelt name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The datasets that posttrain knows by name: where they live and which field means what. Tables, no code that reads.
+"""The datasets that can be given by name: where they are and which field means what. Tables, no code that reads.
 
 Names are NeMo RL's; case, dashes and underscores do not matter, and the hub's own name works as well.
 """
@@ -107,7 +107,7 @@ RESPONSE_DATASETS = (
 
 @dataclass(frozen=True)
 class PreferenceSpec:
-    """Two answers to one prompt. The shape of a row is recognised, so a name mostly says where the rows live.
+    """Two answers to one prompt. The shape of a row is recognised, so a name mostly decides where the rows are.
 
     `kind` "traces" makes pairs of labelled traces; "packed" is a file that `posttrain data pack` wrote.
     """

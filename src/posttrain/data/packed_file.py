@@ -62,7 +62,7 @@ class PackedHeader:
 
 @dataclass(frozen=True)
 class Packing:
-    """What `write_packed` is told: the room of a pack in tokens, and how pairs are placed."""
+    """Settings of `write_packed`: the room of a pack in tokens, and how pairs are placed."""
 
     pack_size: int
     algorithm: PackingAlgorithm
@@ -173,7 +173,7 @@ class PackedFile:
         """The pairs in the order of the file, their packs numbered from `first_pack`."""
         from pyarrow import parquet
 
-        # What was left out when the file was made is not in it; the run still says how many there were.
+        # What was left out when the file was made is not in it; the run still reports how many there were.
         for reason, count in self.header.dropped.items():
             yield from [reason] * count
         with parquet.ParquetFile(Path(self.path).expanduser()) as file:
@@ -210,7 +210,7 @@ def _lists(column: pa.ListArray) -> list[Any]:
 
 
 def read_header(path: str) -> PackedHeader:
-    """What a file says of itself; DataError if it is not one of packed pairs."""
+    """The header of a file; DataError if it is not one of packed pairs."""
     import pyarrow
     from pyarrow import parquet
 

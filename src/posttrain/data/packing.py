@@ -5,7 +5,7 @@ choice made here changes speed and memory, never the loss.
 
 The unit is a *bundle*: one prompt with some of its responses, which costs the prompt once. A group that does not fit the
 budget is split into several bundles, each of which repeats the prompt. Pairs that come from a file of precomputed packs
-(the column `pack`) are bundled as the file says.
+(the column `pack`) are bundled as in the file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "plan_micro_batches",
 ]
 
-PACK = "pack"  # the column that says which precomputed pack a response belongs to
+PACK = "pack"  # the column with the precomputed pack that a response belongs to
 
 
 @dataclass(frozen=True)

@@ -65,26 +65,30 @@ class PairReader:
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Pair]]:
         preferences = [read_preference(row, self._keys) for _, row in rows]
         turns: list[tuple[str, str]] = []
-        for (_, row), said in zip(rows, preferences, strict=True):
-            for answer in (said.chosen, said.rejected):
+        for (_, row), preference in zip(rows, preferences, strict=True):
+            for answer in (preference.chosen, preference.rejected):
                 # A row with a problem is not written: a template may refuse what it holds.
-                turns.append(("", "") if said.problem else self._writer.turn(row, said.prompt, answer, said.templated))
+                turns.append(
+                    ("", "")
+                    if preference.problem
+                    else self._writer.turn(row, preference.prompt, answer, preference.templated)
+                )
         encoded = self._chat.split_turns(turns)
         return [
-            self._outcome(name, said, encoded[2 * index], encoded[2 * index + 1])
-            for index, ((name, _), said) in enumerate(zip(rows, preferences, strict=True))
+            self._outcome(name, preference, encoded[2 * index], encoded[2 * index + 1])
+            for index, ((name, _), preference) in enumerate(zip(rows, preferences, strict=True))
         ]
 
-    def _outcome(self, name: str, said: Preference, chosen: EncodedTurn, rejected: EncodedTurn) -> Outcome[Pair]:
-        if said.problem:
-            return said.problem
+    def _outcome(self, name: str, preference: Preference, chosen: EncodedTurn, rejected: EncodedTurn) -> Outcome[Pair]:
+        if preference.problem:
+            return preference.problem
         if chosen.response == rejected.response:
             return TIE
         if not chosen.prompt:
             return EMPTY_PROMPT
         if len(chosen.prompt) + max(len(chosen.response), len(rejected.response)) > self._limit:
             return f"longer than {self._limit} tokens"
-        stated = (said.chosen_reward, said.rejected_reward)
+        stated = (preference.chosen_reward, preference.rejected_reward)
         good, bad = (d if r is None else float(r) for r, d in zip(stated, self._default_rewards, strict=True))
         notes = ((MERGED,) if chosen.crossed or rejected.crossed else ()) + ((REVERSED,) if bad > good else ())
         tokens = {
@@ -96,7 +100,7 @@ class PairReader:
 
 
 class JudgedReader:
-    """`judge` says what a row holds: the answers in it, each wanted or not."""
+    """`judge` reads a row: the answers in it, each wanted or not."""
 
     def __init__(self, entry: Entry, chat: ChatFormat, max_total_tokens: int, judge: ReadJudgements) -> None:
         self._chat, self._limit, self._judge = chat, max_total_tokens, judge
@@ -108,21 +112,25 @@ class JudgedReader:
         return cls(entry, chat, max_total_tokens, lambda row: read_judgements(row, keys))
 
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Judged]]:
-        found = [(name, row, said) for name, row in rows for said in self._judge(row)]
+        judged = [(name, row, judgement) for name, row in rows for judgement in self._judge(row)]
         encoded = self._chat.split_turns(
             [
-                ("", "") if said.problem else self._writer.turn(row, said.prompt, said.response, said.templated)
-                for _, row, said in found
+                ("", "")
+                if judgement.problem
+                else self._writer.turn(row, judgement.prompt, judgement.response, judgement.templated)
+                for _, row, judgement in judged
             ]
         )
-        return [self._outcome(name, said, turn) for (name, _, said), turn in zip(found, encoded, strict=True)]
+        return [
+            self._outcome(name, judgement, turn) for (name, _, judgement), turn in zip(judged, encoded, strict=True)
+        ]
 
-    def _outcome(self, name: str, said: Judgement, turn: EncodedTurn) -> Outcome[Judged]:
-        if said.problem:
-            return said.problem
+    def _outcome(self, name: str, judgement: Judgement, turn: EncodedTurn) -> Outcome[Judged]:
+        if judgement.problem:
+            return judgement.problem
         if not turn.prompt:
             return EMPTY_PROMPT
         if len(turn.prompt) + len(turn.response) > self._limit:
             return f"longer than {self._limit} tokens"
         tokens = {"prompt_ids": turn.prompt, "response_ids": turn.response}
-        return Read(Judged(-1, name, (), (), said.desirable), tokens, (MERGED,) if turn.crossed else ())
+        return Read(Judged(-1, name, (), (), judgement.desirable), tokens, (MERGED,) if turn.crossed else ())

@@ -51,7 +51,7 @@ class PreferenceKeys:
 
 @dataclass(frozen=True)
 class Preference:
-    """What a row of preference data says, whatever its shape. `problem` says why it cannot be used."""
+    """The content of a row of preference data, whatever its shape. `problem`: why it cannot be used."""
 
     prompt: str | list[Message]
     chosen: str
@@ -115,12 +115,12 @@ def read_preference(row: Row, keys: PreferenceKeys) -> Preference:
 def read_judgements(row: Row, keys: PreferenceKeys) -> list[Judgement]:
     """An answer with a label; or a preference, whose better answer is wanted and whose worse one is not."""
     if row.get(keys.label) is None and keys.completion not in row.values:
-        said = read_preference(row, keys)
-        if said.problem or said.chosen == said.rejected:
-            return [Judgement(said.prompt, said.chosen, True, said.problem or TIE)]
+        pair = read_preference(row, keys)
+        if pair.problem or pair.chosen == pair.rejected:
+            return [Judgement(pair.prompt, pair.chosen, True, pair.problem or TIE)]
         return [
-            Judgement(said.prompt, answer, wanted, templated=said.templated)
-            for answer, wanted in ((said.chosen, True), (said.rejected, False))
+            Judgement(pair.prompt, answer, wanted, templated=pair.templated)
+            for answer, wanted in ((pair.chosen, True), (pair.rejected, False))
         ]
     before, response = split_answer(row.field(keys.completion, setting="completion_key"), row, keys.completion)
     label = row.field(keys.label, setting="label_key")
@@ -157,7 +157,7 @@ def _whole_prompt(row: Row, key: str, before: list[Message]) -> str | list[Messa
 
 
 def _is_templated(row: Row, keys: PreferenceKeys, before: list[Message], answer_key: str) -> bool:
-    """Text in NeMo-Aligner's columns is the text that the model sees; elsewhere it is what the user said."""
+    """Text in NeMo-Aligner's columns is the text that the model sees; elsewhere it is the user's message."""
     if before or not isinstance(row.get(keys.prompt), str):
         return False
     return answer_key == ALIGNER[0] if keys.templated is None else keys.templated
@@ -234,6 +234,6 @@ def _transcript(text: str) -> list[Message]:
         return []
     roles = {"Human": "user", "Assistant": "assistant"}
     return [
-        {"role": roles[speaker], "content": said.strip()}
-        for speaker, said in zip(pieces[1::2], pieces[2::2], strict=True)
+        {"role": roles[speaker], "content": text.strip()}
+        for speaker, text in zip(pieces[1::2], pieces[2::2], strict=True)
     ]

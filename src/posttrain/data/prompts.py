@@ -28,7 +28,7 @@ class PromptFiles:
     def messages(self, question: str | list[Message], system: str = "") -> list[Message]:
         """The conversation for a question. One that is a conversation already keeps its turns; the template is for text.
 
-        `system` is what the row itself says in the system's place; it takes precedence over the file.
+        `system` is the row's own system message; it takes precedence over the file.
         """
         if isinstance(question, str):
             question = [{"role": "user", "content": self.template.format(question) if self.template else question}]

@@ -24,7 +24,7 @@ Made = TypeVar("Made")
 DEFAULT_ENVIRONMENT = "math"
 EMPTY_PROMPT = "empty prompt"
 MERGED = "an answer is tokenised on its own, because its first token would merge with the end of the prompt"
-NO_REFERENCE = 'empty answer (output_key: "" says that none is needed)'
+NO_REFERENCE = 'empty answer (output_key: "" if none is needed)'
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Read(Generic[Item]):
     notes: tuple[str, ...] = ()  # what is worth knowing of a row that is used all the same; counted like dropped rows
 
 
-Outcome = Read[Item] | str  # a text says why the row was dropped
+Outcome = Read[Item] | str  # a text is the reason why the row was dropped
 Numbered = tuple[str, Row]  # the identity of the row, for people, and the row
 
 
@@ -119,14 +119,14 @@ class ExampleReader:
         return outcomes
 
     def _conversation(self, row: Row) -> list[Message]:
-        """The turns up to the last answer; none if the assistant never says anything."""
+        """The turns up to the last answer; none if the assistant has no turn."""
         entry, spec = self._entry, self._spec
         keys = (entry.chat_key,) if entry.chat_key else spec.conversation
         key = next((key for key in keys if key in row.values), entry.chat_key)
         system = system_text(row, entry, spec)
         if key and not entry.input_key:
-            said = as_messages(row.field(key, setting="chat_key"), row, key)
-            messages = self._prompts.messages(said, system)
+            turns = as_messages(row.field(key, setting="chat_key"), row, key)
+            messages = self._prompts.messages(turns, system)
         else:
             asked = self._prompts.messages(question(row, entry, spec), system)
             messages = [*asked, {"role": "assistant", "content": solution(row, entry, spec)}]
@@ -147,14 +147,14 @@ def question(row: Row, entry: Entry, spec: ResponseSpec) -> str | list[Message]:
 
 
 def system_text(row: Row, entry: Entry, spec: ResponseSpec) -> str:
-    """What the row says in the system's place, where it has a column for that."""
+    """The row's own system message, where it has a column for that."""
     key = entry.system_key or spec.system
     text = row.get(key) if key else None
     return as_text(text, row, key) if text and key else ""
 
 
 def reference(row: Row, entry: Entry, spec: ResponseSpec) -> Any:
-    """What an answer is judged by. `output_key: ""` says that there is none and the environment needs none."""
+    """What an answer is judged by. `output_key: ""`: there is none and the environment needs none."""
     if entry.output_key == "":
         return None
     if entry.output_key is None and callable(spec.answer):

@@ -7,9 +7,10 @@ stay empty. A trace of several turns keeps them all, and only what the model wro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+from posttrain.config.data import TRACE_GROUPS
 from posttrain.data.chat import ChatFormat, is_answer
 from posttrain.data.conversations import as_prompt
 from posttrain.data.entries import Entry
@@ -17,19 +18,14 @@ from posttrain.data.errors import DataError
 from posttrain.data.readers import DEFAULT_ENVIRONMENT, EMPTY_PROMPT, Numbered, Outcome, Read, located
 from posttrain.data.sources import Row
 from posttrain.data.trace_preferences import TraceRows
+from posttrain.json_files import JsonMapping
 from posttrain.types import Completion, Message, Rollout, Score, Task
 
 if TYPE_CHECKING:
     from posttrain.data.traces import Trace, TraceGroup
 
-DATASET_NAME = "TraceGroups"  # as in posttrain.config.data
-
 TOO_FEW = "fewer than two usable answers to the prompt"
 ALL_EQUAL = "all recorded rewards of the prompt are equal: nothing to learn from"
-
-
-def is_recorded(entry: Entry) -> bool:
-    return (entry.dataset_name or "").lower() == DATASET_NAME.lower()
 
 
 class RecordedRows(TraceRows):
@@ -49,7 +45,7 @@ class RecordedReader:
     def __init__(self, entry: Entry, chat: ChatFormat, max_total_tokens: int, *, needs_signal: bool) -> None:
         if entry.prompt_is_templated:
             raise DataError(
-                f"{entry.file}: prompt_is_templated = true: {DATASET_NAME} writes prompts with the chat template itself; give "
+                f"{entry.file}: prompt_is_templated = true: {TRACE_GROUPS} writes prompts with the chat template itself; give "
                 "the questions without it, or set policy.tokenizer.chat_template=null, which takes texts as they are"
             )
         self._entry, self._chat, self._limit, self._needs_signal = entry, chat, max_total_tokens, needs_signal
@@ -108,18 +104,18 @@ class RecordedReader:
         return Rollout(completion, Score(trace.reward))
 
     def _turns(
-        self, messages: Sequence[Message], prompt_ids: Sequence[int], response: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Message], prompt_ids: Sequence[int], response: Sequence[JsonMapping]
     ) -> tuple[list[int], tuple[bool, ...]] | str:
         """What followed the prompt, up to the last turn with text of the model, and which of its tokens are the model's."""
-        said = [{**turn, "content": turn.get("content") or ""} for turn in response]
-        while said and not is_answer(said[-1]):
-            said.pop()
-        if not said:
-            return "an answer left out: the model says nothing in it"
+        turns = [{**turn, "content": turn.get("content") or ""} for turn in response]
+        while turns and not is_answer(turns[-1]):
+            turns.pop()
+        if not turns:
+            return "an answer left out: the model has no turn in it"
         if any(is_answer(message) for message in messages):
             return "an answer left out: several turns after a prompt that has answers of its own"
         try:
-            text, spans = self._chat.render_conversation([*messages, *said])
+            text, spans = self._chat.render_conversation([*messages, *turns])
         except DataError:
             return "an answer left out: the chat template cannot write its turns"
         before, after, mask = self._chat.encode_conversation(text, spans)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Item
 from posttrain.data.shuffling import keyed_order
+from posttrain.json_files import JsonObject
 from posttrain.types import Judged, Pair, Task
 
 
@@ -60,7 +61,7 @@ class Table(Generic[Item]):
         self.items.append(item)
 
     def item(self, row: int, draw: int) -> Item:
-        fields: dict[str, Any] = {name: column[row] for name, column in self.columns.items()}
+        fields: JsonObject = {name: column[row] for name, column in self.columns.items()}
         if "mask" in fields:
             fields["mask"] = tuple(map(bool, fields["mask"]))
         return replace(self.items[row], draw=draw, **fields)
@@ -82,7 +83,7 @@ class Table(Generic[Item]):
 
 
 def _verdict(item: Any) -> Any:
-    """What somebody said of the texts: the expected answer, the rewards of a pair, whether an answer is wanted."""
+    """The label of the texts: the expected answer, the rewards of a pair, whether an answer is wanted."""
     if isinstance(item, Judged):
         return item.desirable
     if isinstance(item, Pair):
@@ -95,7 +96,7 @@ def _verdict(item: Any) -> Any:
 
 @dataclass(frozen=True)
 class HoldOut:
-    """What an entry wants to be kept for validation: positions [start, stop) of the dataset are its rows."""
+    """What an entry holds back for validation: positions [start, stop) of the dataset are its rows."""
 
     start: int
     stop: int
@@ -129,6 +130,11 @@ class RowDataset(Generic[Item]):
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of a dataset of {len(self)}")
         return self._table.item(int(self._rows[index]), draw=index)
+
+    @property
+    def pack_size(self) -> int:
+        """Room of precomputed packs, in tokens; 0 if there are none."""
+        return self._table.pack_size
 
     def __iter__(self) -> Iterator[Item]:
         return (self[index] for index in range(len(self)))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Generic
+from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Item
 from posttrain.data.row_dataset import RowDataset
+from posttrain.json_files import JsonMapping, JsonObject
 
 
 class Stream(Generic[Item]):
@@ -42,10 +42,10 @@ class Stream(Generic[Item]):
         self._position += count
         return items
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"position": self._position, **self._identity()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: JsonMapping) -> None:
         """Goes on where `state` was taken. The order would be another one with other data, seed or shuffling: refused."""
         missing = {"position", *self._identity()} - set(state)
         if missing:
@@ -63,7 +63,7 @@ class Stream(Generic[Item]):
             )
         self._position = int(state["position"])
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> JsonObject:
         return {
             "dataset": self._dataset.name,
             "length": len(self._dataset),

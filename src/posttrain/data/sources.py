@@ -20,6 +20,7 @@ from typing import IO, Any
 import fsspec  # type: ignore[import-untyped]
 
 from posttrain.data.errors import DataError, nearest
+from posttrain.json_files import JsonMapping
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
 SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -29,7 +30,7 @@ SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 class Row:
     """One record and where it stands: the line of a text file, otherwise the number of the row, counted from 1."""
 
-    values: Mapping[str, Any]
+    values: JsonMapping
     origin: str
     number: int
 
@@ -105,10 +106,13 @@ def read_local(
         yield from read_file(filesystem, file, shown)
 
 
-def read_file(filesystem: Any, location: str, file: str) -> Iterator[Row]:
-    """The rows of the file at `location`, by its ending; `file` is its name in messages. An empty file is an error."""
+def read_file(filesystem: Any, location: str, file: str, file_format: str | None = None) -> Iterator[Row]:
+    """The rows of the file at `location`; `file` is its name in messages. An empty file is an error.
+
+    `file_format` None: what the name ends in.
+    """
     readers = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
-    ending = Path(file.removesuffix(".gz")).suffix
+    ending = Path(file.removesuffix(".gz")).suffix if file_format is None else f".{file_format}"
     if ending not in readers:
         raise DataError(f"{file}: files of this kind are not read; expected one of {', '.join(FORMATS)}")
     empty = True

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from posttrain.config.base import Section
 from posttrain.data.conversations import as_prompt
 from posttrain.data.entries import Entry
-from posttrain.data.errors import DataError, nearest
 from posttrain.data.preference_shapes import ALIGNER, Judgement
 from posttrain.data.sources import Row
 
@@ -26,27 +25,23 @@ BETWEEN = "a reward between pair_rules.rejected_below and pair_rules.preferred"
 SEVERAL_TURNS = "an answer of several turns"
 
 
-def _section(kind: type[Values], given: Mapping[str, Any] | None, key: str) -> Values:
-    """A value of `posttrain.data.traces` out of the keys that somebody wrote."""
-    known = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
-    for name in given or {}:
-        if name not in known:
-            raise DataError(f"{key}: unknown key {name!r}{nearest(name, known)}; known: {', '.join(known)}")
-    return kind(**(given or {}))
+def _value(kind: type[Values], section: Section | None) -> Values:
+    """A value of `posttrain.data.traces` from its section of the config."""
+    return kind(**({} if section is None else section.model_dump()))
 
 
 class TraceRows:
-    """What an entry says of its traces, and what became of them."""
+    """The trace settings of an entry, and counts of what was left out."""
 
     def __init__(self, entry: Entry) -> None:
         from posttrain.data.traces import PairReport, PairRules, ReadReport, TraceColumns, TraceFilters
 
         self._path = entry.file
-        self._columns = _section(TraceColumns, entry.trace_columns, "trace_columns")
-        self._filters = _section(TraceFilters, entry.trace_filters, "trace_filters")
-        self._rules = _section(PairRules, entry.pair_rules, "pair_rules")
+        self._columns = _value(TraceColumns, entry.trace_columns)
+        self._filters = _value(TraceFilters, entry.trace_filters)
+        self._rules = _value(PairRules, entry.pair_rules)
         self._read, self._paired = ReadReport(), PairReport()
-        self._is_templated = bool(entry.prompt_is_templated)  # else the text of a trace is what a user said
+        self._is_templated = bool(entry.prompt_is_templated)  # else the text of a trace is a user's message
         self._of_several_turns = 0
 
     def left_out(self) -> Mapping[str, int]:
@@ -73,7 +68,7 @@ class TracePairRows(TraceRows):
             self._path, self._columns, self._filters, self._rules, report=self._read, pair_report=self._paired
         )
         for number, values in enumerate(found, start=1):
-            # What a tool or a user said in between must not be trained, and the two answers share no prompt beyond the first.
+            # Turns of a tool or a user in between must not be trained, and the two answers share no prompt beyond the first.
             if not all(isinstance(values[key], str) for key in ALIGNER):
                 self._of_several_turns += 1
                 continue

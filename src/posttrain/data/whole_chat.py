@@ -24,7 +24,6 @@ class WholeChatFormat(ChatFormat):
 
     @property
     def last_token_ids(self) -> tuple[int, ...]:
-        """Tokens that a conversation may end with."""
         _, response = self.turn([{"role": "user", "content": "?"}], "!")
         return tuple(dict.fromkeys([*self.stop_token_ids, response[-1]]))
 

@@ -1,1 +1,1 @@
-"""The demo: a small model, made and taught here, that gets better at arithmetic while you watch."""
+"""The demo: a small model is created and trained on arithmetic."""

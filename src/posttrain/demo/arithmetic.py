@@ -1,7 +1,7 @@
-"""The demo's world: sums of two numbers, a tokenizer that reads them digit by digit, and a small Llama.
+"""The demo's task and model: sums of two numbers, a tokenizer that reads them digit by digit, and a small Llama.
 
-The model first learns the format from examples whose answers are mostly wrong, as a model learns from a careless crowd.
-So it knows what an answer looks like, and gives the right one now and then. That is what GRPO needs to start from.
+The model first learns the format from examples whose answers are mostly wrong. Its answers then have the right format and are
+sometimes right, which is what GRPO needs to start from.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def problems(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All sums of two numbers up to LARGEST, shuffled and split: those to train on, and those never seen."""
+    """All sums of two numbers up to LARGEST, shuffled and split: training and unseen problems."""
     pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     random.Random(seed).shuffle(pairs)
     held_out = int(len(pairs) * SHARE_HELD_OUT)
@@ -46,7 +46,7 @@ def answer(value: int) -> str:
 
 
 def careless_answer(a: int, b: int, rng: random.Random) -> int:
-    """Right now and then; otherwise one or ten too many or too few."""
+    """Sometimes right; otherwise one or ten too many or too few."""
     right = a + b
     if rng.random() < SHARE_RIGHT:
         return right

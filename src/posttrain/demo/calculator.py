@@ -1,7 +1,7 @@
-"""A world in which a tool pays: products of two numbers, which a small model cannot work out but a calculator can.
+"""A task in which a tool helps: products of two numbers, which a small model cannot compute but a calculator can.
 
-The examples that it first learns from show both ways of answering: some ask the calculator and copy its result, others
-give up with a round number. So the model can do both, and does not know which is better. GRPO finds out.
+The SFT examples show two ways of answering: some call the calculator and copy its result, others give a round number. So the
+model can do both, and GRPO learns which one is rewarded.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain.demo.arithmetic import answer, build_tokenizer
+from posttrain.json_files import JsonObject
 
 SMALLEST, LARGEST = 32, 99  # so that every product has four digits
 SHARE_HELD_OUT = 0.1
 SHARE_ASKING = 0.4  # of the examples: they use the calculator
 GUESS = 5000
 
-Row = dict[str, Any]
+Row = JsonObject
 
 
 def problems(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All products, shuffled and split: those to train on, and those never seen."""
+    """All products, shuffled and split: training and unseen problems."""
     numbers = range(SMALLEST, LARGEST + 1)
     pairs = [(a, b) for a in numbers for b in numbers]
     random.Random(seed).shuffle(pairs)
@@ -75,7 +75,7 @@ def build_model(folder: Path, seed: int, hidden_size: int = 64) -> int:
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=64,
-            rope_parameters={"rope_type": "default", "rope_theta": 30.0},  # all that matters is near: it learns to copy
+            rope_parameters={"rope_type": "default", "rope_theta": 30.0},  # short contexts: it learns to copy
             tie_word_embeddings=True,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

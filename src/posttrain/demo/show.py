@@ -1,4 +1,4 @@
-"""Runs the demo: make a model, teach it carelessly, let GRPO mend it, and say what happened."""
+"""Runs the demo: create a model, train it on mostly wrong answers (SFT), improve it with GRPO, and print the result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from posttrain.build import Run
 from posttrain.config import load_config
 from posttrain.demo.arithmetic import SHARE_RIGHT, build_model, write_data
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 
 SFT_STEPS = 500
 GRPO_STEPS = 100
@@ -38,13 +38,13 @@ def _show(folder: Path, seed: int, steps: int) -> int:
     print(f"A model of {num_parameters / 1e6:.1f} million random weights, and sums of two numbers to learn.\n")
 
     print(
-        f"1. Teaching it the format, with examples of which {SHARE_RIGHT:.0%} are right (SFT, {SFT_STEPS} steps)",
+        f"1. Learning the format, from examples of which {SHARE_RIGHT:.0%} are right (SFT, {SFT_STEPS} steps)",
         flush=True,
     )
     code = _train("sft", folder, _sft_overrides(folder, seed))
     if code:
         return code
-    print(f"\n2. Letting it find out which answers are right (GRPO, {steps} steps)", flush=True)
+    print(f"\n2. Learning which answers are right (GRPO, {steps} steps)", flush=True)
     code = _train("grpo", folder, _grpo_overrides(folder, seed, steps))
     if code:
         return code
@@ -54,9 +54,9 @@ def _show(folder: Path, seed: int, steps: int) -> int:
 
 @contextmanager
 def _claimed(folder: Path, settings: dict[str, int]) -> Iterator[Callable[[], None]]:
-    """The folder, for this process alone. One that was stopped goes on; whatever else an earlier demo left is removed.
+    """Lock the folder for this process. A stopped demo is resumed; other files of an earlier demo are removed.
 
-    Nobody else's runs are touched. Call what is yielded when the demo is over: the next one begins anew.
+    Other runs are not touched. Call the yielded function when the demo is over, so that the next one starts over.
     """
     marker = folder / ".posttrain-demo"
     if folder.exists() and any(folder.iterdir()) and not marker.exists():
@@ -72,7 +72,7 @@ def _claimed(folder: Path, settings: dict[str, int]) -> Iterator[Callable[[], No
         claim.seek(0)
         under_way = json.dumps(settings)
         if claim.read() == under_way:
-            print(f"Going on with the demo in {folder} that was stopped.")
+            print(f"Resuming the stopped demo in {folder}.")
         elif (folder / "taught").exists():
             print(f"Starting over: the results of the demo before, in {folder}, are removed.")
             for name in ("taught", "grpo"):
@@ -92,7 +92,7 @@ def _train(kind: str, folder: Path, overrides: list[str]) -> int:
 def _common(
     folder: Path, model: Path, run: str, learning_rate: float, warm_up: int, steps: int, final_share: float
 ) -> list[str]:
-    """`final_share` is that of the learning rate which is left at the end."""
+    """`final_share`: the last learning rate as a share of the first."""
     return [
         f"policy.model_name={model}",
         "policy.precision=float32",
@@ -148,13 +148,13 @@ def _grpo_overrides(folder: Path, seed: int, steps: int) -> list[str]:
         "grpo.val_at_end=true",
         f"grpo.val_period={VAL_PERIOD}",
         "grpo.max_val_samples=250",
-        "loss_fn.reference_policy_kl_penalty=0",  # nothing here is worth staying close to
+        "loss_fn.reference_policy_kl_penalty=0",  # the SFT model is no useful reference
         "policy.generation.max_new_tokens=8",
         f"data.train={{dataset_name: ResponseDataset, data_path: {folder / 'data/train.jsonl'}}}",
         f"data.validation={{dataset_name: ResponseDataset, data_path: {folder / 'data/unseen.jsonl'}}}",
         "data.default={env_name: math}",
         "env.math.num_workers=2",
-        # About three times, and only what was validated: checkpoints are ranked by that.
+        # About three times, at validated steps only: checkpoints are ranked by validation.
         f"checkpointing.save_period={VAL_PERIOD * max(1, round(steps / 3 / VAL_PERIOD))}",
         "checkpointing.keep_top_k=1",
     ]
@@ -173,7 +173,7 @@ def _summarise(run: Path, seconds: float) -> None:
     print(f"All of it took {seconds / 60:.1f} minutes. The curves and the samples: {run / 'report.html'}")
 
 
-def _groups(path: Path) -> list[dict[str, Any]]:
+def _groups(path: Path) -> list[JsonObject]:
     with gzip.open(path, "rt") as lines:
         return [json.loads(line) for line in lines]
 

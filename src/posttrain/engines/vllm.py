@@ -1,8 +1,8 @@
-"""vLLM as a `roles.Generator`: token ids in, token ids and their log-probabilities out. The only file that imports vllm.
+"""vLLM as a `roles.Engine`: token ids in, token ids and their log-probabilities out. The only file that imports vllm.
 
-Every sample is a request of its own with a seed of its own, so that what is drawn depends on (seed, step, draw, sample) and
-not on what else is in the batch; vLLM's prefix cache computes the prompt of a group once all the same. The numbers are
-vLLM's: they are close to the native engine's, not equal to them.
+Every sample is a separate request with its own seed, so that its tokens depend on (seed, step, draw, sample) and not on the
+rest of the batch. vLLM's prefix cache still computes the prompt of a group once. The log-probabilities are vLLM's: close to
+those of the native engine, not equal.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.generation import VllmConfig
 from posttrain.engines.native.noise import sequence_key
 from posttrain.errors import InputError
 from posttrain.roles import Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task
-
-
-class VllmError(InputError):
-    """vLLM is not here, or cannot do what is asked."""
 
 
 class VllmEngine:
@@ -37,15 +34,15 @@ class VllmEngine:
         try:
             import vllm
         except ImportError as error:
-            raise VllmError(
+            raise InputError(
                 f"generation.backend=vllm needs vLLM ({error}): pip install 'posttrain[vllm]', or use generation.backend=native"
             ) from error
         self._vllm = vllm
         self.max_model_len = max_model_len
         if adapter is not None:
-            options = {"enable_lora": True, "max_lora_rank": _allowed_rank(adapter_rank), **options}
+            options = {"enable_lora": True, "max_lora_rank": allowed_rank(adapter_rank), **options}
         self._adapter = adapter
-        # Log-probabilities under the temperature used: what `Completion` promises.
+        # Log-probabilities under the temperature used, as `Completion` requires.
         self._llm = vllm.LLM(
             model=model,
             tokenizer=tokenizer,
@@ -64,18 +61,23 @@ class VllmEngine:
         prompts, parameters = [], []
         for task in tasks:
             if not 0 < len(task.prompt_ids) < self.max_model_len:
-                raise VllmError(
+                raise InputError(
                     f"task {task.id!r} has {len(task.prompt_ids)} prompt tokens: between 1 and {self.max_model_len - 1} "
                     f"fit max_model_len {self.max_model_len}"
                 )
             for sample in range(task.first_sample, task.first_sample + num_samples):
                 prompts.append({"prompt_token_ids": list(task.prompt_ids)})
-                parameters.append(self._parameters(task, sampling, sequence_key(key.seed, key.step, task.draw, sample)))
+                # A later turn of a conversation draws other noise than the turns before it.
+                noise = sequence_key(key.seed, key.step, task.draw, sample) + task.first_token
+                parameters.append(self._parameters(task, sampling, noise))
         outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._lora_request())
         completions = [_completion(output.outputs[0]) for output in outputs]
         if progress is not None:
             progress(len(completions))
         return [completions[start : start + num_samples] for start in range(0, len(completions), num_samples)]
+
+    def release(self) -> None:
+        """vLLM keeps its memory until the process ends; no trainer shares its GPU."""
 
     def _parameters(self, task: Task, sampling: Sampling, noise: int) -> Any:
         ends = list(dict.fromkeys([*sampling.stop_token_ids, *sampling.end_of_turn_ids]))
@@ -83,11 +85,11 @@ class VllmEngine:
             n=1,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,  # 0 is off here and there
+            top_k=sampling.top_k,  # 0 is off in both
             max_tokens=min(sampling.max_new_tokens, self.max_model_len - len(task.prompt_ids)),
             stop=None if sampling.ignore_eos else list(sampling.stop_strings) or None,
             stop_token_ids=None if sampling.ignore_eos else ends or None,
-            include_stop_str_in_output=True,  # the native engine keeps them as well
+            include_stop_str_in_output=True,  # as in the native engine
             ignore_eos=sampling.ignore_eos,
             seed=noise & 0x7FFF_FFFF_FFFF_FFFF,
             logprobs=0,  # of the sampled token alone
@@ -102,9 +104,9 @@ class VllmEngine:
         return LoRARequest("adapter", 1, str(self._adapter))
 
 
-def vllm_options(config: Any, extra: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` from the section `vllm_cfg`; `extra` (`vllm_kwargs`) goes along as it is."""
-    options = {
+def vllm_options(config: VllmConfig, extra: Mapping[str, object], precision: str) -> dict[str, object]:
+    """Arguments of `vllm.LLM` from the section `vllm_cfg`; `extra` (`vllm_kwargs`) is passed through."""
+    options: dict[str, object] = {
         "dtype": precision,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
@@ -127,6 +129,6 @@ def _completion(output: Any) -> Completion:
     return Completion(token_ids=ids, logprobs=logprobs, text=output.text, finish_reason=output.finish_reason)
 
 
-def _allowed_rank(rank: int) -> int:
-    """vLLM allocates adapters in a few sizes only."""
+def allowed_rank(rank: int) -> int:
+    """The smallest rank that vLLM supports and that holds `rank`."""
     return next((allowed for allowed in (8, 16, 32, 64, 128, 256, 320, 512) if allowed >= rank), rank)

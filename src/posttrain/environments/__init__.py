@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from posttrain.environments.check import check_environments
     from posttrain.environments.router import ScoringRouter, build_environments
-    from posttrain.environments.settings import RewardConfigError
 
-__all__ = ["RewardConfigError", "ScoringRouter", "build_environments", "check_environments"]
+__all__ = ["ScoringRouter", "build_environments", "check_environments"]
 
 _HOME = {
-    "RewardConfigError": "settings",
     "ScoringRouter": "router",
     "build_environments": "router",
     "check_environments": "check",

@@ -6,9 +6,9 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from posttrain.environments.stored_samples import Sample
+from posttrain.environments.stored_samples import StoredSample
+from posttrain.json_files import JsonObject
 from posttrain.types import Score
 
 _MAX_VALUES_IN_TABLE = 6
@@ -19,7 +19,7 @@ _SHOWN_CHARACTERS = 100
 class Verdict:
     """One sample with its score. `part` chooses a part of the reward to compare instead of the sum."""
 
-    sample: Sample
+    sample: StoredSample
     score: Score
     tolerance: float = 1e-6
     part: str | None = None
@@ -43,7 +43,7 @@ class Verdict:
         recorded = self.recorded
         return self.reward is not None and recorded is not None and abs(self.reward - recorded) <= self.tolerance
 
-    def as_row(self) -> dict[str, Any]:
+    def as_row(self) -> JsonObject:
         return {
             "where": self.sample.where,
             "reward": self.score.reward,
@@ -63,7 +63,7 @@ def unscored(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def report(verdicts: Sequence[Verdict], seconds: float, *, num_shown: int) -> str:
-    """What a person wants to see, in lines."""
+    """A summary for people, in lines."""
     scored = [v for v in verdicts if v.reward is not None]
     per_sample = seconds / max(1, len(verdicts))
     lines = [

@@ -12,13 +12,13 @@ from typing import Any
 
 from posttrain.config.rewards import PythonRewardConfig
 from posttrain.environments.reward_types import WORKER_SCORERS
-from posttrain.environments.settings import RewardConfigError, RewardSettings, read_settings
-from posttrain.environments.turns.settings import read_turns
+from posttrain.environments.settings import RewardSettings, read_settings, read_turns
 from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
+from posttrain.errors import InputError
 
 
 def check_environments(mapping: Any, base_folder: Path | None = None) -> None:
-    """Raise `RewardConfigError` if a block under `env:` is wrong, or what it names cannot be used."""
+    """Raise `InputError` if a block under `env:` is wrong, or what it names cannot be used."""
     for environment in read_settings(mapping, base_folder).values():
         for settings in environment.rewards.values():
             # What lives where the models live is looked at when it is built, and no worker can start it.
@@ -31,9 +31,9 @@ def check_environments(mapping: Any, base_folder: Path | None = None) -> None:
 def _check(settings: RewardSettings) -> None:
     reason = _reason_not_to_start(settings)
     if reason is not None and isinstance(settings.config, PythonRewardConfig):
-        raise RewardConfigError(f"{settings.path}.function is {settings.config.function!r}: {reason}")
+        raise InputError(f"{settings.path}.function is {settings.config.function!r}: {reason}")
     if reason is not None:
-        raise RewardConfigError(f"{settings.path} cannot start: {reason}")
+        raise InputError(f"{settings.path} cannot start: {reason}")
 
 
 def _reason_not_to_start(settings: RewardSettings) -> str | None:

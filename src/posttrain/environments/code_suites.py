@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
+from posttrain.json_files import JsonMapping
 
 _TEST_KEYS = ("tests", "test", "test_list", "input_output")
 _SETUP_KEYS = ("setup", "test_setup_code", "test_imports")
@@ -29,7 +30,7 @@ class ProgramSuite:
 @dataclass(frozen=True)
 class CallSuite:
     function: str
-    cases: tuple[tuple[tuple[Any, ...], Any], ...]  # (arguments, expected value), as JSON knows them
+    cases: tuple[tuple[tuple[Any, ...], Any], ...]  # (arguments, expected value), as JSON values
     setup: str = ""
 
 
@@ -56,7 +57,7 @@ def suite_of(item: ScoringItem, tests_key: str | None) -> Suite:
     return read_suite(value, item.metadata)
 
 
-def read_suite(value: Any, around: Mapping[str, Any]) -> Suite:
+def read_suite(value: Any, around: JsonMapping) -> Suite:
     """`around` is where the name of the function and code to run first may stand, if not in the tests themselves."""
     if isinstance(value, str):
         value = _unpacked(value)
@@ -83,7 +84,7 @@ def _unpacked(text: str) -> Any:
     return text
 
 
-def _mapping_suite(value: Mapping[str, Any], around: Mapping[str, Any]) -> Suite:
+def _mapping_suite(value: JsonMapping, around: JsonMapping) -> Suite:
     inner = {**around, **{key: one for key, one in value.items() if one is not None}}
     for key in _TEST_KEYS:
         if value.get(key):
@@ -102,7 +103,7 @@ def _mapping_suite(value: Mapping[str, Any], around: Mapping[str, Any]) -> Suite
     raise Unscored(f"the tests of the task cannot be read: a map with {', '.join(map(str, value)) or 'nothing'}")
 
 
-def _cases(cases: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> Suite:
+def _cases(cases: Sequence[JsonMapping], around: JsonMapping) -> Suite:
     for number, case in enumerate(cases):
         if "input" not in case or "output" not in case:
             raise Unscored(f"test {number} of the task has no `input` or no `output`")
@@ -110,7 +111,7 @@ def _cases(cases: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> Sui
         return ProgramSuite(tuple((_text(case["input"]), _text(case["output"])) for case in cases))
     name = _entry_point(around)
     if name is None:
-        raise Unscored(f"the tests call a function, and none of {', '.join(_ENTRY_POINT_KEYS)} says which")
+        raise Unscored(f"the tests call a function, and none of {', '.join(_ENTRY_POINT_KEYS)} names it")
     try:
         read = [
             (tuple(json.loads(line) for line in str(case["input"]).splitlines()), json.loads(str(case["output"])))
@@ -121,7 +122,7 @@ def _cases(cases: Sequence[Mapping[str, Any]], around: Mapping[str, Any]) -> Sui
     return CallSuite(name, tuple(read), _setup(around))
 
 
-def _python_suite(source: str, around: Mapping[str, Any]) -> StepSuite:
+def _python_suite(source: str, around: JsonMapping) -> StepSuite:
     tree = _parsed(source, "the test code")
     setup = _setup(around)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -133,7 +134,9 @@ def _python_suite(source: str, around: Mapping[str, Any]) -> StepSuite:
     if "check" in functions and "check" not in called:
         name = _entry_point(around)
         if name is None:
-            raise Unscored(f"the tests are check(candidate), and none of {', '.join(_ENTRY_POINT_KEYS)} says of what")
+            raise Unscored(
+                f"the tests are check(candidate), and none of {', '.join(_ENTRY_POINT_KEYS)} names the candidate"
+            )
         return StepSuite(((source, False), (f"check({name})", True)), setup)
     tests = [name for name, node in functions.items() if name.startswith("test") and not node.args.args]
     if tests and not set(tests) & called:
@@ -157,7 +160,7 @@ def _parsed(source: str, what: str) -> ast.Module:
         raise Unscored(f"{what} of the task is not Python: {error}") from None
 
 
-def _setup(around: Mapping[str, Any]) -> str:
+def _setup(around: JsonMapping) -> str:
     parts = []
     for key in _SETUP_KEYS:
         value = around.get(key)
@@ -170,14 +173,14 @@ def _setup(around: Mapping[str, Any]) -> str:
     return text
 
 
-def _entry_point(around: Mapping[str, Any]) -> str | None:
+def _entry_point(around: JsonMapping) -> str | None:
     name = next((around[key] for key in _ENTRY_POINT_KEYS if around.get(key)), None)
     if name is not None and not str(name).isidentifier():
         raise Unscored(f"the function to test is {name!r:.80}, which is no name")
     return None if name is None else str(name)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Input or output of a program: text, or its lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 

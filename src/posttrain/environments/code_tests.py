@@ -13,17 +13,18 @@ import secrets
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.code_reward import CodeRewardConfig
+from posttrain.config.rewards import CodeRewardConfig
 from posttrain.environments.code_suites import CallSuite, ProgramSuite, StepSuite, Suite, suite_of
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.sandbox.levels import Interpreter, find_interpreter, open_sandbox
 from posttrain.environments.sandbox.program import Limits, Outcome, Program, SandboxFailure, SandboxUnavailable
 from posttrain.environments.sandbox.sandbox import Sandbox
+from posttrain.json_files import JsonMapping, JsonObject
 
 _GUEST = (Path(__file__).parent / "sandbox" / "guest.py").read_bytes()
 _MIB, _KIB = 1 << 20, 1 << 10
@@ -31,11 +32,11 @@ _FLOAT_TOLERANCE = 1e-9
 ATTEMPTS = 2  # a machine that was out of processes or memory may have some again
 
 
-def code_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], dict[str, float]]:
+def code_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]]:
     """The scorer for a `CodeRewardConfig`. Raises `BadSetup` if this machine has no sandbox as strict as asked for."""
     wall_s = float(setup["wall_time_limit_s"] or 3 * setup["time_limit_s"])
     timeout_s = float(setup["timeout_s"] or CodeRewardConfig.default_timeout_s)
-    # We must have given up before the pool does: to run out of time is the code's fault, to be killed would be nobody's.
+    # Must be shorter than the pool's limit: running out of time is a verdict on the code, a killed worker is not.
     budget_s = timeout_s - max(1.0, 0.1 * timeout_s)
     if budget_s < wall_s:
         raise BadSetup(
@@ -120,7 +121,7 @@ class _Bench:
         if isinstance(suite, ProgramSuite):
             return self._programs_passed(code, suite, stop_early)
         token = secrets.token_hex(16)
-        setup: dict[str, Any] = {"token": token, "setup": suite.setup}
+        setup: JsonObject = {"token": token, "setup": suite.setup}
         if isinstance(suite, CallSuite):
             steps = [{"arguments": list(arguments)} for arguments, _ in suite.cases]
             job = {"kind": "calls", "function": suite.function, "steps": steps, **setup}
@@ -162,7 +163,7 @@ class _Bench:
                 break
         return passed
 
-    def _run(self, code: str, job: dict[str, Any], stdin: bytes, limits: Limits) -> Outcome:
+    def _run(self, code: str, job: JsonObject, stdin: bytes, limits: Limits) -> Outcome:
         files = {
             "guest.py": _GUEST,
             "solution.py": code.encode("utf-8", "replace"),  # a sampled text may hold half a character
@@ -179,7 +180,7 @@ class _Bench:
 
 
 def _told(report: bytes, token: str) -> dict[str, str]:
-    """What the guest said of each step, and of a set-up that fails. Lines without the token are not the guest's word."""
+    """What the guest reported of each step, and of a set-up that fails. Lines without the token are not the guest's."""
     told: dict[str, str] = {}
     for line in report.decode("utf-8", "replace").splitlines():
         match = re.fullmatch(rf"{token} (\d+|setup) (.*)", line)

@@ -1,7 +1,7 @@
 """One environment out of rewards: a single one in its pool of workers, or several that are added up with their weights.
 
 Each reward has its own pool, number of workers and time limit, and they score side by side. If one of them cannot score a
-completion, that completion is unscored and says which one it was; what the others found is kept.
+completion, that completion is unscored with the name of that reward; the values of the others are kept.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
-"""What travels to a worker process for one completion, and the failures that explain themselves. No torch here."""
+"""What travels to a worker process for one completion, and what comes back: a reward, or why there is none. No torch here."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
+
+from posttrain.json_files import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True)
@@ -14,8 +19,8 @@ class ScoringItem:
     prompt: str  # as the model saw it, chat template applied
     response: str
     reference: Any
-    messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation before the chat template
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    messages: list[JsonObject] = field(default_factory=list)  # the conversation before the chat template
+    metadata: JsonMapping = field(default_factory=dict)
     noise_key: str = ""  # seeds `random` for this call, so that a noisy reward does not depend on the worker it ran in
     token_ids: tuple[int, ...] | None = None  # the model's own tokens, stop token included; None: not known
     finish_reason: str = ""  # "stop", or "length" for an answer that was cut off; empty: not known
@@ -29,12 +34,59 @@ class ScoringItem:
 class PlainReply:
     """What a worker answers when it is not asked for a reward: sent as it is."""
 
-    fields: dict[str, Any]  # plain JSON values
+    fields: JsonObject  # plain JSON values
 
 
 class Unscored(Exception):
-    """The completion cannot be judged, and the message says why: no traceback would add to it."""
+    """The completion cannot be judged, and the message gives the reason: no traceback would add to it."""
 
 
 class BadSetup(Exception):
-    """No completion can be judged with these settings, and the message says what to change."""
+    """No completion can be judged with these settings, and the message names what to change."""
+
+
+def to_reward(value: object) -> tuple[float, dict[str, float]]:
+    """A number is the reward. A dict is named parts: their sum is the reward, unless one of them is called `reward`."""
+    if not isinstance(value, Mapping):
+        return _to_number(value, "the reward function returned"), {}
+    parts = {
+        str(name): _to_number(part, f"the reward function returned part {name!r} =") for name, part in value.items()
+    }
+    if not parts:
+        raise Unscored("the reward function returned an empty dict: named numbers are needed")
+    if "reward" in parts:
+        return parts.pop("reward"), parts
+    total = math.fsum(parts.values())
+    return _finite(total, "the parts of the reward add up to"), parts
+
+
+def _to_number(value: Any, what: str) -> float:
+    # numpy and torch scalars, and arrays of exactly one element, know how to become a Python number.
+    if not isinstance(value, (numbers.Number, str, bytes)) and callable(getattr(value, "item", None)):
+        try:
+            value = value.item()
+        except Exception:
+            raise Unscored(f"{what} {_describe(value)}: a single number is needed") from None
+    if not isinstance(value, (numbers.Real, Decimal)):
+        raise Unscored(f"{what} {_describe(value)}: a number, or a dict of named numbers, is needed")
+    try:
+        number = float(value)
+    except (OverflowError, ValueError) as error:
+        raise Unscored(f"{what} a number that does not fit a float: {error}") from None
+    return _finite(number, what)
+
+
+def _finite(number: float, what: str) -> float:
+    if not math.isfinite(number):
+        raise Unscored(f"{what} {number}: a finite number is needed")
+    return number
+
+
+def _describe(value: object) -> str:
+    if value is None:
+        return "None"
+    try:
+        text = repr(value)
+    except Exception:
+        text = "<no repr>"
+    return f"{text[:80]} ({type(value).__name__})"

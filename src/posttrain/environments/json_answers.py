@@ -1,6 +1,6 @@
 """Is the completion JSON, and does it fit a schema? 1.0 if so, 0.0 if not. Runs inside a worker process.
 
-JSON is what RFC 8259 says: `NaN` is none, and neither is an object with a key twice. The schema is checked against its own
+JSON is defined by RFC 8259: `NaN` is none, and neither is an object with a key twice. The schema is checked against its own
 dialect when the worker starts. A `$ref` to another document is not followed: nothing is ever fetched.
 """
 
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
+from posttrain.json_files import JsonMapping, JsonObject
 
 _FENCED = re.compile(r"^[ \t]*(```+|~~~+)[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
-def json_schema_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+def json_schema_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     fits = _validator(_schema(setup))
     where = setup["where"]
 
@@ -41,7 +42,7 @@ def json_text(response: str, where: str) -> str | None:
     return None if where == "fenced" else response
 
 
-def _schema(setup: Mapping[str, Any]) -> Any:
+def _schema(setup: JsonMapping) -> Any:
     if setup.get("schema_file") is None:
         return setup.get("schema")
     path = Path(setup["base_folder"]) / Path(setup["schema_file"]).expanduser()
@@ -69,7 +70,7 @@ def _validator(schema: Any) -> Callable[[Any], bool]:
         raise BadSetup(f"the schema is not a JSON schema: at {place}: {error.message}") from None
     validator = kind(schema, registry=_no_registry())
 
-    def fits(value: Any) -> bool:
+    def fits(value: object) -> bool:
         try:
             return bool(validator.is_valid(value))
         except Unresolvable as error:
@@ -90,7 +91,7 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repeats(pairs: list[tuple[str, Any]]) -> JsonObject:
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key stands twice in one object")

@@ -28,6 +28,7 @@ from posttrain.config.judge_reward import (
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.judge_endpoint import Endpoint, EndpointError, Reply
 from posttrain.environments.judge_records import Usage, UsageFile, VerdictCache, request_key
+from posttrain.json_files import JsonMapping, JsonObject
 
 _SHOWN_CHARACTERS = 160
 
@@ -36,7 +37,7 @@ class NoVerdict(Exception):
     """The judge's answer holds no score that can be used."""
 
 
-def judge_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], dict[str, float]]:
+def judge_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]]:
     """The scorer for a `JudgeRewardConfig`. Nothing is sent before there is a completion to judge."""
     base_folder = Path(setup["base_folder"])
     headers = dict(setup["extra_headers"])
@@ -59,7 +60,7 @@ def judge_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], dict[str, 
     return judge.score
 
 
-def _template(setup: Mapping[str, Any], base_folder: Path) -> str:
+def _template(setup: JsonMapping, base_folder: Path) -> str:
     if setup["prompt_file"] is None:
         return DEFAULT_PROMPT if setup["prompt"] is None else str(setup["prompt"])
     path = _path(setup["prompt_file"], base_folder)
@@ -84,7 +85,7 @@ def _default_cache_path() -> Path:
 
 @dataclass(frozen=True)
 class _Judge:
-    setup: Mapping[str, Any]
+    setup: JsonMapping
     template: str
     endpoint: Endpoint
     cache: VerdictCache | None
@@ -103,7 +104,7 @@ class _Judge:
         finally:
             self.usage.add(usage, self._cost(usage))
 
-    def _score(self, body: dict[str, Any], key: str, noise_key: str, usage: Usage) -> float:
+    def _score(self, body: JsonObject, key: str, noise_key: str, usage: Usage) -> float:
         kept = self.cache.get(key) if self.cache else None
         if kept is not None:
             with contextlib.suppress(NoVerdict):  # the way to read verdicts may have changed since
@@ -132,7 +133,7 @@ class _Judge:
         written = usage.completion_tokens * self.setup["output_price"]
         return float(read + written) / 1e6
 
-    def request(self, item: ScoringItem) -> dict[str, Any]:
+    def request(self, item: ScoringItem) -> JsonObject:
         messages = [{"role": "user", "content": filled(self.template, item)}]
         if self.setup["system"] is not None:
             messages.insert(0, {"role": "system", "content": filled(self.setup["system"], item)})
@@ -144,7 +145,7 @@ class _Judge:
             **self.setup["extra_body"],
         }
 
-    def _ask(self, body: dict[str, Any], key: str, noise_key: str, usage: Usage) -> str:
+    def _ask(self, body: JsonObject, key: str, noise_key: str, usage: Usage) -> str:
         """The judge's words, of which a score can be read. Every attempt is counted in `usage`."""
         give_up_at = time.monotonic() + self.budget_s
         problem = "no time was left to ask"
@@ -185,7 +186,7 @@ class _Judge:
 
 
 def _content(reply: Reply, usage: Usage) -> str:
-    """The text of the first choice; what it cost is counted first, whatever it says."""
+    """The text of the first choice; its cost is counted first, whatever the text is."""
     try:
         body = json.loads(reply.body)
     except ValueError:
@@ -199,11 +200,11 @@ def _content(reply: Reply, usage: Usage) -> str:
     except (KeyError, IndexError, TypeError):
         raise NoVerdict(f"the reply has no choices[0].message.content: {_shown(json.dumps(body))}") from None
     if not isinstance(text, str) or not text.strip():
-        raise NoVerdict("the judge said nothing")
+        raise NoVerdict("the judge returned no text")
     return _whole_characters(text)
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
@@ -242,11 +243,11 @@ def _question(item: ScoringItem) -> str:
     return asked[-1] if asked else item.prompt
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def read_score(text: str, setup: Mapping[str, Any]) -> float:
+def read_score(text: str, setup: JsonMapping) -> float:
     """The score that a verdict states last, within `score_range`. Raises `NoVerdict`."""
     if setup["score_pattern"] is not None:
         found = _last_match(text, setup["score_pattern"])

@@ -15,8 +15,9 @@ import threading
 import time
 import urllib.request
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
+
+from posttrain.json_files import JsonObject
 
 _MAX_REPLY_BYTES = 8 << 20
 _MAY_PASS = frozenset({408, 409, 423, 425, 429, *range(500, 600)})
@@ -24,7 +25,7 @@ _SHOWN_CHARACTERS = 200
 
 
 class EndpointError(Exception):
-    """No usable reply. `may_pass`: asking again may help; `retry_after_s`: when, if the endpoint said so."""
+    """No usable reply. `may_pass`: asking again may help; `retry_after_s`: when, if the endpoint sent it."""
 
     def __init__(self, message: str, *, may_pass: bool, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -45,7 +46,7 @@ class Endpoint:
     url: str
     headers: dict[str, str] = field(default_factory=dict, repr=False)  # they may hold a key
 
-    def post(self, body: dict[str, Any], limit_s: float) -> Reply:
+    def post(self, body: JsonObject, limit_s: float) -> Reply:
         """The reply with status 200, or `EndpointError`."""
         connection, target = self._connection(limit_s)
         expired = threading.Event()
@@ -55,7 +56,7 @@ class Endpoint:
             expired.set()
             for one in sockets:
                 with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)  # whoever waits for it stops waiting
+                    one.shutdown(socket.SHUT_RDWR)  # ends a read that waits for it
 
         timer = threading.Timer(limit_s, expire)
         timer.daemon = True
@@ -102,9 +103,9 @@ class Endpoint:
         return connection, path
 
     def _refusal(self, response: http.client.HTTPResponse, content: bytes) -> EndpointError:
-        said = " ".join(content.decode("utf-8", "replace").split())[:_SHOWN_CHARACTERS]
+        text = " ".join(content.decode("utf-8", "replace").split())[:_SHOWN_CHARACTERS]
         return EndpointError(
-            f"HTTP {response.status} {response.reason} from {self.url}: {said}".rstrip(": "),
+            f"HTTP {response.status} {response.reason} from {self.url}: {text}".rstrip(": "),
             may_pass=response.status in _MAY_PASS,
             retry_after_s=_retry_after_s(response.getheader("Retry-After")),
         )

@@ -1,6 +1,6 @@
 """What judging leaves behind: verdicts by the content of the question, and what all of it has cost. Shared by processes.
 
-Neither may cost a verdict: when the disk is full or the file is damaged, judging goes on without, and says so once.
+Neither may cost a verdict: when the disk is full or the file is damaged, judging goes on without, with one warning.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.json_files import JsonObject
+
 _WAIT_FOR_LOCK_S = 30.0
 
 
-def request_key(url: str, body: dict[str, Any]) -> str:
+def request_key(url: str, body: JsonObject) -> str:
     """A hash of all that the verdict depends on."""
     text = json.dumps([url, body], sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -101,13 +103,13 @@ class UsageFile:
                 print(f"warning: usage is not being counted in {self.path}: {error}", file=sys.stderr)
             self._told = True
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> JsonObject:
         try:
             return dict(json.loads(self.path.read_text()))
         except (OSError, ValueError, TypeError):
             return {}
 
-    def _write(self, total: dict[str, Any]) -> None:
+    def _write(self, total: JsonObject) -> None:
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
         try:
             with os.fdopen(handle, "w") as file:

@@ -13,9 +13,10 @@ from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.math_answers import math_scorer
+from posttrain.json_files import JsonMapping
 
 
-def length_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+def length_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     """1.0 up to the limit or at the target, falling to 0.0 over the tolerance (or, as a cosine, from 0 to the limit)."""
     unit, tolerance = setup["unit"], setup["tolerance"]
 
@@ -31,7 +32,7 @@ def length_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
     return score
 
 
-def repetition_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+def repetition_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     """The number of different n-grams over the number of n-grams; 1.0 for a completion too short to have any."""
     size, unit = setup["ngram_size"], setup["unit"]
 
@@ -45,7 +46,7 @@ def repetition_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float
     return score
 
 
-def cosine_math_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], Mapping[str, float]]:
+def cosine_math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Mapping[str, float]]:
     """TRL's `get_cosine_scaled_reward` over our verifier. Whether the answer was right is a part of its own."""
     verify = math_scorer(setup)
     right = (setup["max_value_correct"], setup["min_value_correct"])

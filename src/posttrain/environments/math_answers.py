@@ -12,12 +12,13 @@ import contextlib
 import logging
 import re
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
 from posttrain.environments.multiple_choice import choice_scorer
+from posttrain.json_files import JsonMapping
 
 # An answer such as 9^9^9^9 is a lot of digits: give up before the machine does.
 _MEMORY_LIMIT_BYTES = 4 << 30
@@ -26,7 +27,7 @@ _LAST_LINE = re.compile(r"^####[ \t]*([^\n]+?)\s*\Z", re.MULTILINE)
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
 
 
-def math_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+def math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     """The scorer for a reward of type math. Importing sympy, about a second, happens here and not at the first completion."""
     verifier_type = setup.get("verifier_type") or "math"
     if verifier_type != "math":
@@ -84,7 +85,7 @@ def _math_verify_scorer(readings: Readings, **comparison: Any) -> Callable[[Scor
             return read(text, response_targets)
         boxed = text if last_boxed(text) is not None else f"\\boxed{{{text}}}"
         found = read(boxed, (LatexExtractionConfig(),))
-        # In a box `1,22` is two numbers; whoever wrote only that may as well have meant 1.22.
+        # In a box `1,22` is two numbers; alone it may also mean 1.22.
         return found + read(text, (targets["expr"],)) if _DECIMAL_COMMA.fullmatch(text) else found
 
     def read_response(text: str) -> list[Any]:

@@ -1,7 +1,7 @@
 """Which letter did the completion choose? Runs inside a worker process.
 
 The last clear statement counts: `Answer: B`, `the answer is (B)`, `\\boxed{B}`; or the completion is nothing but a letter.
-A completion that states none scores 0.0. The multilingual form also knows the word for "answer" in other languages, and
+A completion that states none scores 0.0. The multilingual form also accepts the word for "answer" in other languages, and
 Arabic, Bengali, Devanagari and full-width letters.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from posttrain.environments.item import ScoringItem, Unscored
+from posttrain.json_files import JsonMapping
 
 _ENGLISH_WORDS = ("answer", "correct option", "correct choice")
 _OTHER_WORDS = (
@@ -29,7 +29,7 @@ _OTHER_LINKS = (
 _OTHER_LETTERS = ("أبجد", "ابجد", "অবডঢ", "কখগঘ", "कखगघ")  # A, B, C, D of each script
 
 
-def multiple_choice_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+def multiple_choice_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     return choice_scorer(multilingual=setup["language"] == "multilingual")
 
 

@@ -15,10 +15,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from posttrain.environments.settings import RewardSettings
 from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
+from posttrain.json_files import JsonObject
 from posttrain.roles import Progress
 from posttrain.types import Score
 
@@ -28,7 +28,7 @@ _LONGEST_WAIT_S = 0.5  # also how soon the death of a worker is seen when its ch
 
 
 class ScoringInterrupted(Exception):
-    """Somebody no longer wants the scores."""
+    """The scores are no longer needed."""
 
 
 class ScoringPool:
@@ -129,15 +129,15 @@ class ScoringPool:
         deadlines = [deadline for _, deadline in batch.running.values()]
         return min([_LONGEST_WAIT_S, *(deadline - time.monotonic() + 0.001 for deadline in deadlines)])
 
-    def _accept(self, batch: _Batch, worker: WorkerProcess, number: int, reply: dict[str, Any]) -> None:
+    def _accept(self, batch: _Batch, worker: WorkerProcess, number: int, reply: JsonObject) -> None:
         expected, _ = batch.running.get(worker, (None, 0.0))
         if number != expected:
-            worker.gone = True  # a reply nobody asked for: something else writes to our pipe
+            worker.gone = True  # a reply without a request: something else writes to our pipe
             return
         self._conclude(batch, worker, self._read(reply))
         self._show(worker.take_output())
 
-    def _read(self, reply: dict[str, Any]) -> Score:
+    def _read(self, reply: JsonObject) -> Score:
         return to_score(reply)
 
     def _conclude(self, batch: _Batch, worker: WorkerProcess, score: Score) -> None:
@@ -207,7 +207,7 @@ class _Batch:
         return [score for score in self._scores if score is not None]
 
 
-def to_score(reply: dict[str, Any]) -> Score:
+def to_score(reply: JsonObject) -> Score:
     if "error" in reply:
         return Score(None, error=str(reply["error"]), traceback=reply.get("traceback"))
     return Score(float(reply["reward"]), parts=dict(reply["parts"]))

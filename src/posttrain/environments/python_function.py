@@ -13,12 +13,13 @@ import inspect
 import random
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from posttrain.environments.item import BadSetup, ScoringItem
+from posttrain.json_files import JsonMapping, JsonObject
 
 # Accepted parameter name -> field of the item. The first name of a field is the one that `**kwargs` receives.
 _ARGUMENTS = {
@@ -38,10 +39,10 @@ _SHOWN_TRACEBACK_LINES = 12
 
 
 class FunctionLoadError(BadSetup):
-    """The function cannot be used; the message names the file or module and says what to do."""
+    """The function cannot be used; the message names the file or module and the remedy."""
 
 
-def function_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], Any]:
+def function_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Any]:
     return load_scorer(setup["function"], Path(setup["base_folder"]))
 
 
@@ -152,7 +153,7 @@ def _callables_of(module: ModuleType) -> str:
 
 def _arguments_for(
     function: Callable[..., Any], spec: str
-) -> Callable[[ScoringItem], tuple[tuple[Any, ...], dict[str, Any]]]:
+) -> Callable[[ScoringItem], tuple[tuple[Any, ...], JsonObject]]:
     """How to call the function: by keyword where its parameters have the known names, else with three in order."""
     try:
         signature = inspect.signature(function)

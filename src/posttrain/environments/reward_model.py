@@ -22,11 +22,12 @@ from posttrain.config.rewards import RewardModelRewardConfig
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching, plan_micro_batches
 from posttrain.data.whole_chat import WholeChatFormat, shared_length
-from posttrain.engines.native.forward import check_length, observe_layers
-from posttrain.environments.settings import RewardConfigError, RewardSettings
+from posttrain.environments.settings import RewardSettings
+from posttrain.errors import InputError
+from posttrain.models.attention_interface import attention_context
 from posttrain.models.loading import DTYPES, SettingsError, load_tokenizer
-from posttrain.policy.attention import attention_context
 from posttrain.policy.head import UnsupportedModelError, without_adapter_wrapper
+from posttrain.policy.model_support import check_length, observe_layers
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.reward_head import SequenceScores, load_reward_model
 from posttrain.roles import Progress
@@ -37,7 +38,7 @@ Ids = Sequence[int]
 
 
 def reward_model_environment(settings: RewardSettings) -> RewardModelScorer:
-    """The judge that a block of type `reward_model` names. Raises `RewardConfigError` if it cannot be used."""
+    """The judge that a block of type `reward_model` names. Raises `InputError` if it cannot be used."""
     config = settings.config
     assert isinstance(config, RewardModelRewardConfig)
     field = f"{settings.path}.model_name"
@@ -52,7 +53,7 @@ def reward_model_environment(settings: RewardSettings) -> RewardModelScorer:
             observe_layers(base, scores.head)
         check_length(base.config.get_text_config(), longest)
     except (SettingsError, UnsupportedModelError) as error:
-        raise RewardConfigError(str(error) if str(error).startswith(field) else f"{field}: {error}") from error
+        raise InputError(str(error) if str(error).startswith(field) else f"{field}: {error}") from error
     return RewardModelScorer(scores, WholeChatFormat(tokenizer), device, longest, config)
 
 
@@ -113,7 +114,7 @@ class RewardModelScorer:
     def _forward(
         self, prompts: Sequence[Ids], sequences: Sequence[Ids], rows: Sequence[int], progress: Progress | None
     ) -> dict[int, float]:
-        """The score of each of `rows`. `prompts` only says which of them may have a beginning in common."""
+        """The score of each of `rows`. `prompts` only tells which of them may share a prefix."""
         assert self._scores is not None, "the environment has been closed"
         if not rows:
             return {}
@@ -149,11 +150,11 @@ def conversation_of(task: Task, completion: Completion) -> tuple[list[Message], 
     """The messages before the last answer, and that answer. Turns of an environment stand between the model's."""
     if completion.conversation is None or not completion.conversation.utterances:
         return list(task.messages), completion.text
-    said: list[Message] = [{"role": turn.role, "content": turn.text} for turn in completion.conversation.utterances]
-    last = max((i for i, message in enumerate(said) if message["role"] == "assistant"), default=None)
+    turns: list[Message] = [{"role": turn.role, "content": turn.text} for turn in completion.conversation.utterances]
+    last = max((i for i, message in enumerate(turns) if message["role"] == "assistant"), default=None)
     if last is None:
         return list(task.messages), completion.text
-    return [*task.messages, *said[:last]], said[last]["content"]
+    return [*task.messages, *turns[:last]], turns[last]["content"]
 
 
 def _sharing_batch(prompts: Sequence[tuple[int, ...]], sequences: Sequence[Ids]) -> TokenBatch:
@@ -190,7 +191,7 @@ def _model_folder(name: str, base_folder: Path) -> str:
 
 def _device(setting: str, path: str) -> torch.device:
     if setting == "cuda" and not torch.cuda.is_available():
-        raise RewardConfigError(f"{path}.device is cuda, but torch sees no CUDA device; use cpu or auto")
+        raise InputError(f"{path}.device is cuda, but torch sees no CUDA device; use cpu or auto")
     if setting == "auto":
         setting = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(setting)

@@ -12,9 +12,11 @@ Imported by every worker, so only names stand here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from posttrain.json_files import JsonMapping
 
 if TYPE_CHECKING:
     from posttrain.environments.settings import RewardSettings
@@ -40,7 +42,7 @@ IN_PROCESS: dict[str, str] = {
 }
 
 
-def worker_scorer(setup: Mapping[str, Any]) -> Callable[[Any], Any]:
+def worker_scorer(setup: JsonMapping) -> Callable[[Any], Any]:
     """The function from an item to what it is worth."""
     scorer: Callable[[Any], Any] = _named(WORKER_SCORERS[setup["type"]])(setup)
     return scorer

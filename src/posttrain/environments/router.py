@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import Any
 
 from posttrain.environments.combined import build_environment
-from posttrain.environments.settings import RewardConfigError, read_settings
+from posttrain.environments.settings import read_settings
+from posttrain.errors import InputError
 from posttrain.roles import Environment, Progress
 from posttrain.types import Completion, Score, Task
 
@@ -62,4 +63,4 @@ class ScoringRouter:
         if not task.environment and len(self.environments) == 1:
             return next(iter(self.environments))  # there is no other that it could mean
         known = ", ".join(sorted(self.environments)) or "none"
-        raise RewardConfigError(f"task {task.id!r} names environment {task.environment!r}; under env: there is {known}")
+        raise InputError(f"task {task.id!r} names environment {task.environment!r}; under env: there is {known}")

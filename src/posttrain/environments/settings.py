@@ -1,21 +1,19 @@
-"""The blocks under `env:` as checked, typed values. Knows nothing of processes; a wrong value is a `RewardConfigError`."""
+"""The blocks under `env:` as checked, typed values. Knows nothing of processes; a wrong value is a `InputError`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from posttrain.config.data import EnvironmentConfig
+from posttrain.config.errors import explain_errors
 from posttrain.config.rewards import RewardConfig
+from posttrain.config.turns import BUILT_IN, TurnsConfig
 from posttrain.errors import InputError
-
-
-class RewardConfigError(InputError):
-    """A block under `env:` that cannot work, or a task that names an environment which is not there."""
+from posttrain.json_files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,10 @@ class RewardSettings:
     timeout_s: float  # of wall-clock time, for one completion
     base_folder: Path  # files that the config names are relative to it
 
-    def worker_setup(self) -> dict[str, Any]:
+    def worker_setup(self) -> JsonObject:
         """What a worker needs to know to build its scorer, as plain JSON values."""
         plain = self.config.model_dump(mode="json", by_alias=True)
-        # The limit that the pool keeps: a scorer that wants to say more than "timeout" has to be done before.
+        # The limit that the pool enforces: a scorer with a message of its own has to return before it.
         return {**plain, "timeout_s": self.timeout_s, "base_folder": str(self.base_folder)}
 
 
@@ -47,34 +45,71 @@ class EnvironmentSettings:
         return set(self.rewards) == {""}
 
 
-def read_settings(mapping: Any, base_folder: Path | None) -> dict[str, EnvironmentSettings]:
-    """The environments of a config's `env:`, by name. Values may be mappings, pydantic models or nothing at all."""
-    folder = Path.cwd() if base_folder is None else Path(base_folder).expanduser().absolute()
-    blocks = {str(name): _read_block(str(name), block, folder) for name, block in _plain("env", mapping).items()}
-    # One that takes turns with the model may give all rewards itself; then there is nothing for a judge to do.
-    return {name: settings for name, settings in blocks.items() if settings.rewards}
+Block = EnvironmentConfig | Mapping[str, object] | None
+Blocks = Mapping[str, Block] | None
 
 
-def _plain(path: str, value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if hasattr(value, "model_dump"):
-        value = value.model_dump()
-    if not isinstance(value, Mapping):
-        raise RewardConfigError(f"{path} is {value!r}: a mapping of settings is needed")
-    return {str(key): inner for key, inner in value.items()}
+def read_settings(blocks: Blocks, base_folder: Path | None) -> dict[str, EnvironmentSettings]:
+    """The rewards of each environment under `env:`. Sections of a config are taken as they are, maps are validated.
+
+    An environment that takes turns with the model may give all rewards itself: then it is not in the result.
+    """
+    folder = _absolute(base_folder)
+    found = {
+        str(name): _rewards_of(str(name), environment_config(name, block), folder) for name, block in _named(blocks)
+    }
+    return {name: settings for name, settings in found.items() if settings.rewards}
 
 
-def _read_block(name: str, block: Any, base_folder: Path) -> EnvironmentSettings:
+def read_turns(blocks: Blocks, base_folder: Path | None = None) -> dict[str, RewardSettings]:
+    """For each environment with `turns`, the settings of the class behind it."""
+    folder = _absolute(base_folder)
+    found = {}
+    for name, block in _named(blocks):
+        environment = environment_config(name, block)
+        if environment.turns is None:
+            continue
+        config = TurnsConfig(turns=BUILT_IN.get(environment.turns, environment.turns), kwargs=environment.turns_kwargs)
+        found[str(name)] = RewardSettings(
+            path=f"env.{name}.turns",
+            config=config,
+            num_workers=environment.num_workers,
+            timeout_s=environment.timeout_s or config.default_timeout_s,
+            base_folder=folder,
+        )
+    return found
+
+
+def environment_config(name: str, block: Block) -> EnvironmentConfig:
     path = f"env.{name}"
-    values = {key: value for key, value in _plain(path, block).items() if value is not None}
+    if isinstance(block, EnvironmentConfig):
+        return block
+    if block is not None and not isinstance(block, Mapping):
+        raise InputError(f"{path} is {block!r}: a mapping of settings is needed")
     try:
-        config = EnvironmentConfig.model_validate(values)
-        rewards = config.reward_configs(name)
+        return EnvironmentConfig.model_validate({k: value for k, value in (block or {}).items() if value is not None})
     except ValidationError as error:
-        raise RewardConfigError(explain(path, error)) from error
+        raise InputError("\n".join(explain_errors(error, path))) from error
+
+
+def _named(blocks: Blocks) -> Iterable[tuple[str, Block]]:
+    if blocks is not None and not isinstance(blocks, Mapping):
+        raise InputError(f"env is {blocks!r}: a mapping of settings is needed")
+    return (blocks or {}).items()
+
+
+def _absolute(base_folder: Path | None) -> Path:
+    return Path.cwd() if base_folder is None else Path(base_folder).expanduser().absolute()
+
+
+def _rewards_of(name: str, config: EnvironmentConfig, base_folder: Path) -> EnvironmentSettings:
+    path = f"env.{name}"
+    try:
+        rewards = config.reward_configs(name)
+    except ValidationError as error:  # keys of a block without a type, under a name that decides none
+        raise InputError("\n".join(explain_errors(error, path))) from error
     if not rewards and config.turns is None:
-        raise RewardConfigError(
+        raise InputError(
             f"{path} does not say how to judge a completion: set {path}.type to a type of reward (`posttrain rewards list` "
             f"shows them), {path}.function to a Python function ('rewards.py:my_reward'), or {path}.rewards to several"
         )
@@ -88,20 +123,3 @@ def _read_block(name: str, block: Any, base_folder: Path) -> EnvironmentSettings
             base_folder=base_folder,
         )
     return EnvironmentSettings(name, settings)
-
-
-def explain(path: str, error: ValidationError) -> str:
-    """What pydantic found, one line for each key, in the words of the config's own errors."""
-    lines: dict[str, str] = {}
-    for problem in error.errors():
-        key = ".".join([path, *map(str, problem["loc"])])
-        message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        value = problem["input"]
-        if problem["type"] == "missing":
-            line = f"{key} is missing"
-        elif isinstance(value, Mapping):
-            line = f"{key}: {message}"
-        else:
-            line = f"{key} is {value!r:.200}: {message}"
-        lines.setdefault(key, line)
-    return "\n".join(lines.values())

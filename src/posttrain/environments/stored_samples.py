@@ -1,6 +1,6 @@
 """Stored answers as something that an environment can score: any rows with a response, a run's rollouts, labelled traces.
 
-Which column means what can be said; what is not said is looked for under the usual names.
+Columns can be named; those that are not named are looked for under the usual names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from posttrain.data.errors import DataError
 from posttrain.data.sources import Row, read_local
+from posttrain.json_files import JsonMapping
 from posttrain.types import Completion, FinishReason, Message, Task
 
 USUAL_NAMES = {
@@ -41,7 +42,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Sample:
+class StoredSample:
     """One stored answer, and the reward that was recorded for it if there is one."""
 
     where: str
@@ -49,7 +50,7 @@ class Sample:
     completion: Completion
     recorded: float | None = None
     recorded_parts: Mapping[str, float] | None = None  # None: the file does not have them
-    row_settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the reward that the row itself gives
+    row_settings: JsonMapping = field(default_factory=dict)  # settings of the reward that the row itself gives
 
 
 def read_samples(
@@ -59,7 +60,7 @@ def read_samples(
     row_settings: Sequence[str] = (),
     limit: int | None = None,
     encode: Callable[[str], Sequence[int]] | None = None,
-) -> list[Sample]:
+) -> list[StoredSample]:
     """The samples of a file. `encode` gives the tokens of a response, which files rarely have."""
     found = _samples(path, columns, tuple(row_settings), encode)
     return list(found if limit is None else islice(found, limit))
@@ -67,7 +68,7 @@ def read_samples(
 
 def _samples(
     path: str, columns: Columns, row_settings: tuple[str, ...], encode: Callable[[str], Sequence[int]] | None
-) -> Iterator[Sample]:
+) -> Iterator[StoredSample]:
     number = 0
     for row in read_local(path):
         settings = {name: row.field(name, setting="--row-settings") for name in row_settings}
@@ -84,7 +85,7 @@ def _samples(
                 metadata=row.values,
             )
             completion = Completion(tokens, (0.0,) * len(tokens), answer, finish_reason)
-            yield Sample(where, task, completion, _recorded(recorded, where), parts, settings)
+            yield StoredSample(where, task, completion, _recorded(recorded, where), parts, settings)
             number += 1
 
 
@@ -124,8 +125,8 @@ def _prompt_messages(row: Row, columns: Columns) -> list[Message]:
     return [{"role": "user", "content": str(prompt)}]
 
 
-def _text(answer: Any, where: str) -> str:
-    """The response as text: of a conversation, what the assistant said."""
+def _text(answer: object, where: str) -> str:
+    """The response as text: of a conversation, the text of the assistant."""
     if isinstance(answer, str):
         return answer
     if isinstance(answer, list) and all(isinstance(message, Mapping) for message in answer):

@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from posttrain.environments.item import ScoringItem, Unscored
+from posttrain.json_files import JsonMapping
 
 _ASCII_PUNCTUATION = frozenset(string.punctuation)
 _PART_OF_A_NUMBER = re.compile(r"(?<!\w)-(?=\.?\d)|\.(?=\d)")
 
 
-def exact_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+def exact_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     """1.0 when the completion, or the part of it that `extract` finds, is the reference or one of several."""
     pattern = re.compile(setup["extract"]) if setup.get("extract") is not None else None
 
@@ -50,7 +50,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     return next((group for group in found.groups() if group is not None), None)
 
 
-def normalised_text(text: str, options: Mapping[str, Any]) -> str:
+def normalised_text(text: str, options: JsonMapping) -> str:
     """The text as the options let it be compared."""
     if options["normalise_unicode"]:
         text = unicodedata.normalize("NFKC", text)
@@ -75,7 +75,7 @@ def _is_punctuation(character: str) -> bool:
     return character in _ASCII_PUNCTUATION or unicodedata.category(character).startswith("P")
 
 
-def regex_scorer(setup: Mapping[str, Any]) -> Callable[[ScoringItem], float]:
+def regex_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
     """1.0 when the pattern matches the completion."""
     flags = re.RegexFlag(0)
     for key, flag in (("ignore_case", re.IGNORECASE), ("multiline", re.MULTILINE), ("dotall", re.DOTALL)):

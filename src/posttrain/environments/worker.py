@@ -26,6 +26,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from posttrain.json_files import JsonObject
+
 HEADER = struct.Struct(">QI")
 DUMP_SIGNAL = signal.SIGUSR1  # the parent sends it before it kills: the stack shows where the time went
 _MAX_ERROR_CHARACTERS = 300
@@ -55,7 +57,7 @@ def main() -> None:
     serve(request_fd, reply_fd, scorer)
 
 
-def build_scorer(setup: dict[str, Any]) -> Callable[[Any], Any]:
+def build_scorer(setup: JsonObject) -> Callable[[Any], Any]:
     """The function from an item to what it is worth. Slow imports happen here, outside of any completion's time limit."""
     from posttrain.environments.reward_types import worker_scorer
 
@@ -75,9 +77,8 @@ def serve(request_fd: int, reply_fd: int, scorer: Callable[[Any], Any]) -> None:
             return  # what filled the memory may still be there; the parent starts a fresh process
 
 
-def judge(scorer: Callable[[Any], Any], payload: bytes) -> dict[str, Any]:
-    from posttrain.environments.item import PlainReply
-    from posttrain.environments.reward_values import to_reward
+def judge(scorer: Callable[[Any], Any], payload: bytes) -> JsonObject:
+    from posttrain.environments.item import PlainReply, to_reward
 
     try:
         found = scorer(pickle.loads(payload))
@@ -89,7 +90,7 @@ def judge(scorer: Callable[[Any], Any], payload: bytes) -> dict[str, Any]:
         return failure(error)
 
 
-def failure(error: BaseException) -> dict[str, Any]:
+def failure(error: BaseException) -> JsonObject:
     """One line and a traceback, of bounded size, in characters that any file can hold."""
     from posttrain.environments.item import BadSetup, Unscored
 
@@ -151,7 +152,7 @@ def _read_exactly(fd: int, length: int) -> bytes | None:
     return b"".join(parts)
 
 
-def write_frame(fd: int, number: int, verdict: dict[str, Any]) -> None:
+def write_frame(fd: int, number: int, verdict: JsonObject) -> None:
     payload = json.dumps(verdict).encode()
     frame = memoryview(HEADER.pack(number, len(payload)) + payload)
     while frame:

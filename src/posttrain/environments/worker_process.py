@@ -21,6 +21,7 @@ import psutil  # type: ignore[import-untyped]
 
 from posttrain.environments import worker as worker_program
 from posttrain.environments.settings import RewardSettings
+from posttrain.json_files import JsonObject
 
 START_LIMIT_S = 120.0
 _KEPT_OUTPUT_BYTES = 16_384
@@ -30,13 +31,13 @@ _DUMP_GRACE_S = 0.1
 
 
 class WorkerProcess:
-    """A started worker. `ready` once its scorer is built; `failed_start` says why that did not work; `gone` when dead."""
+    """A started worker. `ready` once its scorer is built; `failed_start` is the reason why that failed; `gone` when dead."""
 
     def __init__(self, settings: RewardSettings) -> None:
         self.ready = False
         self.gone = False
         self.has_worked = False  # the pool's note: it came as far as a completion
-        self.failed_start: dict[str, Any] | None = None
+        self.failed_start: JsonObject | None = None
         self.started_at = time.monotonic()
         self.output = bytearray()  # the end of what it printed since `take_output`
         self._closed = False
@@ -75,7 +76,7 @@ class WorkerProcess:
         self._outgoing += worker_program.HEADER.pack(number, len(payload)) + payload
         self._flush()
 
-    def exchange(self) -> list[tuple[int, dict[str, Any]]]:
+    def exchange(self) -> list[tuple[int, JsonObject]]:
         """Move what can be moved through the pipes; the complete replies. `gone` is up to date afterwards."""
         self._flush()
         self._drain_output()
@@ -174,7 +175,7 @@ class WorkerProcess:
             interests.append((self.request_fd, select.POLLOUT))
         return interests
 
-    def _receive(self) -> list[tuple[int, dict[str, Any]]]:
+    def _receive(self) -> list[tuple[int, JsonObject]]:
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = os.read(self.reply_fd, 1 << 16)

@@ -1,4 +1,4 @@
-"""The benchmarks that `posttrain eval` knows by name: where they live, and which field means what. Tables, and small readers.
+"""The benchmarks of `posttrain eval` by name: where their data is, and what each field means. Tables and small readers.
 
 Names are NeMo RL's; case, dashes and underscores do not matter. What the mathematics sets have in common with training is
 taken from `data/named_datasets.py`; the split here is the one to be tested on.
@@ -39,7 +39,7 @@ class Benchmark:
     subsets: tuple[str | None, ...] = (None,)
     split: str = "test"
     question: tuple[str, ...] = ("problem", "question")
-    answer: tuple[str, ...] | Callable[[Row], Any] = ("answer",)
+    answer: tuple[str, ...] | Callable[[Row], object] = ("answer",)
     choices: Callable[[Row, int], Choices] | None = None  # of the row and the seed; None: the answer is free
     judge: Judge = "math"
     about: str = ""

@@ -1,15 +1,15 @@
-"""An evaluation from its config: the problems, who answers them, who judges them, and the folder they are saved in.
+"""An evaluation from its config: problems, engine, environment, and the folder of the results.
 
-What can be wrong with the config and the data is found before a model is loaded, and a finished evaluation loads none.
+Errors in the config and the data are found before a model is loaded. A finished evaluation loads none.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,30 @@ from posttrain.config.render import plain_values
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.environments import build_environments, check_environments
-from posttrain.evaluation.answering import AnswerSource, EngineAnswers, ServerAnswers
+from posttrain.errors import InputError
 from posttrain.evaluation.answers import AnswerReader, answer_reader
 from posttrain.evaluation.folder import EvaluationFolder
-from posttrain.evaluation.identity import digest, files_digest, model_fingerprint, prompts_hash
-from posttrain.evaluation.judges import judge_of
+from posttrain.evaluation.identity import digest, files_digest, judge_of, prompts_hash
 from posttrain.evaluation.problems import ProblemSet, load_problems
-from posttrain.evaluation.results import Problem, Summary, problem_set_hash
-from posttrain.evaluation.runner import EvaluationRunner
+from posttrain.evaluation.results import EvaluationSummary, ProblemResult, hash_of_tasks
+from posttrain.evaluation.runner import EvaluationRunner, TaskQueue, unfinished_batches
+from posttrain.evaluation.server import OpenAiServer
 from posttrain.evaluation.summary import Facts, summarise
-from posttrain.models.hub import why_unavailable
-from posttrain.models.reference import (
-    ModelReference,
+from posttrain.models.accepted_names import (
     ModelReferenceError,
-    load_for_sampling,
+    ResolvedModel,
     resolve_registered_model,
 )
-from posttrain.roles import Generator, ShowProgress
+from posttrain.models.fingerprint import model_fingerprint
+from posttrain.models.hub import why_unavailable
+from posttrain.roles import Engine, Progress, ShowProgress
+from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.turn_taking import build_turns
 from posttrain.types import Sampling, Task
 
 DEFAULT_FOLDER = Path("results/eval")
-# Samples in one batch where the config leaves it open: enough to keep the device busy, few enough not to lose much.
+ANSWERS = "answers"  # what the progress bar counts
+# Samples in one batch by default: enough to keep the device busy, few enough to lose little when interrupted.
 _SAMPLES_PER_STEP = {"cuda": 1024, "cpu": 32, "server": 256}
 
 
@@ -58,7 +61,7 @@ class EvaluationBuild:
         return load_problems(self.config.data, seed=self.config.eval.seed, limit=self.config.eval.max_problems)
 
     @cached_property
-    def reference(self) -> ModelReference | None:
+    def reference(self) -> ResolvedModel | None:
         """The model, unless a server has it."""
         return (
             None if self.config.server_url is not None else resolve_registered_model(self.config.generation.model_name)
@@ -66,10 +69,10 @@ class EvaluationBuild:
 
     @cached_property
     def environment_config(self) -> EnvironmentConfig:
-        """The judge. Multiple choice is judged as such, unless the config says how."""
+        """The environment that scores. Multiple choice gets its own verifier, unless the config names another."""
         config = self.config.env[self.config.judge]
-        says_how = config.type or config.rewards or config.function or config.verifier_type
-        if self.problem_set.is_choice and not says_how:
+        is_given = config.type or config.rewards or config.function or config.verifier_type or config.turns
+        if self.problem_set.is_choice and not is_given:
             judge = self.problem_set.benchmark.judge
             return config.model_copy(update={"verifier_type": "english_multichoice" if judge == "math" else judge})
         return config
@@ -96,29 +99,27 @@ class EvaluationBuild:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Of the weights, where they are here; a name on the hub or a server stands for itself."""
+        """Of the weights, where they are local; a hub name or a server is identified by its name."""
         return None if self.reference is None else model_fingerprint(self.reference, self.say)
 
     @cached_property
-    def server(self) -> ServerAnswers | None:
-        """The server that answers, if one does. It is asked for the name of its model, unless the config has it."""
-        config, url = self.config, self.config.server_url
-        if url is None:
-            return None
-        return ServerAnswers(url, config.generation.openai_cfg, self._sampling(()), config.eval.seed, config.judge)
+    def server(self) -> OpenAiServer | None:
+        """The server, if the model is one. It is asked for the name of its model, unless the config has it."""
+        url = self.config.server_url
+        return None if url is None else OpenAiServer(url, self.config.generation.openai_cfg)
 
     def _check_model(self) -> None:
-        """InputError if the model is not to be had, or the server does not answer."""
+        """InputError if the model is not available, or the server does not answer."""
         _ = self.server
         if self.reference is not None and (reason := why_unavailable(self.reference.model)) is not None:
             raise ModelReferenceError(f"generation.model_name: {reason}")
 
     def check_problems_and_judge(self) -> None:
-        """InputError if problems cannot be read, or what judges them is not there. The model need not be there yet."""
+        """InputError if problems cannot be read, or their environment is incomplete. The model may be missing still."""
         check_environments({self.config.judge: self.environment_config}, Path.cwd())
 
-    def identity(self) -> dict[str, Any]:
-        """What decides answers and rewards, and nothing that only decides how fast they come."""
+    def identity(self) -> dict[str, object]:
+        """Everything that determines answers and rewards, and nothing that only changes their speed."""
         config, generation = self.config, self.config.generation
         problems = self.problem_set.problems
         template = [config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs]
@@ -130,7 +131,7 @@ class EvaluationBuild:
             "server": self.server and [self.server.url, generation.openai_cfg.api, generation.openai_cfg.extra_body],
             "engine": self._engine(),
             "dataset": self.problem_set.name,
-            "problem_set_hash": problem_set_hash((p.id, p.prompt, p.expected) for p in problems),
+            "problem_set_hash": hash_of_tasks(problems),
             "prompts_hash": prompts_hash(problems),
             "metadata_hash": digest([problem.metadata for problem in problems]),  # judges read it
             "tokenizer": own_tokenizer and [own_tokenizer, files_digest({"tokenizer": {"name": own_tokenizer}})],
@@ -145,9 +146,10 @@ class EvaluationBuild:
             "num_tests_per_prompt": config.eval.num_tests_per_prompt,
             "problems_per_step": self.problems_per_step,
             "judge": judge_of(self.environment_config.model_dump()),
+            **({} if self.environment_config.turns is None else {"max_rollout_turns": config.eval.max_rollout_turns}),
         }
 
-    def _engine(self) -> list[Any]:
+    def _engine(self) -> list[object]:
         generation, vllm = self.config.generation, self.config.generation.vllm_cfg
         if self.server is not None:
             return ["openai_url"]
@@ -162,22 +164,21 @@ class EvaluationBuild:
         picked = max(1, _SAMPLES_PER_STEP[self.device] // self.config.eval.num_tests_per_prompt)
         return given if given > 0 else picked
 
-    def folder(self, identity: dict[str, Any]) -> Path:
+    def folder(self, identity: dict[str, object]) -> Path:
         if self.config.eval.save_path is not None:
             return Path(self.config.eval.save_path)
         model = re.sub(r"[^\w.-]+", "-", self.config.generation.model_name.strip("/.")).strip("-")[-60:]
         dataset = re.sub(r"[^\w.-]+", "-", self.problem_set.name)
         return DEFAULT_FOLDER / dataset / f"{model}-{digest(identity)[:8]}"
 
-    # -- doing it ------------------------------------------------------------------------------------------------------
+    # -- running -------------------------------------------------------------------------------------------------------
 
     def execute(
         self, show_progress: ShowProgress, *, retry_unscored: bool = False
-    ) -> tuple[Summary, list[Problem], Path]:
-        """Answer what is not finished, and sum up."""
+    ) -> tuple[EvaluationSummary, list[ProblemResult], Path]:
+        """Answer the problems that are not finished, and summarise."""
         self._check_model()  # before data is fetched
         self.check_problems_and_judge()
-        environments = {self.config.judge: self.environment_config}
         with ExitStack() as cleanup:
             if self.server is not None:
                 cleanup.callback(self.server.close)
@@ -188,26 +189,13 @@ class EvaluationBuild:
             if retry_unscored and (count := folder.forget_unscored()):
                 self.say(f"{count} problems with unscored samples are tried again")
             problems, num_samples = self.problem_set.problems, self.config.eval.num_tests_per_prompt
-            left = [problem for problem in problems if problem.id not in folder.finished]
-            done = len(problems) - len(left)
-            if left:
+            done = sum(problem.id in folder.finished for problem in problems)
+            if done < len(problems):
                 before = f", {done} of them finished before" if done else ""
                 self.say(
                     f"{self.problem_set.name}: {len(problems)} problems{before}, {num_samples} samples each; {path}"
                 )
-                source = self._source()
-                environment = cleanup.enter_context(build_environments(environments, base_folder=Path.cwd()))
-                runner = EvaluationRunner(
-                    self.problem_set,
-                    source,
-                    environment,
-                    self.answer_reader(),
-                    num_samples,
-                    self.problems_per_step,
-                    folder,
-                )
-                with show_progress("answers", len(left) * num_samples) as progress:
-                    runner.run(progress)
+                self._answer(folder, show_progress, (len(problems) - done) * num_samples, cleanup)
             else:
                 self.say(f"{self.problem_set.name}: all {done} problems were finished before; {path}")
             finished = [folder.finished[problem.id] for problem in problems]
@@ -226,36 +214,73 @@ class EvaluationBuild:
             timings=folder.timings(),
         )
 
-    # -- who answers ---------------------------------------------------------------------------------------------------
+    # -- where answers come from ---------------------------------------------------------------------------------------
 
-    def _source(self) -> AnswerSource:
+    def _answer(
+        self, folder: EvaluationFolder, show_progress: ShowProgress, num_answers: int, cleanup: ExitStack
+    ) -> None:
+        """Sample, score and save the problems that are not finished."""
+        engine, chat = self._engine_and_chat()
+        batches = unfinished_batches(self._tasks(chat), self.problems_per_step, folder.finished)
+        environments = {self.config.judge: self.environment_config}
+        source = FreshRollouts(
+            TaskQueue(batches),
+            engine,
+            cleanup.enter_context(build_environments(environments, base_folder=Path.cwd())),
+            num_samples=self.config.eval.num_tests_per_prompt,
+            sampling=self._sampling(chat.stop_token_ids if chat is not None else ()),
+            seed=self.config.eval.seed,
+            label=ANSWERS,
+            after_step=True,
+        )
+        if chat is not None:
+            turns = build_turns(
+                environments,
+                chat,
+                max_turns=self.config.eval.max_rollout_turns,
+                max_total_tokens=self._max_total_tokens,
+                warn=self.say,
+                cleanup=cleanup,
+            )
+            source = source if turns is None else turns.over(source)
+        runner = EvaluationRunner(self.problem_set, source, self.answer_reader(), folder)
+        try:
+            with show_progress(ANSWERS, num_answers) as progress:
+                source.show_progress = partial(_first_answers, progress)
+                runner.run([len(batch) for batch in batches])
+        except FloatingPointError as error:  # a model whose logits are NaN is bad input here, not a crash
+            raise InputError(f"generation.model_name: the model cannot be evaluated: {error}") from error
+
+    def _engine_and_chat(self) -> tuple[Engine, ChatFormat | None]:
+        """The engine and how prompts are written for it; a server writes them itself."""
         config = self.config
         if self.server is not None:
-            return self.server
+            return self.server, None
         assert self.reference is not None
         if config.generation.backend == "vllm":
-            generator, tokenizer = self._vllm(self.reference)
+            engine, tokenizer = self._vllm(self.reference)
         else:
-            generator, tokenizer = self._native(self.reference)
-        chat = ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
-        return EngineAnswers(generator, self._tasks(chat), self._sampling(chat.stop_token_ids), config.eval.seed)
+            engine, tokenizer = self._native(self.reference)
+        return engine, ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
 
-    def _native(self, reference: ModelReference) -> tuple[Generator, Any]:
+    def _native(self, reference: ResolvedModel) -> tuple[Engine, Any]:
         generation = self.config.generation
         if generation.num_threads is not None:
             import torch
 
             torch.set_num_threads(generation.num_threads)
+        from posttrain.engines.choose_engine import load_for_sampling
+
         engine, tokenizer = load_for_sampling(
             reference,
             precision=native_precision(generation),
             device=generation.device,
             max_total_tokens=generation.vllm_cfg.max_model_len,
-            native_settings=generation.native_cfg.model_dump(),
+            native=generation.native_cfg,
         )
         return engine, self._own_tokenizer() or tokenizer
 
-    def _vllm(self, reference: ModelReference) -> tuple[Generator, Any]:
+    def _vllm(self, reference: ResolvedModel) -> tuple[Engine, Any]:
         from posttrain.engines.vllm import VllmEngine, vllm_options
         from posttrain.models.loading import load_tokenizer
 
@@ -274,38 +299,34 @@ class EvaluationBuild:
         return engine, tokenizer
 
     def _own_tokenizer(self) -> Any:
-        """The one that the config names, if that is another than the model's."""
+        """The tokenizer that the config names, if it is not the model's."""
         from posttrain.models.loading import load_tokenizer
 
         name = self.config.tokenizer.name
         return load_tokenizer(name, "tokenizer.name") if name != self.config.generation.model_name else None
 
-    def _tasks(self, chat: ChatFormat) -> list[Task]:
-        """The problems in tokens. One that does not fit is an error: a score without it would be another benchmark's."""
-        generation, data = self.config.generation, self.config.data
-        total = generation.vllm_cfg.max_model_len or 1 << 30
-        limit = min(data.max_input_seq_length or total, total - 1)
-        problems = self.problem_set.problems
-        texts = [chat.render(problem.messages) for problem in problems]
+    @property
+    def _max_total_tokens(self) -> int:
+        return self.config.generation.vllm_cfg.max_model_len or 1 << 30
+
+    def _tasks(self, chat: ChatFormat | None) -> list[Task]:
+        """The problems as the model sees them. One that does not fit is an error: without it the benchmark is another."""
+        judge, problems = self.config.judge, self.problem_set.problems
+        if chat is None:
+            return [replace(task, prompt=task.messages[-1]["content"], environment=judge) for task in problems]
+        total = self._max_total_tokens
+        limit = min(self.config.data.max_input_seq_length or total, total - 1)
+        texts = [chat.render(task.messages) for task in problems]
         tasks = []
-        for problem, text, ids in zip(problems, texts, chat.encode_prompts(texts), strict=True):
+        for task, where, text, ids in zip(
+            problems, self.problem_set.where, texts, chat.encode_prompts(texts), strict=True
+        ):
             if not 0 < len(ids) <= limit:
                 raise DataError(
-                    f"{problem.where}: the prompt has {len(ids)} tokens, and between 1 and {limit} are possible; raise "
+                    f"{where}: the prompt has {len(ids)} tokens, and between 1 and {limit} are possible; raise "
                     "generation.vllm_cfg.max_model_len or data.max_input_seq_length"
                 )
-            tasks.append(
-                Task(
-                    draw=problem.index,
-                    id=problem.id,
-                    prompt=text,
-                    prompt_ids=tuple(ids),
-                    reference=problem.expected,
-                    environment=self.config.judge,
-                    messages=problem.messages,
-                    metadata=problem.metadata,
-                )
-            )
+            tasks.append(replace(task, prompt=text, prompt_ids=tuple(ids), environment=judge))
         return tasks
 
     def _sampling(self, end_of_turn_ids: Sequence[int]) -> Sampling:
@@ -322,18 +343,24 @@ class EvaluationBuild:
         )
 
 
+@contextmanager
+def _first_answers(progress: Progress, label: str, total: int) -> Iterator[Progress]:
+    """One bar for the whole evaluation: it counts answers that were begun, not later turns and not scores."""
+    yield progress if label == ANSWERS else lambda _: None
+
+
 def vllm_precision(generation: EvalGenerationConfig) -> str:
     return generation.precision if generation.precision != "auto" else generation.vllm_cfg.precision or "auto"
 
 
 def native_precision(generation: EvalGenerationConfig) -> str:
-    """NeMo RL's files name the precision under `vllm_cfg`; float32 said there is meant for every engine."""
+    """NeMo RL's files set the precision under `vllm_cfg`; float32 there holds for every engine."""
     if generation.precision == "auto" and generation.vllm_cfg.precision == "float32":
         return "float32"
     return generation.precision
 
 
-def _adapter_rank(reference: ModelReference) -> int:
-    from posttrain.models.reference import read_json
+def _adapter_rank(reference: ResolvedModel) -> int:
+    from posttrain.json_files import read_json
 
     return int(read_json(reference.adapter / "adapter_config.json").get("r", 16)) if reference.adapter else 16

@@ -1,9 +1,9 @@
-"""Two evaluations of the same problems, side by side: which is better, by how much, how sure that is, and where they differ.
+"""Two evaluations of the same problems compared: which is better, by how much, with what certainty, and where they differ.
 
 Everything is paired by problem. Where each problem is passed or failed (0 or 1 on both sides) the test is McNemar's, exact:
 of the problems that changed, how likely is a split at least as uneven if both directions were equally likely? Otherwise the
-signs of the differences are flipped at random (keyed), which asks the same of their mean. Problems that one side could not
-score are left out and counted. Writes no file; the page is `comparison_html.py`.
+signs of the differences are flipped at random (keyed), a test of their mean. Problems that one side could not score are
+left out and counted. The page is in `comparison_html.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from posttrain.evaluation.comparability import different_settings, told, why_incomparable
-from posttrain.evaluation.results import Evaluation, EvaluationError, Interval, Problem
-from posttrain.rollouts.pass_rates import Metric, bootstrap_means, parse_metric, per_problem
+from posttrain.algorithms.pass_rates import Metric, parse_metric
+from posttrain.evaluation.comparability import describe_difference, different_settings, why_incomparable
+from posttrain.evaluation.metrics import bootstrap_means, per_problem
+from posttrain.evaluation.results import Evaluation, EvaluationError, Interval, ProblemResult
 
 RESAMPLES = 10_000
 _AT_ONCE = 1 << 22
@@ -26,8 +27,8 @@ _NAMES = ("A", "B")
 
 @dataclass(frozen=True)
 class ProblemPair:
-    first: Problem
-    second: Problem
+    first: ProblemResult
+    second: ProblemResult
     first_value: float | None
     second_value: float | None
 
@@ -43,7 +44,7 @@ class ProblemPair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class EvaluationComparison:
     first: Evaluation
     second: Evaluation
     metric: str
@@ -80,7 +81,7 @@ class Comparison:
 
 def compare(
     first: Evaluation, second: Evaluation, metric: str | None = None, *, confidence: float = 0.95, seed: int = 42
-) -> Comparison:
+) -> EvaluationComparison:
     """Raises EvaluationError if problems or judges are not the same, naming what is not."""
     check_same_problems(first, second)
     name = str(_metric(first, second, metric))
@@ -106,7 +107,7 @@ def compare(
     means = bootstrap_means(differences, seed=seed, resamples=RESAMPLES)
     assert means is not None
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Comparison(
+    return EvaluationComparison(
         first=first,
         second=second,
         metric=name,
@@ -188,14 +189,14 @@ def sign_flip_test(differences: Sequence[float], seed: int, resamples: int = RES
 
 
 def _cautions(first: Evaluation, second: Evaluation) -> list[str]:
-    found = [told(difference, _NAMES) for difference in different_settings(first, second)]
+    found = [describe_difference(difference, _NAMES) for difference in different_settings(first, second)]
     for name, evaluation in zip(_NAMES, (first, second), strict=True):
         if evaluation.summary.counts.unscored:
             found.append(f"{evaluation.summary.counts.unscored} samples of {name} are unscored")
     return found
 
 
-def comparison_lines(comparison: Comparison, show: int = 20) -> list[str]:
+def comparison_lines(comparison: EvaluationComparison, show: int = 20) -> list[str]:
     c, interval = comparison, comparison.interval
     a, b = c.first.summary, c.second.summary
     lines = [
@@ -233,7 +234,7 @@ def comparison_lines(comparison: Comparison, show: int = 20) -> list[str]:
     return lines
 
 
-def comparison_json(comparison: Comparison) -> str:
+def comparison_json(comparison: EvaluationComparison) -> str:
     c = comparison
     row = {
         "a": str(c.first.folder),

@@ -1,7 +1,7 @@
 """Writing an evaluation so that `kill -9` at any moment costs at most the problems that were under way.
 
-Finished problems are appended and fsynced in batches. Going on cuts a torn last line off, checks that the same thing is
-being measured, and knows what is finished. The format is in `results.py`; what is measured is not known here.
+Finished problems are appended and fsynced in batches. A restart cuts off a torn last line, compares the identity of the
+evaluation, and reads which problems are finished. The format is in `results.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from posttrain.checkpointing.durable import make_folder, write_text
 from posttrain.evaluation.results import (
@@ -21,8 +21,8 @@ from posttrain.evaluation.results import (
     PROBLEMS_FILE,
     SUMMARY_FILE,
     EvaluationError,
-    Problem,
-    Summary,
+    EvaluationSummary,
+    ProblemResult,
     problem_row,
     read_problems,
     summary_text,
@@ -37,12 +37,12 @@ class EvaluationFolder:
     """Open for writing, by this process alone. `finished` are the problems that are on the disk."""
 
     path: Path
-    identity: Mapping[str, Any]
-    finished: dict[str, Problem] = field(default_factory=dict)
+    identity: Mapping[str, object]
+    finished: dict[str, ProblemResult] = field(default_factory=dict)
     _lock: IO[str] | None = None
 
     @classmethod
-    def open(cls, path: Path, identity: Mapping[str, Any], config_yaml: str) -> EvaluationFolder:
+    def open(cls, path: Path, identity: Mapping[str, object], config_yaml: str) -> EvaluationFolder:
         if path.exists() and not path.is_dir():
             raise EvaluationError(f"eval.save_path: {path} is a file; a folder is needed")
         try:
@@ -123,7 +123,7 @@ class EvaluationFolder:
             self.finished = {problem.id: problem for problem in kept}
         return dropped
 
-    def append(self, problems: Sequence[Problem], timing: Mapping[str, float]) -> None:
+    def append(self, problems: Sequence[ProblemResult], timing: Mapping[str, float]) -> None:
         """The problems are on the disk when this returns."""
         new = [problem for problem in problems if problem.id not in self.finished]
         _append(self.path / PROBLEMS_FILE, [problem_row(problem) for problem in new])
@@ -136,7 +136,7 @@ class EvaluationFolder:
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return {name: sum(row.get(name, 0.0) for row in rows) for name in {key for row in rows for key in row}}
 
-    def write_summary(self, summary: Summary) -> None:
+    def write_summary(self, summary: EvaluationSummary) -> None:
         write_text(self.path / SUMMARY_FILE, summary_text(summary))
 
     def close(self) -> None:
@@ -145,8 +145,8 @@ class EvaluationFolder:
             self._lock = None
 
 
-def _difference(key: str, before: Any, now: Any) -> str:
-    """In words for people: hashes mean nothing to them, and of many settings only those that differ count."""
+def _difference(key: str, before: object, now: object) -> str:
+    """For messages: hashes are left out, and of nested settings only the one that differs is shown."""
     if key == "model_fingerprint" and before and now:
         return "the files of the model are others"
     if key.endswith("_hash"):
@@ -159,7 +159,7 @@ def _difference(key: str, before: Any, now: Any) -> str:
     return f"{key} was {before!r:.100} and is {now!r:.100}"
 
 
-def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _append(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
     if not rows:
         return
     with file.open("ab") as stream:
@@ -168,11 +168,11 @@ def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         os.fsync(stream.fileno())
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, object]) -> str:
     return json.dumps(row, allow_nan=False, default=str) + "\n"
 
 
-def _plain(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """As it is read back: JSON knows no tuples."""
-    plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))
+def _plain(identity: Mapping[str, object]) -> dict[str, object]:
+    """As it is read back: JSON has no tuples."""
+    plain: dict[str, object] = json.loads(json.dumps(identity, default=str))
     return plain

@@ -1,49 +1,84 @@
-"""What makes two evaluations the same: model, problems, prompts, sampling and judge. Metrics are not part of it."""
+"""The identity of an evaluation: model, problems, prompts, sampling and judge. Metrics are not part of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
-from posttrain.config.named_files import files_named_in
-from posttrain.evaluation.problems import EvalProblem
+from posttrain.config.named_files import files_named_in, settings_with_files
+from posttrain.config.tree import dotted, leaves
 from posttrain.hashing import digest, hash_files
-from posttrain.models.reference import ModelReference
+from posttrain.types import Task
 
-_MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt")
+# Speed and cost of a judge: they do not change its scores.
+_SPEED_AND_COST = (
+    "num_workers",
+    "timeout_s",
+    "request_timeout_s",
+    "max_retries",
+    "retry_base_s",
+    "retry_max_s",
+    "cache",
+    "cache_path",
+    "usage_file",
+    "input_price",
+    "output_price",
+    "api_key_env",
+    "device",
+    "max_batch_tokens",
+)
+_NAMED, _CONTENT, _PART = "named", "content", "part"
+
+Judge = Mapping[str, object]  # by dotted key of its settings: a value, or the content of what the value names
 
 
-def prompts_hash(problems: Sequence[EvalProblem]) -> str:
+def prompts_hash(problems: Sequence[Task]) -> str:
     """Of what the model is asked, and in which order."""
     return digest([[dict(message) for message in problem.messages] for problem in problems])
 
 
-def files_digest(values: Any) -> dict[str, str]:
+def files_digest(values: object) -> dict[str, str]:
     """SHA-256 of every file that settings name: a judge is the content of its file, not the name of it."""
     files = files_named_in(values)
     return {str(file): found for file, found in zip(files, hash_files(files), strict=True)}
 
 
-def model_fingerprint(reference: ModelReference, say: Callable[[str], None] | None = None) -> str | None:
-    """Of the weights, of the base model under an adapter, and of the tokenizer; None for a model on the hub.
-
-    Evaluations, verdicts, the registry and the pipeline know a model by it: it is computed here and nowhere else.
-    """
-    if reference.files is None:
-        return None
-    folders = dict.fromkeys([reference.files, Path(reference.model), Path(reference.tokenizer)])
-    return folder_fingerprint(*(folder for folder in folders if folder.is_dir()), say=say)
+# -- what decides how answers are scored: the settings of a judge, and the content of the files that they name ----------
 
 
-def folder_fingerprint(*folders: Path, say: Callable[[str], None] | None = None) -> str:
-    """Of the names and of every byte of a model's files; a copy in another place gives the same one.
+def judge_settings(env: Mapping[str, object]) -> dict[str, object]:
+    """By dotted key, without settings of speed and cost."""
+    flat = {dotted(path): value for path, value in leaves(dict(env))}
+    return {key: value for key, value in flat.items() if key.rpartition(".")[2] not in _SPEED_AND_COST}
 
-    Samples of the bytes would not do: a training that changes a few layers may leave all of them as they were.
-    """
-    files = [
-        file
-        for folder in folders
-        for file in sorted({file for pattern in _MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
+
+def judge_of(env: Mapping[str, object]) -> dict[str, object]:
+    """The same with files, folders and modules by their content instead of their name."""
+    found = judge_settings(env)
+    for named in settings_with_files(dict(env)):
+        if named.key in found:
+            content = digest(list(zip(named.names, hash_files(named.files), strict=True)))
+            found[named.key] = {_NAMED: found[named.key], _CONTENT: content, _PART: named.part}
+    return found
+
+
+def differences(ours: Judge, theirs: Judge) -> list[tuple[str, object, object]]:
+    """(key, ours, theirs) of the settings in which two judges differ, for messages."""
+    keys = dict.fromkeys([*ours, *theirs])
+    return [
+        (key, _shown(ours.get(key)), _shown(theirs.get(key)))
+        for key in keys
+        if _identity_of(ours.get(key)) != _identity_of(theirs.get(key))
     ]
-    return digest([[file.name, found] for file, found in zip(files, hash_files(files, say), strict=True)])
+
+
+def _is_content(value: object) -> TypeGuard[dict[str, str]]:
+    return isinstance(value, dict) and _CONTENT in value
+
+
+def _identity_of(value: object) -> object:
+    return (value[_CONTENT], value[_PART]) if _is_content(value) else value
+
+
+def _shown(value: object) -> object:
+    return f"{value[_NAMED]} (content {value[_CONTENT][:8]})" if _is_content(value) else value

@@ -1,17 +1,16 @@
-"""The problems of an evaluation: rows of a benchmark as conversations with an expected answer. Knows no tokenizer.
+"""The problems of an evaluation: rows of a benchmark as conversations with an expected answer, not yet tokenised.
 
 Nothing is dropped: a row without a problem or without an answer is an error that names the file and the row, because a
-score over what happened to be readable is no score of the benchmark.
+score over the readable rows alone is not a score of the benchmark.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from posttrain.config.evaluation import EvalDataConfig
 from posttrain.data.conversations import as_prompt
@@ -28,31 +27,25 @@ from posttrain.evaluation.benchmarks import (
     listed_choices,
     unknown_benchmark,
 )
-from posttrain.types import Message
+from posttrain.types import Message, Task
 
 CHOICE_PROMPT = (
     "Answer the multiple-choice question below. Think it through first if that helps, then end with a line of the form "
     '"Answer: X", where X is the letter of the right choice.\n\n{}'
 )
+_FORMATS = ("csv", "json", "jsonl", "parquet")
 _ID_COLUMNS = ("id", "unique_id", "problem_id")
 
 
 @dataclass(frozen=True)
-class EvalProblem:
-    id: str
-    index: int
-    prompt: str  # as the dataset words it, choices included; before prompt file and chat template
-    messages: tuple[Message, ...]  # what is sent to the model
-    expected: Any
-    metadata: Mapping[str, Any]
-    where: str  # file and row, for messages
-
-
-@dataclass(frozen=True)
 class ProblemSet:
+    """The problems are tasks whose `draw` is their place in the dataset and whose `prompt` is the dataset's own wording,
+    choices included, before prompt file and chat template. They have no tokens yet."""
+
     name: str  # as results call it
     benchmark: Benchmark
-    problems: tuple[EvalProblem, ...]
+    problems: tuple[Task, ...]
+    where: tuple[str, ...]  # file and row of each, for messages
     is_choice: bool
 
 
@@ -68,24 +61,24 @@ def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) 
     asks_choices = [choices(row, seed) for row in rows]
     is_choice = any(choice is not None for choice in asks_choices)
     prompts = _prompt_files(data, is_choice)
-    spoken_for = {*benchmark.question, data.problem_key, data.solution_key}
+    used = {*benchmark.question, data.problem_key, data.solution_key}
     problems = []
     for index, (row, name, choice) in enumerate(zip(rows, ids, asks_choices, strict=True)):
         asked = _question(row, benchmark, data)
         if choice is not None:
             asked = _with_choices(asked, choice, row)
         problems.append(
-            EvalProblem(
+            Task(
+                draw=index,
                 id=name,
-                index=index,
                 prompt=asked if isinstance(asked, str) else "\n\n".join(turn["content"] for turn in asked),
+                prompt_ids=(),
+                reference=_expected(row, benchmark, data) if choice is None else choice.letter,
                 messages=tuple(prompts.messages(asked)),
-                expected=_expected(row, benchmark, data) if choice is None else choice.letter,
-                metadata={key: value for key, value in row.values.items() if key not in spoken_for},
-                where=row.where,
+                metadata={key: value for key, value in row.values.items() if key not in used},
             )
         )
-    return ProblemSet(label, benchmark, tuple(problems), is_choice)
+    return ProblemSet(label, benchmark, tuple(problems), tuple(row.where for row in rows), is_choice)
 
 
 def _benchmark(data: EvalDataConfig) -> Benchmark:
@@ -111,8 +104,9 @@ def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iter
     if path is not None and (data.file_format is not None or path.startswith(("http://", "https://"))):
         rows = _rows_of_file(path, data.file_format)
     else:
-        # A hub dataset of somebody's own is tested on its test split, unless `data.split` says otherwise.
-        entry = replace(entry, split=data.split or ("test" if known is None and path is None else None))
+        # Another hub dataset is tested on its test split, unless `data.split` is set.
+        split = data.split or ("test" if known is None and path is None else None)
+        entry = entry.model_copy(update={"split": split})
         rows = entry.rows(known)
     for number, row in enumerate(rows):
         if limit is not None and number >= limit:
@@ -121,15 +115,21 @@ def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iter
 
 
 def _rows_of_file(path: str, file_format: str | None) -> Iterator[Row]:
-    """One file, near or far, in a format that its name need not tell."""
+    """One file, local or remote. Its name may end in nothing that names a format, but not in another one."""
     filesystem, location = filesystem_of(path)
     plain = path.partition("?")[0]
-    shown = plain if file_format is None else f"{os.path.splitext(plain.removesuffix('.gz'))[0]}.{file_format}"
+    ending = os.path.splitext(plain.removesuffix(".gz"))[1].removeprefix(".")
+    fits = ending == file_format or ending not in _FORMATS or {ending, file_format} == {"json", "jsonl"}
+    if file_format is not None and not fits:
+        raise DataError(
+            f"data.file_format: {file_format} does not fit {path}, a .{ending} file; set data.file_format=null, or name a "
+            f"{file_format} file"
+        )
     try:
-        yield from read_file(filesystem, location, shown)
+        yield from read_file(filesystem, location, plain, file_format)
     except FileNotFoundError:
         raise DataError(f"data.dataset_name: nothing to read at {path}") from None
-    except OSError as error:  # whatever the network says
+    except OSError as error:  # of any kind that a network raises
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
 
 
@@ -141,9 +141,9 @@ def _question(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> str | lis
     return asked
 
 
-def _expected(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> Any:
+def _expected(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> object:
     if data.solution_key is None and callable(benchmark.answer):
-        value: Any = benchmark.answer(row)
+        value: object = benchmark.answer(row)
     else:
         names = (data.solution_key,) if data.solution_key else benchmark.answer
         assert not callable(names)
@@ -155,14 +155,14 @@ def _expected(row: Row, benchmark: Benchmark, data: EvalDataConfig) -> Any:
         or (isinstance(value, str) and not value.strip())
     ):
         raise DataError(f"{row.where}: the expected answer is empty; a benchmark needs one for every problem")
-    if not _is_storable(value):  # how tables say that there is none
+    if not _is_storable(value):  # NaN: a missing value in a table
         raise DataError(
             f"{row.where}: the expected answer {value!r} is no number; a benchmark needs one for every problem"
         )
     return value
 
 
-def _is_storable(value: Any) -> bool:
+def _is_storable(value: object) -> bool:
     try:
         json.dumps(value, allow_nan=False, default=str)
     except ValueError:
@@ -194,14 +194,14 @@ def _with_choices(asked: str | list[Message], choice: Choices, row: Row) -> str:
 def _prompt_files(data: EvalDataConfig, is_choice: bool) -> PromptFiles:
     if data.prompt_file is not None and is_choice and Path(data.prompt_file).is_file():
         text = Path(data.prompt_file).read_text(encoding="utf-8").removesuffix("\n")
-        if "{" not in text:  # NeMo RL's prompts for multiple choice say nothing of where the question goes: behind them
+        if "{" not in text:  # NeMo RL's prompts for multiple choice have no place for the question: it follows them
             return replace(PromptFiles.read(None, data.system_prompt_file), template=text + "\n\n{}")
     files = PromptFiles.read(data.prompt_file, data.system_prompt_file)
     return replace(files, template=CHOICE_PROMPT) if is_choice and data.prompt_file is None else files
 
 
 def _ids(rows: Sequence[Row], key: str | None, label: str) -> list[str]:
-    """What problems are called: by their column if every row has its own name there, otherwise by their number."""
+    """The ids of the problems: from their column if it has another value in every row, otherwise their number."""
     for name in (key,) if key else _ID_COLUMNS:
         values = [row.get(name) for row in rows]
         if all(isinstance(value, str | int) and str(value) for value in values):

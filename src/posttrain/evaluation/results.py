@@ -5,8 +5,8 @@
     identity.json    what is being measured, written first: going on after an interruption has to match it
     config.yaml      every setting in effect
 
-The order of the rows in `problems.jsonl` is that in which problems finished; `index` is the problem's place in its dataset
-and `read_evaluation` returns them in that order. How rewards become metrics is not known here: see `metrics.py`.
+Rows of `problems.jsonl` are in the order in which problems finished; `index` is the problem's place in its dataset, and
+`read_evaluation` returns them in that order. `metrics.py` computes metrics from them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.types import Task
 
 PROBLEMS_FILE = "problems.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -29,20 +30,21 @@ FORMAT_VERSION = 1
 
 
 class EvaluationError(InputError):
-    """An evaluation folder that cannot be read, or evaluations that cannot be set side by side."""
+    """An evaluation folder that cannot be read, or evaluations that cannot be compared."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One answer. `reward` None means unscored, and `error` then says why; it is never counted as wrong."""
+class SampleResult:
+    """One answer. `reward` None means unscored, for the reason in `error`; it is never counted as wrong."""
 
     text: str
-    num_tokens: int | None  # None: a server that does not tell
+    num_tokens: int | None  # None: a server that does not report it
     finish_reason: str | None  # "stop" or "length"; None where no answer came (a request that failed)
     reward: float | None
     answer: str | None = None  # what was read out of the text; equal answers vote together in cons@k
     error: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward
+    turns: tuple[Mapping[str, str], ...] = ()  # role and text, where an environment took turns with the model
 
     @property
     def truncated(self) -> bool:
@@ -50,15 +52,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ProblemResult:
     """One problem with its samples, in sample order."""
 
     id: str
     index: int  # place in the dataset, from 0
     dataset: str
     prompt: str  # the problem as the dataset words it, before prompt file and chat template
-    expected: Any  # the answer as the dataset gives it
-    samples: tuple[Sample, ...]
+    expected: object  # the answer as the dataset gives it
+    samples: tuple[SampleResult, ...]
 
     @property
     def rewards(self) -> list[float | None]:
@@ -81,8 +83,8 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What an evaluation comes to. `metrics` holds the scores ("pass@1", "avg@16", "cons@16", …) and, beside them,
+class EvaluationSummary:
+    """The result of an evaluation. `metrics` holds the scores ("pass@1", "avg@16", "cons@16", …) and, beside them,
     "mean_length_tokens", "truncation_rate" and "unscored_rate"; `intervals` has the same names where one was computed.
     A metric that could not be measured (nothing was scored) is absent, never 0."""
 
@@ -116,32 +118,38 @@ class Evaluation:
     """A finished evaluation: `problems` in the order of the dataset."""
 
     folder: Path
-    summary: Summary
-    problems: tuple[Problem, ...]
+    summary: EvaluationSummary
+    problems: tuple[ProblemResult, ...]
 
 
-def problem_set_hash(problems: Iterable[tuple[str, str, Any]]) -> str:
-    """One hash for a set of (id, prompt, expected), whatever their order: equal hashes can be compared problem by problem."""
-    digests = sorted(_digest(problem) for problem in problems)
+def hash_of(problems: Sequence[ProblemResult]) -> str:
+    """One hash for a set of problems, whatever their order: equal hashes can be compared problem by problem."""
+    return _problem_set_hash([(problem.id, problem.prompt, problem.expected) for problem in problems])
+
+
+def hash_of_tasks(tasks: Sequence[Task]) -> str:
+    """The same of problems that have no results yet."""
+    return _problem_set_hash([(task.id, task.prompt, task.reference) for task in tasks])
+
+
+def _problem_set_hash(problems: Sequence[tuple[str, str, object]]) -> str:
+    rows = [json.dumps(problem, sort_keys=True, default=str) for problem in problems]
+    digests = sorted(hashlib.sha256(row.encode()).hexdigest() for row in rows)
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
-def hash_of(problems: Sequence[Problem]) -> str:
-    return problem_set_hash((problem.id, problem.prompt, problem.expected) for problem in problems)
-
-
-def _digest(problem: tuple[str, str, Any]) -> str:
-    return hashlib.sha256(json.dumps(problem, sort_keys=True, default=str).encode()).hexdigest()
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def problem_row(problem: Problem) -> dict[str, Any]:
-    return asdict(problem)
+def problem_row(problem: ProblemResult) -> dict[str, Any]:
+    row = asdict(problem)
+    for sample in row["samples"]:
+        if not sample["turns"]:
+            del sample["turns"]
+    return row
 
 
-def summary_text(summary: Summary) -> str:
+def summary_text(summary: EvaluationSummary) -> str:
     row = {"format": FORMAT_VERSION, **asdict(summary)}
     return json.dumps(row, indent=2, allow_nan=False, default=str) + "\n"
 
@@ -159,7 +167,7 @@ def read_evaluation(folder: str | Path) -> Evaluation:
     path = folder / PROBLEMS_FILE
     if len(problems) != summary.counts.problems:
         raise EvaluationError(
-            f"{path}: {len(problems)} problems, but {SUMMARY_FILE} speaks of {summary.counts.problems}; "
+            f"{path}: {len(problems)} problems, but {SUMMARY_FILE} has {summary.counts.problems}; "
             "one of the two files was changed"
         )
     if hash_of(problems) != summary.problem_set_hash:
@@ -169,7 +177,7 @@ def read_evaluation(folder: str | Path) -> Evaluation:
     return Evaluation(folder, summary, tuple(sorted(problems, key=lambda problem: problem.index)))
 
 
-def read_summary(folder: str | Path) -> Summary:
+def read_summary(folder: str | Path) -> EvaluationSummary:
     path = Path(folder) / SUMMARY_FILE
     if not path.exists():
         if (path.parent / PROBLEMS_FILE).exists():
@@ -193,7 +201,7 @@ def read_summary(folder: str | Path) -> Summary:
     row["intervals"] = {
         name: _build(Interval, value, f"{where}: intervals.{name}") for name, value in intervals.items()
     }
-    summary = _build(Summary, row, where)
+    summary = _build(EvaluationSummary, row, where)
     for name, value in _mapping(summary.metrics, f"{where}: metrics").items():
         if not _is_finite(value):
             raise EvaluationError(f"{where}: metrics.{name} is {value!r}; expected a finite number")
@@ -204,12 +212,12 @@ def read_summary(folder: str | Path) -> Summary:
     return summary
 
 
-def read_problems(folder: str | Path) -> list[Problem]:
+def read_problems(folder: str | Path) -> list[ProblemResult]:
     """The rows of `problems.jsonl`, in file order."""
     path = Path(folder) / PROBLEMS_FILE
     if not path.exists():
         raise EvaluationError(f"{folder}: no {PROBLEMS_FILE}; expected the save_path of a `posttrain eval`")
-    problems: list[Problem] = []
+    problems: list[ProblemResult] = []
     first_line: dict[str, int] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -224,7 +232,7 @@ def read_problems(folder: str | Path) -> list[Problem]:
     return problems
 
 
-def parse_problem(line: str | bytes, where: str) -> Problem:
+def parse_problem(line: str | bytes, where: str) -> ProblemResult:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -234,7 +242,7 @@ def parse_problem(line: str | bytes, where: str) -> Problem:
     if not isinstance(samples, list) or not samples:
         raise EvaluationError(f"{where}: samples is {samples!r}; expected a list with at least one sample")
     row["samples"] = tuple(_sample(sample, f"{where}: samples[{place}]") for place, sample in enumerate(samples))
-    problem = _build(Problem, row, where)
+    problem = _build(ProblemResult, row, where)
     if not isinstance(problem.id, str) or not isinstance(problem.index, int):
         raise EvaluationError(
             f"{where}: id {problem.id!r} and index {problem.index!r}; expected a string and an integer"
@@ -242,14 +250,17 @@ def parse_problem(line: str | bytes, where: str) -> Problem:
     return problem
 
 
-def _sample(value: Any, where: str) -> Sample:
-    sample = _build(Sample, value, where)
+def _sample(value: Any, where: str) -> SampleResult:
+    sample: SampleResult = _build(SampleResult, value, where)
+    if not isinstance(sample.turns, list | tuple):
+        raise EvaluationError(f"{where}: turns is {sample.turns!r}; expected a list of role and text")
+    sample = replace(sample, turns=tuple(sample.turns))
     if sample.num_tokens is not None and not isinstance(sample.num_tokens, int):
         raise EvaluationError(f"{where}: num_tokens is {sample.num_tokens!r}; expected an integer, or null if unknown")
     if sample.reward is not None and not _is_finite(sample.reward):
         raise EvaluationError(f"{where}: reward is {sample.reward!r}; expected a finite number, or null if unscored")
     if sample.reward is None and not sample.error:
-        raise EvaluationError(f"{where}: reward is null without an error that says why")
+        raise EvaluationError(f"{where}: reward is null without an error that gives the reason")
     return sample
 
 

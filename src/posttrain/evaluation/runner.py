@@ -1,86 +1,94 @@
-"""Runs an evaluation: problems in batches through a model and a judge, each batch saved before the next begins.
+"""Runs an evaluation: problems in batches through a rollout source, each batch saved before the next begins.
 
-Batches are cut by the place of a problem in its dataset, never by what happens to be left, and a batch of which only a part
-was saved is done again as a whole. So a problem always meets the same neighbours in the engine, and an evaluation that was
-interrupted gives the same answers as one that was not.
+Batches are cut by the place of a problem in its dataset, whatever is finished already, and a batch of which only a part was
+saved is repeated as a whole. So a problem always shares a batch with the same others, and an interrupted evaluation gives
+the same answers as an uninterrupted one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from posttrain.evaluation.answering import Answer, AnswerSource
 from posttrain.evaluation.answers import AnswerReader
 from posttrain.evaluation.folder import EvaluationFolder
-from posttrain.evaluation.problems import EvalProblem, ProblemSet
-from posttrain.evaluation.results import Problem, Sample
-from posttrain.roles import Environment, Progress
-from posttrain.types import Completion, Score, Task
+from posttrain.evaluation.problems import ProblemSet
+from posttrain.evaluation.results import ProblemResult, SampleResult
+from posttrain.evaluation.server import ServedCompletion
+from posttrain.roles import RolloutSource
+from posttrain.types import Completion, Group, Rollout, Task
+
+
+def unfinished_batches(tasks: Sequence[Task], size: int, finished: Container[str]) -> list[Sequence[Task]]:
+    """The batches in which a problem is missing, whole and in order."""
+    batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
+    return [batch for batch in batches if not all(task.id in finished for task in batch)]
+
+
+class TaskQueue:
+    """Tasks one after another: the stream of an evaluation."""
+
+    def __init__(self, batches: Sequence[Sequence[Task]]) -> None:
+        self._tasks = [task for batch in batches for task in batch]
+
+    def take(self, count: int) -> Sequence[Task]:
+        taken, self._tasks = self._tasks[:count], self._tasks[count:]
+        return taken
 
 
 @dataclass(frozen=True)
 class EvaluationRunner:
     problem_set: ProblemSet
-    source: AnswerSource
-    environment: Environment
+    source: RolloutSource
     read_answer: AnswerReader
-    num_samples: int
-    problems_per_step: int
     folder: EvaluationFolder
 
-    def run(self, progress: Progress) -> None:
-        """Answer and save every problem that is not finished. `progress` hears of samples that are answered."""
-        problems = self.problem_set.problems
-        for start in range(0, len(problems), self.problems_per_step):
-            batch = problems[start : start + self.problems_per_step]
-            if all(problem.id in self.folder.finished for problem in batch):
-                continue
+    def run(self, batch_sizes: Sequence[int]) -> None:
+        """Take and save batch after batch."""
+        for size in batch_sizes:
             began = time.perf_counter()
-            answers = self.source.answer(batch, self.num_samples, progress)
-            answered = time.perf_counter()
-            scored = self._scored(batch, answers)
-            self.folder.append(
-                scored,
-                {
-                    "generation_s": answered - began,
-                    "wall_s": time.perf_counter() - began,
-                    "num_tokens": float(sum(answer.num_tokens or 0 for row in answers for answer in row)),
-                },
-            )
+            taken = self.source.take(size, step=0)
+            results = [self._result(group) for group in taken.groups]
+            counts = [sample.num_tokens or 0 for result in results for sample in result.samples]
+            timing = {"generation_s": taken.timings_s["generation"], "wall_s": time.perf_counter() - began}
+            self.folder.append(results, {**timing, "num_tokens": float(sum(counts))})
 
-    def _scored(self, problems: Sequence[EvalProblem], answers: Sequence[Sequence[Answer]]) -> list[Problem]:
-        judged: list[tuple[Task, Completion]] = [
-            (self.source.task(problem), answer.completion)
-            for problem, row in zip(problems, answers, strict=True)
-            for answer in row
-            if answer.completion is not None
-        ]
-        tasks, completions = [task for task, _ in judged], [completion for _, completion in judged]
-        scores = iter(self.environment.score(tasks, completions) if judged else [])
-        return [
-            Problem(
-                id=problem.id,
-                index=problem.index,
-                dataset=self.problem_set.name,
-                prompt=problem.prompt,
-                expected=problem.expected,
-                samples=tuple(self._sample(answer, next(scores) if answer.completion else None) for answer in row),
-            )
-            for problem, row in zip(problems, answers, strict=True)
-        ]
+    def _result(self, group: Group) -> ProblemResult:
+        problem = self.problem_set.problems[group.task.draw]
+        return ProblemResult(
+            id=problem.id,
+            index=problem.draw,
+            dataset=self.problem_set.name,
+            prompt=problem.prompt,
+            expected=problem.reference,
+            samples=tuple(self._sample(rollout) for rollout in group.rollouts),
+        )
 
-    def _sample(self, answer: Answer, score: Score | None) -> Sample:
-        if answer.completion is None or score is None:
-            return Sample("", 0, None, None, error=answer.error or "no answer came")
-        completion = answer.completion
-        return Sample(
+    def _sample(self, rollout: Rollout) -> SampleResult:
+        completion, score = rollout.completion, rollout.score
+        if completion.error is not None:
+            return SampleResult("", 0, None, None, error=completion.error)
+        turns = completion.conversation.utterances if completion.conversation is not None else ()
+        return SampleResult(
             text=completion.text,
-            num_tokens=answer.num_tokens,
+            num_tokens=_num_tokens(completion),
             finish_reason=completion.finish_reason,
             reward=score.reward,
-            answer=self.read_answer(completion.text),
+            answer=self.read_answer(_final_text(completion)),
             error=(score.error or "no reason given") if score.reward is None else None,
             parts=dict(score.parts),
+            turns=tuple({"role": turn.role, "text": turn.text} for turn in turns),
         )
+
+
+def _num_tokens(completion: Completion) -> int | None:
+    return completion.num_tokens if isinstance(completion, ServedCompletion) else completion.num_sampled
+
+
+def _final_text(completion: Completion) -> str:
+    """The model's last turn, from which the answer is read."""
+    if completion.conversation is None:
+        return completion.text
+    turns = [turn.text for turn in completion.conversation.utterances if turn.role == "assistant"]
+    return turns[-1] if turns else ""

@@ -1,4 +1,4 @@
-"""What an evaluation comes to: metrics with their intervals, counts, speed and cost; and the block that is printed.
+"""The summary of an evaluation: metrics with their intervals, counts, speed and cost; and the block that is printed.
 
 Computed from the saved problems alone, so that another metric of a finished evaluation needs no model.
 """
@@ -8,29 +8,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from posttrain.algorithms.pass_rates import measured_mean
 from posttrain.config.evaluation import EvalRunConfig
-from posttrain.evaluation.results import Counts, Problem, Summary, hash_of
-from posttrain.rollouts.pass_rates import (
-    LENGTH,
-    TRUNCATION,
-    UNSCORED,
-    bootstrap_interval,
-    measured_mean,
-    per_problem,
-)
+from posttrain.evaluation.metrics import LENGTH, TRUNCATION, UNSCORED, bootstrap_interval, per_problem
+from posttrain.evaluation.results import Counts, EvaluationSummary, ProblemResult, hash_of
 
 RULE = "=" * 60
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an evaluation besides its problems."""
+    """Facts of an evaluation besides its problems."""
 
     model: str
     dataset: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     code_version: str
     model_fingerprint: str | None
     num_devices: int
@@ -38,17 +31,15 @@ class Facts:
 
 
 def metric_names(config: EvalRunConfig) -> list[str]:
-    """The one that was asked for first, then the usual ones of that many samples, then what describes the answers."""
+    """The main metric first, then the usual ones of that many samples, then length, truncation and unscored rate."""
     n = config.eval.num_tests_per_prompt
     usual = ["pass@1", f"pass@{n}", f"cons@{n}", f"avg@{n}"] if n > 1 else ["pass@1", "avg@1"]
     return list(dict.fromkeys([config.metric_name, *usual, LENGTH, TRUNCATION, UNSCORED]))
 
 
-def summarise(config: EvalRunConfig, problems: Sequence[Problem], facts: Facts) -> Summary:
+def summarise(config: EvalRunConfig, problems: Sequence[ProblemResult], facts: Facts) -> EvaluationSummary:
     wanted = config.eval
-    ordered = sorted(
-        problems, key=lambda problem: problem.index
-    )  # floats are added in one order, whatever finished first
+    ordered = sorted(problems, key=lambda problem: problem.index)  # so that sums do not depend on what finished first
     metrics, intervals = {}, {}
     for name in metric_names(config):
         values = per_problem(ordered, name, wanted.pass_threshold)
@@ -65,7 +56,7 @@ def summarise(config: EvalRunConfig, problems: Sequence[Problem], facts: Facts) 
     num_tokens = facts.timings.get("num_tokens", 0.0)
     price = wanted.gpu_hour_price
     cost = None if price is None else price * facts.num_devices * wall_s / 3600
-    return Summary(
+    return EvaluationSummary(
         model=facts.model,
         dataset=facts.dataset,
         metric=config.metric_name,
@@ -93,7 +84,7 @@ def summarise(config: EvalRunConfig, problems: Sequence[Problem], facts: Facts) 
     )
 
 
-def block(config: EvalRunConfig, summary: Summary, problems: Sequence[Problem]) -> list[str]:
+def block(config: EvalRunConfig, summary: EvaluationSummary, problems: Sequence[ProblemResult]) -> list[str]:
     """The lines that NeMo RL prints, then ours."""
     generation = config.generation
     ordered = sorted(problems, key=lambda problem: problem.index)
@@ -114,7 +105,7 @@ def block(config: EvalRunConfig, summary: Summary, problems: Sequence[Problem]) 
     ]
 
 
-def _first_reason(problems: Sequence[Problem]) -> str | None:
+def _first_reason(problems: Sequence[ProblemResult]) -> str | None:
     """Why most of the unscored samples are unscored."""
     errors = Counter(s.error for problem in problems for s in problem.samples if s.reward is None and s.error)
     if not errors:
@@ -125,7 +116,7 @@ def _first_reason(problems: Sequence[Problem]) -> str | None:
     return f"{count} times: {lines[-1][:200]}{others_too}"
 
 
-def _more(summary: Summary, num_measured: int, why_unscored: str | None) -> list[str]:
+def _more(summary: EvaluationSummary, num_measured: int, why_unscored: str | None) -> list[str]:
     counts = summary.counts
     lines = []
     for name, value in summary.metrics.items():

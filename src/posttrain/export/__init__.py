@@ -1,1 +1,1 @@
-"""Models in and out: other formats to a Hugging Face folder."""
+"""Converts checkpoints to Hugging Face folders, and those to GGUF."""

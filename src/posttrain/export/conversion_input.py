@@ -1,35 +1,33 @@
-"""What is to be converted: finds the weights, the config, the tokenizer and the run's record behind one path.
+"""The input of a conversion: finds weights, config, tokenizer and the run's config from one path.
 
-Understood are posttrain's checkpoints and NeMo RL's (`step_N/policy/weights`: safetensors whole or in shards, torch DCP),
+Accepted are posttrain's checkpoints and NeMo RL's (`step_N/policy/weights`: safetensors whole or in shards, torch DCP),
 folders of torch DCP on their own, Hugging Face folders and peft adapters. Nothing is written here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from posttrain.checkpointing import describe_model
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError, reason_of
-from posttrain.export.lora import Adapter, adapter_in, open_adapter
-from posttrain.export.weight_names import ModelShape, config_file_of, is_lora, match_names, plain_name, prefix_of
+from posttrain.export.merge_lora import Adapter, adapter_in, open_adapter
+from posttrain.export.weight_names import WeightShapes, config_file_of, is_lora, match_names, plain_name, prefix_of
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
-from posttrain.models.config_errors import explain_config_error
+from posttrain.json_files import JsonMapping, JsonObject, read_json
+from posttrain.models.accepted_names import TOKENIZER, adapter_base, check_model_folder, find_checkpoint
 from posttrain.models.hub import looks_like_hub_name, why_unavailable
-from posttrain.models.reference import (
-    TOKENIZER,
-    adapter_base,
-    check_model_folder,
-    find_checkpoint,
-    read_json,
-)
+from posttrain.models.loading import explain_config_error
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Say = Callable[[str], None]
 _FILES_OF_A_MODEL = ("*.safetensors", ".metadata", "config.json", "adapter_config.json")
@@ -44,11 +42,11 @@ class ConversionError(InputError):
 class ConversionInput:
     text: str  # as the user wrote it
     folder: Path  # of the weights, or of the adapter
-    base: str  # folder or hub name of the model that was trained; the folder itself where nothing says
-    base_origin: str  # `base`, and who says so, for messages
+    base: str  # folder or hub name of the model that was trained; the folder itself if nothing names it
+    base_origin: str  # `base` and where it is named, for messages
     base_is_given: bool  # by --config or --base, so that it is compared with the weights
     source: WeightSource | None  # the files of `folder`; None for a peft adapter
-    run_config: Mapping[str, Any]  # config.yaml of the run; empty if there is none
+    run_config: JsonMapping  # config.yaml of the run; empty if there is none
     config_file: Path | None
     checkpoint: Path | None  # step_N
 
@@ -63,26 +61,26 @@ class ConversionInput:
 
     @cached_property
     def base_folder(self) -> Path:
-        """The base model's folder, fetched from the hub if that is where it is."""
+        """The base model's folder, fetched from the hub if needed."""
         return _local_folder(self.base)
 
     @cached_property
-    def shape(self) -> ModelShape:
+    def shape(self) -> WeightShapes:
         """The model's weights as its config describes them."""
         own = self.folder / "config.json"
         if not own.is_file() or self.has_adapter:
-            return ModelShape.of(self._base_config(), self.base_origin)
+            return WeightShapes.of(self._base_config(), self.base_origin)
         config = read_model_config(str(self.folder), {}, str(own))
         if self.base_is_given:
             self._compare_with_base(config, own)
-        return ModelShape.of(config, str(own))
+        return WeightShapes.of(config, str(own))
 
-    def _base_config(self) -> Any:
+    def _base_config(self) -> PretrainedConfig:
         overrides = dict((self.run_config.get("policy") or {}).get("hf_config_overrides") or {})
         return read_model_config(self.base, overrides, self.base_origin)
 
-    def _compare_with_base(self, config: Any, own: Path) -> None:
-        """The weights' own config is the better witness; one that the user gives must not contradict it."""
+    def _compare_with_base(self, config: PretrainedConfig, own: Path) -> None:
+        """The config saved with the weights takes precedence; one that the user gives must not contradict it."""
         try:
             given = self._base_config()
         except ConversionError:
@@ -94,10 +92,10 @@ class ConversionInput:
         pairs = {"model_type": kinds} | {
             key: [each["sizes"].get(key) for each in described] for key in described[0]["sizes"]
         }
-        for key, (saved, said) in pairs.items():
-            if said is not None and saved != said:
+        for key, (saved, given) in pairs.items():
+            if given is not None and saved != given:
                 raise ConversionError(
-                    f"the config does not match the checkpoint: {key} is {saved} by {own}, but {said} by {self.base_origin}"
+                    f"the config does not match the checkpoint: {key} is {saved} by {own}, but {given} by {self.base_origin}"
                 )
 
     @cached_property
@@ -113,12 +111,12 @@ class ConversionInput:
         names = {name.removeprefix(prefix): old for name, old in plain.items()}
         return adapter_in(RenamedSource(self.source, names), self._lora_settings(), self.folder)
 
-    def _lora_settings(self) -> dict[str, Any]:
+    def _lora_settings(self) -> JsonObject:
         section = (self.run_config.get("policy") or {}).get("dtensor_cfg") or {}
         lora = section.get("lora_cfg") or {}
         if not lora.get("dim") or not lora.get("alpha"):
             raise ConversionError(
-                f"{self.folder} holds LoRA weights, but {self.config_file or 'no config.yaml'} says nothing of "
+                f"{self.folder} holds LoRA weights, but {self.config_file or 'no config.yaml'} does not set "
                 "policy.dtensor_cfg.lora_cfg.dim and .alpha; give the run's config with --config"
             )
         targets = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in self._lora_names()})
@@ -228,7 +226,7 @@ def _weights_folder(weights: Path) -> Path:
 
 
 def _check_holds_model(folder: Path) -> None:
-    """Any other folder has to be a model itself: a model somewhere below it is not what the user has named."""
+    """Any other folder has to be a model itself. A model in one of its subfolders is not taken."""
     if not _holds_any(folder, (*_FILES_OF_A_MODEL, "*.distcp", "iter_*")):
         check_model_folder(folder)
 
@@ -238,7 +236,7 @@ def _holds_any(folder: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def _check_base(base: str) -> None:
-    """The result names its base model, so a mistyped path must not get there. A hub name is fetched only if needed."""
+    """The result names its base model, so a mistyped path is refused. A hub name is fetched only if needed."""
     if Path(base).is_dir():
         if not (Path(base) / "config.json").is_file():
             raise ConversionError(f"--base {base} is a folder without config.json; accepted: {_BASES}")
@@ -246,23 +244,23 @@ def _check_base(base: str) -> None:
         raise ConversionError(f"--base: no folder {base!r}; accepted: {_BASES}")
 
 
-def _check_training_config(path: Path, run_config: Mapping[str, Any], *, names_model: bool) -> None:
-    """--config is where the model's history comes from; a file without it would lose the history without a word."""
+def _check_training_config(path: Path, run_config: JsonMapping, *, names_model: bool) -> None:
+    """--config provides the model's lineage. A file without it would lose the lineage silently."""
     if "policy" not in run_config:
         raise ConversionError(
             f"{path} is no config of a training run: it has no section policy; accepted: the run's step_N/config.yaml"
         )
     if names_model and not (run_config["policy"] or {}).get("model_name"):
-        raise ConversionError(f"{path} has no policy.model_name, so the model that was trained is not known")
+        raise ConversionError(f"{path} has no policy.model_name, so the model that was trained is unknown")
 
 
-def _base_model(folder: Path, run_config: Mapping[str, Any], config_file: Path | None, is_peft: bool) -> str:
+def _base_model(folder: Path, run_config: JsonMapping, config_file: Path | None, is_peft: bool) -> str:
     named = (run_config.get("policy") or {}).get("model_name")
     if is_peft:
         try:
             return adapter_base(folder)
         except InputError:
-            # The folder has moved. The run's config may know it by a path that still holds.
+            # The folder has moved. The run's config may name it by a path that is still valid.
             if isinstance(named, str) and (Path(named).is_dir() or looks_like_hub_name(named)):
                 return named
             raise
@@ -271,14 +269,14 @@ def _base_model(folder: Path, run_config: Mapping[str, Any], config_file: Path |
     if (folder / "config.json").is_file():
         return str(folder)
     if config_file is not None:
-        raise ConversionError(f"{config_file} has no policy.model_name, so the model's architecture is not known")
+        raise ConversionError(f"{config_file} has no policy.model_name, so the model's architecture is unknown")
     raise ConversionError(
-        f"{folder} says nothing of the model's architecture: there is no config.json. Give the run's config.yaml with "
+        f"{folder} does not describe the model's architecture: there is no config.json. Give the run's config.yaml with "
         "--config, or the model that was trained with --base"
     )
 
 
-def read_run_config(path: Path) -> dict[str, Any]:
+def read_run_config(path: Path) -> JsonObject:
     """A run's config.yaml, ours or NeMo RL's, as it is: only a few of its keys are needed, so no schema is applied."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -291,7 +289,7 @@ def read_run_config(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_model_config(place: str, overrides: Mapping[str, Any], named: str) -> Any:
+def read_model_config(place: str, overrides: JsonMapping, named: str) -> PretrainedConfig:
     """The config of the model in the folder `place`, or of that name on the hub. `named` is its name in messages."""
     from transformers import AutoConfig
 
@@ -301,16 +299,16 @@ def read_model_config(place: str, overrides: Mapping[str, Any], named: str) -> A
         )
     try:
         config = AutoConfig.from_pretrained(place, **overrides)
-    except Exception as error:  # a value of the wrong kind shows as anything
+    except Exception as error:  # a value of the wrong type may raise anything
         file = Path(place) / "config.json"
         if file.is_file():
-            said = explain_config_error(error, {**read_json(file), **overrides})
+            reason = explain_config_error(error, {**read_json(file), **overrides})
             changed = f" (with policy.hf_config_overrides {dict(overrides)})" if overrides else ""
-            raise ConversionError(f"{config_file_of(named)}{changed}: {said}") from error
+            raise ConversionError(f"{config_file_of(named)}{changed}: {reason}") from error
         raise ConversionError(
             f"the config of {named} cannot be read: {reason_of(error)}. Give the folder of the trained model with --base."
         ) from error
-    config.use_cache = True  # training turns it off, and whoever generates with it would wait
+    config.use_cache = True  # training turns it off; generation is slow without it
     return config
 
 

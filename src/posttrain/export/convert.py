@@ -1,36 +1,38 @@
-"""A checkpoint becomes a Hugging Face folder. `convert` tells the story; the parts are in the files beside it.
+"""Converts a checkpoint to a Hugging Face folder. `convert` is the entry point; the parts are in the other files.
 
-The folder is written under another name beside its place, compared with its source, and renamed when all is well: what has
-the target's name is whole. Weights pass through one at a time, so memory does not grow with the model.
+The folder is written under a temporary name, compared with its source, and renamed: a folder with the target's name is
+complete. Weights are processed one at a time, so memory does not grow with the model.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from posttrain.checkpointing.integrity import seal
-from posttrain.errors import reason_of
+from posttrain.checkpointing.state import capture_rng, restore_rng
+from posttrain.errors import InputError, reason_of
 from posttrain.export.conversion_input import ConversionError, ConversionInput, Say, open_input
-from posttrain.export.lora import Adapter, MergedSource, open_adapter
+from posttrain.export.merge_lora import Adapter, MergedSource, open_adapter
 from posttrain.export.model_card import lineage, model_card
 from posttrain.export.new_folder import check_target, new_folder
 from posttrain.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
-from posttrain.export.weight_names import ModelShape
+from posttrain.export.weight_names import WeightShapes
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
 from posttrain.models.hub import why_unavailable
-from posttrain.models.reference import read_json
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LINEAGE = "conversion.json"
+COPY_FOLDER = "hf"  # in a checkpoint
 Advance = Callable[[int, int], None]  # bytes just written, bytes in all
 
 
@@ -142,7 +144,7 @@ def _finite(weights: WeightSource, plan: Mapping[str, TensorFacts]) -> Iterator[
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    """Looked at in pieces: the answer for a whole tensor takes as much memory as the tensor."""
+    """Checked in pieces: the mask of a whole tensor would take as much memory as the tensor."""
     return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(2**20))
 
 
@@ -156,7 +158,7 @@ def _explain_non_finite(name: str, written: Tensor, read: Tensor, where: str) ->
         )
     raise ConversionError(
         f"{name} of {where} holds {count} numbers that are not finite, the first at {place}: {float(written[tuple(place)])}. "
-        "The checkpoint is of no use; take an earlier one"
+        "The checkpoint is unusable; take an earlier one"
     )
 
 
@@ -183,7 +185,7 @@ def _write_adapter(
 
 
 def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, TensorFacts]) -> None:
-    from posttrain.policy.kept_generation_config import KeptGenerationConfig
+    from posttrain.policy.checkpoint.contents import KeptGenerationConfig
 
     config = source.shape.config
     floating = [facts.dtype for facts in plan.values() if facts.dtype.is_floating_point]
@@ -201,8 +203,8 @@ def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, Ten
             generation = KeptGenerationConfig.from_pretrained(place)
             break
         except (OSError, ValueError, TypeError) as error:
-            if file.is_file():  # without it a model may not know where its answers end
-                raise ConversionError(f"{file} cannot be read: {reason_of(error)}; mend it, or remove it") from error
+            if file.is_file():  # it may hold the token that ends an answer
+                raise ConversionError(f"{file} cannot be read: {reason_of(error)}; fix or remove it") from error
     (generation or KeptGenerationConfig.from_model_config(config)).save_pretrained(folder)
 
 
@@ -248,13 +250,13 @@ def _verify(
     if verification.drowns_adapter and not as_adapter:
         say(
             f"warning: rounding the merged weights to 16 bits changed logits by up to {verification.max_difference:.3g}, the "
-            f"adapter by {verification.adapter_effect:.3g}: much of what was learnt is lost. --dtype float32 keeps it"
+            f"adapter by {verification.adapter_effect:.3g}: much of the training is lost. --dtype float32 keeps it"
         )
     return verification
 
 
 def _found_logits(
-    folder: Path, source: ConversionInput, shape: ModelShape, as_adapter: bool, how: Literal["loaded", "streamed"]
+    folder: Path, source: ConversionInput, shape: WeightShapes, as_adapter: bool, how: Literal["loaded", "streamed"]
 ) -> Tensor:
     if how == "loaded":
         model = source.loadable_folder if as_adapter else folder
@@ -277,6 +279,30 @@ def _verify_fused(folder: Path, source: ConversionInput, as_adapter: bool, say: 
     return compare(reference, found, how="loaded", rounded=rounded, without_adapter=None)
 
 
-def read_lineage(folder: Path) -> dict[str, Any]:
-    """`conversion.json` of a converted folder; empty if it has none."""
-    return read_json(folder / LINEAGE) if (folder / LINEAGE).is_file() else {}
+# -- while training ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeriodicExport:
+    """`checkpointing.save_consolidated`: each checkpoint gets a converted copy of the model, in `step_N/hf`.
+
+    The copy is made while the checkpoint is being written, and is covered by its checksums. If it fails (weights that are
+    not finite, a missing base model), the checkpoint is saved without it.
+    """
+
+    warn: Callable[[str], None]
+    merge_lora: bool = True
+
+    def __call__(self, checkpoint: Path) -> None:
+        """Convert the weights in `checkpoint`, which still has its temporary name."""
+        name = checkpoint.name.removeprefix("tmp_")
+        shown_as = f"{checkpoint.parent.name}/{name}"
+        settings = ConversionSettings(merge_lora=self.merge_lora)
+        rng = capture_rng()  # building a model may draw random numbers, and the run must continue as without the copy
+        try:
+            convert(str(checkpoint), checkpoint / COPY_FOLDER, settings, shown_as=shown_as, say=lambda line: None)
+        except InputError as error:
+            shutil.rmtree(checkpoint / COPY_FOLDER, ignore_errors=True)
+            self.warn(f"checkpointing.save_consolidated: {name} is saved without its copy in {COPY_FOLDER}/: {error}")
+        finally:
+            restore_rng(rng)

@@ -1,8 +1,8 @@
-"""A Hugging Face folder becomes a GGUF file for llama.cpp, read back and compared before it gets its name.
+"""Converts a Hugging Face folder to a GGUF file for llama.cpp. The file is read back and compared before it is renamed.
 
 Families: Llama (and Mistral without a sliding window), Qwen2, Qwen3. Number formats: f32, f16, bf16, q8_0 (blocks of 32 with
-one scale); norms and biases stay f32, as llama.cpp wants them. Weights pass through one at a time. The reverse is
-`gguf_import`.
+one scale); norms and biases stay f32, as llama.cpp requires. Weights are processed one at a time. The reverse is
+`models/gguf_import.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,21 +24,23 @@ from posttrain.checkpointing import durable
 from posttrain.errors import InputError
 from posttrain.export.conversion_input import read_model_config
 from posttrain.export.convert import Advance
-from posttrain.export.gguf_import import require_gguf
 from posttrain.export.gguf_tokenizer import add_tokenizer
-from posttrain.export.weight_names import ModelShape, match_names
+from posttrain.export.weight_names import WeightShapes, match_names
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
+from posttrain.models.gguf_import import require_gguf
 from posttrain.models.tensor_files import TensorFacts
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from gguf import MODEL_ARCH, GGUFWriter, TensorNameMap
+    from transformers import PretrainedConfig
 
 Say = Callable[[str], None]
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _GGUF_MAGIC = b"GGUF"  # the first bytes of every such file
 _BLOCK = 32  # numbers that share a scale in q8_0
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-
-
-class GgufExportError(InputError):
-    """A model that cannot be written as GGUF."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,11 @@ class _Planned:
 def check_gguf_target(file: Path, force: bool) -> None:
     require_gguf()
     if file.is_dir():
-        raise GgufExportError(f"{file} is a folder; accepted: the name of a file, such as model.gguf")
+        raise InputError(f"{file} is a folder; accepted: the name of a file, such as model.gguf")
     if file.exists() and not force:
-        raise GgufExportError(f"{file} exists; name another file, or replace it with --force")
+        raise InputError(f"{file} exists; name another file, or replace it with --force")
     if file.is_file() and _beginning(file) not in (b"", _GGUF_MAGIC):
-        raise GgufExportError(f"{file} is no GGUF file, which --force does not replace; name another file")
+        raise InputError(f"{file} is no GGUF file, which --force does not replace; name another file")
 
 
 def _beginning(file: Path) -> bytes:
@@ -81,8 +83,8 @@ def _beginning(file: Path) -> bytes:
 
 
 @contextmanager
-def folder_to_export(model: str, file: Path, convert: Callable[[Path], Any]) -> Iterator[Path]:
-    """A Hugging Face folder with the model: `model` itself if it is one, else converted to a folder that goes away."""
+def folder_to_export(model: str, file: Path, convert: Callable[[Path], object]) -> Iterator[Path]:
+    """A Hugging Face folder with the model: `model` itself if it is one, else converted to a temporary folder."""
     folder = Path(model).expanduser()
     if (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         yield folder
@@ -105,8 +107,8 @@ def export_gguf(
     family = _FAMILIES.get(config.model_type)
     if family is None or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
         what = config.model_type if family is None else f"{config.model_type} with a sliding window"
-        raise GgufExportError(f"{folder}: {what} is not written as GGUF; accepted: {', '.join(_FAMILIES)}")
-    shape = ModelShape.of(config, str(folder / "config.json"))
+        raise InputError(f"{folder}: {what} is not written as GGUF; accepted: {', '.join(_FAMILIES)}")
+    shape = WeightShapes.of(config, str(folder / "config.json"))
     source = open_weights(folder)
     weights = RenamedSource(source, match_names(shape, source))
     planned = _plan(weights, gguf.get_tensor_name_map(_arch(gguf, family), config.num_hidden_layers), settings.type)
@@ -133,16 +135,16 @@ def export_gguf(
     return GgufFile(file, len(planned), file.stat().st_size, error)
 
 
-def _arch(gguf: Any, family: str) -> Any:
+def _arch(gguf: ModuleType, family: str) -> MODEL_ARCH:
     return next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
 
 
-def _plan(weights: WeightSource, names: Any, wanted: str) -> list[_Planned]:
+def _plan(weights: WeightSource, names: TensorNameMap, wanted: str) -> list[_Planned]:
     planned = []
     for name, facts in weights.facts.items():
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if mapped is None:
-            raise GgufExportError(f"{name} has no place in a GGUF file of this family")
+            raise InputError(f"{name} has no counterpart in a GGUF file of this family")
         planned.append(_Planned(mapped, name, facts, _type_of(facts, wanted)))
     return planned
 
@@ -160,7 +162,7 @@ def _num_bytes(planned: _Planned) -> int:
     return {"f32": 4 * count, "f16": 2 * count, "bf16": 2 * count, "q8_0": count // _BLOCK * (_BLOCK + 2)}[planned.type]
 
 
-def _add_header(writer: Any, gguf: Any, config: Any, name: str, wanted: str) -> None:
+def _add_header(writer: GGUFWriter, gguf: ModuleType, config: PretrainedConfig, name: str, wanted: str) -> None:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_name(name)
@@ -185,10 +187,10 @@ def _add_header(writer: Any, gguf: Any, config: Any, name: str, wanted: str) -> 
         if original := rope.get("original_max_position_embeddings"):
             writer.add_rope_scaling_orig_ctx_len(original)
     elif kind not in ("default", "llama3"):
-        raise GgufExportError(f"positions of the kind {kind!r} (rope_parameters.rope_type) are not written as GGUF")
+        raise InputError(f"positions of the kind {kind!r} (rope_parameters.rope_type) are not written as GGUF")
 
 
-def _rope_factors(config: Any) -> Tensor | None:
+def _rope_factors(config: PretrainedConfig) -> Tensor | None:
     """Llama 3's stretched positions, as divisors of each frequency; None for models without."""
     rope = config.rope_parameters
     if rope.get("rope_type") != "llama3":
@@ -201,7 +203,7 @@ def _rope_factors(config: Any) -> Tensor | None:
     return 1.0 / ((1 - smooth) / rope["factor"] + smooth)
 
 
-def _in_gguf_order(name: str, tensor: Tensor, config: Any) -> Tensor:
+def _in_gguf_order(name: str, tensor: Tensor, config: PretrainedConfig) -> Tensor:
     """llama.cpp rotates neighbouring pairs of a Llama's queries and keys, transformers the two halves of a head."""
     if _FAMILIES[config.model_type] != "llama" or ".self_attn." not in name:
         return tensor
@@ -213,7 +215,9 @@ def _in_gguf_order(name: str, tensor: Tensor, config: Any) -> Tensor:
     )
 
 
-def _tensors(planned: list[_Planned], weights: WeightSource, config: Any, rope: Tensor | None) -> Iterator[Tensor]:
+def _tensors(
+    planned: list[_Planned], weights: WeightSource, config: PretrainedConfig, rope: Tensor | None
+) -> Iterator[Tensor]:
     """The source's tensors in float32 and in llama.cpp's order, one at a time."""
     for each in planned:
         if not each.source:
@@ -222,16 +226,16 @@ def _tensors(planned: list[_Planned], weights: WeightSource, config: Any, rope: 
             continue
         ((name, tensor),) = weights.read([each.source])
         if not bool(torch.isfinite(tensor).all()):
-            raise GgufExportError(f"{name} of {weights.where(name)} holds numbers that are not finite")
+            raise InputError(f"{name} of {weights.where(name)} holds numbers that are not finite")
         yield _in_gguf_order(name, tensor.float(), config)
 
 
 def _write(
-    writer: Any,
-    gguf: Any,
+    writer: GGUFWriter,
+    gguf: ModuleType,
     planned: list[_Planned],
     weights: WeightSource,
-    config: Any,
+    config: PretrainedConfig,
     rope: Tensor | None,
     advance: Advance | None,
 ) -> None:
@@ -245,7 +249,7 @@ def _write(
     for each, tensor in zip(planned, _tensors(planned, weights, config, rope), strict=True):
         kind = gguf.GGMLQuantizationType[each.type.upper()]
         if each.type == "f16" and float(tensor.abs().max()) > torch.finfo(torch.float16).max:
-            raise GgufExportError(f"{each.source} has numbers too large for f16; use --gguf-type bf16 or f32")
+            raise InputError(f"{each.source} has numbers too large for f16; use --gguf-type bf16 or f32")
         writer.write_tensor_data(gguf.quants.quantize(tensor.numpy(), kind))
         if advance is not None:
             advance(_num_bytes(each), total)
@@ -253,9 +257,14 @@ def _write(
 
 
 def _compare(
-    file: Path, gguf: Any, planned: list[_Planned], weights: WeightSource, config: Any, rope: Tensor | None
+    file: Path,
+    gguf: ModuleType,
+    planned: list[_Planned],
+    weights: WeightSource,
+    config: PretrainedConfig,
+    rope: Tensor | None,
 ) -> float:
-    """Read the file back; the largest error of any number. GgufExportError if one is larger than its format explains."""
+    """Read the file back; the largest error of any number. InputError if one is larger than its format explains."""
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors}
     worst = 0.0
     for each, tensor in zip(planned, _tensors(planned, weights, config, rope), strict=True):
@@ -263,7 +272,7 @@ def _compare(
         read = torch.from_numpy(np.array(gguf.quants.dequantize(stored.data, stored.tensor_type))).reshape(tensor.shape)
         error = (read - tensor).abs()
         if bool((error > _accepted_error(tensor, each.type)).any()):
-            raise GgufExportError(f"{each.name} was not written as it should be: off by up to {float(error.max()):.3g}")
+            raise InputError(f"{each.name} was not written as it should be: off by up to {float(error.max()):.3g}")
         worst = max(worst, float(error.max()))
     return worst
 

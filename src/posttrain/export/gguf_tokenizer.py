@@ -1,28 +1,29 @@
-"""A byte-level BPE tokenizer in the words of GGUF: tokens, their kinds, merges, special ids, chat template.
+"""Writes a byte-level BPE tokenizer to GGUF: tokens, their types, merges, special ids, chat template.
 
-llama.cpp cuts text into words with code of its own, chosen by a name. The names are known here for the tokenizers whose
-rule is recognised; for any other the user has to say which it is, because a wrong one would cut text wrongly and silently.
-SentencePiece tokenizers are not written.
+llama.cpp pre-tokenizes with its own code, selected by a name. Common rules are recognised from tokenizer.json. For any
+other the user has to give the name (--gguf-pre): a wrong one would split text wrongly and silently. SentencePiece tokenizers
+are not supported.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter, TokenType
+    from transformers import PreTrainedTokenizerBase
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {_WORDS + r"\p{N}" + _REST: "qwen2", _WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe"}
 
 
-class GgufTokenizerError(InputError):
-    """A tokenizer that cannot be written to GGUF."""
-
-
-def pre_tokenizer_name(backend: dict[str, Any]) -> str | None:
-    """llama.cpp's name for the way that a tokenizer.json cuts text into words; None if it is not recognised."""
+def pre_tokenizer_name(backend: JsonObject) -> str | None:
+    """llama.cpp's name for the pre-tokenizer of a tokenizer.json; None if it is not recognised."""
     rule = backend.get("pre_tokenizer") or {}
     steps = rule.get("pretokenizers", [rule])
     kinds = [step.get("type") for step in steps]
@@ -35,15 +36,15 @@ def pre_tokenizer_name(backend: dict[str, Any]) -> str | None:
     return None
 
 
-def add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int, pre: str | None) -> None:
+def add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocab_size: int, pre: str | None) -> None:
     """Write the tokenizer's part of the header. `vocab_size` is the number of rows of the embedding."""
     import gguf
 
     backend = _backend(tokenizer)
     name = pre or pre_tokenizer_name(backend)
     if name is None:
-        raise GgufTokenizerError(
-            "llama.cpp's name of the tokenizer's pre_tokenizer is not known: it is none of gpt-2, smollm, qwen2, llama-bpe. "
+        raise InputError(
+            "llama.cpp's name of the tokenizer's pre_tokenizer is unknown: it is none of gpt-2, smollm, qwen2, llama-bpe. "
             "Find it in llama.cpp's list of pre-tokenizers and give it with --gguf-pre"
         )
     tokens, kinds = _tokens(tokenizer, vocab_size, gguf.TokenType)
@@ -68,27 +69,23 @@ def add_tokenizer(writer: Any, tokenizer: Any, vocab_size: int, pre: str | None)
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _backend(tokenizer: Any) -> dict[str, Any]:
+def _backend(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise GgufTokenizerError(
-            "the tokenizer has no tokenizer.json; GGUF files are written for byte-level BPE tokenizers"
-        )
-    backend: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+        raise InputError("the tokenizer has no tokenizer.json; GGUF files are written for byte-level BPE tokenizers")
+    backend: JsonObject = json.loads(tokenizer.backend_tokenizer.to_str())
     decoder = backend.get("decoder") or {}
     decoders = [decoder, *decoder.get("decoders", [])]
     if backend["model"]["type"] != "BPE" or not any(each.get("type") == "ByteLevel" for each in decoders):
-        raise GgufTokenizerError(
+        raise InputError(
             f"the tokenizer is a {backend['model']['type']} of another kind; GGUF files are written for byte-level BPE tokenizers"
         )
     return backend
 
 
-def _tokens(tokenizer: Any, vocab_size: int, kinds: Any) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int, kinds: type[TokenType]) -> tuple[list[str], list[int]]:
     by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     if max(by_id) >= vocab_size:
-        raise GgufTokenizerError(
-            f"the tokenizer has token id {max(by_id)}, but the model's embedding has {vocab_size} rows"
-        )
+        raise InputError(f"the tokenizer has token id {max(by_id)}, but the model's embedding has {vocab_size} rows")
     added = tokenizer.added_tokens_decoder
     tokens, types = [], []
     for token_id in range(vocab_size):

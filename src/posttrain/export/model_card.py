@@ -10,31 +10,23 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from posttrain import __version__
 from posttrain.export.conversion_input import ConversionInput
 from posttrain.export.verification import Verification
+from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.hub import looks_like_hub_name
-from posttrain.models.reference import read_json
+from posttrain.recipes import KINDS
 from posttrain.reporting.run_files import METRICS_FILE, read_rows
 
-_METHODS = {
-    "grpo": "GRPO (reinforcement learning from rewards)",
-    "dpo": "a preference loss (DPO and relatives)",
-    "rm": "the Bradley-Terry loss (a reward model)",
-    "sft": "supervised fine-tuning",
-}
 _SECRET = re.compile(
     r"(^|_)((api|access|secret|private)_key|password|secret|(hf|api|access|auth)_token)$", re.IGNORECASE
 )
 
 
-def lineage(
-    source: ConversionInput, shown_as: str, *, merged: bool, verification: Verification | None
-) -> dict[str, Any]:
+def lineage(source: ConversionInput, shown_as: str, *, merged: bool, verification: Verification | None) -> JsonObject:
     """Where the model comes from, for programs: `conversion.json`."""
     kind = kind_of(source.run_config)
     text = yaml.safe_dump(dict(source.run_config), sort_keys=True).encode() if source.run_config else None
@@ -52,11 +44,11 @@ def lineage(
     }
 
 
-def kind_of(run_config: Mapping[str, Any]) -> str | None:
-    return next((kind for kind in _METHODS if kind in run_config), None)
+def kind_of(run_config: JsonMapping) -> str | None:
+    return next((kind for kind in KINDS if kind in run_config), None)
 
 
-def training_data(run_config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def training_data(run_config: JsonMapping) -> list[JsonObject]:
     """The datasets that the config names, training first."""
     section = run_config.get("data") or {}
     found = []
@@ -90,6 +82,11 @@ def metrics_of(source: ConversionInput) -> dict[str, float]:
     return found
 
 
+def _scores_answers(run_config: JsonMapping) -> bool:
+    section = (run_config.get("policy") or {}).get("reward_model_cfg") or {}
+    return bool(section.get("enabled"))
+
+
 def _metrics_file(source: ConversionInput) -> Path:
     assert source.checkpoint is not None
     log_dir = (source.run_config.get("logger") or {}).get("log_dir")
@@ -97,11 +94,11 @@ def _metrics_file(source: ConversionInput) -> Path:
     return Path(log_dir) / METRICS_FILE if log_dir and not beside.is_file() else beside
 
 
-def model_card(source: ConversionInput, facts: Mapping[str, Any], *, name: str) -> str:
+def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str:
     kind = facts["algorithm"]
-    front: dict[str, Any] = {
+    front: JsonObject = {
         "library_name": "peft" if facts["lora"] == "adapter" else "transformers",
-        "pipeline_tag": "text-classification" if kind == "rm" else "text-generation",
+        "pipeline_tag": "text-classification" if _scores_answers(source.run_config) else "text-generation",
         "tags": ["posttrain", *([kind] if kind else [])],
     }
     if facts["base_model"] and looks_like_hub_name(facts["base_model"]):  # the hub refuses anything else there
@@ -118,16 +115,16 @@ def model_card(source: ConversionInput, facts: Mapping[str, Any], *, name: str) 
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _introduction(facts: Mapping[str, Any]) -> str:
+def _introduction(facts: JsonMapping) -> str:
     base = f" from `{facts['base_model']}`" if facts["base_model"] else ""
-    how = f" with {_METHODS[facts['algorithm']]}" if facts["algorithm"] else ""
+    how = f" with {KINDS[facts['algorithm']].method}" if facts["algorithm"] else ""
     what = {"adapter": "A LoRA adapter trained", "merged": "A model with its LoRA adapter merged in, trained"}.get(
         facts["lora"], "A model trained" if facts["algorithm"] else "A model converted"
     )
     return f"{what}{base}{how} by posttrain {facts['posttrain_version']}."
 
 
-def _data_section(data: list[dict[str, Any]]) -> str:
+def _data_section(data: list[JsonObject]) -> str:
     if not data:
         return ""
     lines = [
@@ -145,7 +142,7 @@ def _metrics_section(metrics: Mapping[str, float], step: int | None) -> str:
     return f"## Metrics\n\n{where}\n\n| metric | value |\n|---|---|\n" + "\n".join(rows)
 
 
-def _lineage_section(facts: Mapping[str, Any]) -> str:
+def _lineage_section(facts: JsonMapping) -> str:
     rows = {
         "source": f"`{facts['source']}`",
         "step": facts["step"],
@@ -159,7 +156,7 @@ def _lineage_section(facts: Mapping[str, Any]) -> str:
     return "## Lineage\n\n| | |\n|---|---|\n" + "\n".join(lines)
 
 
-def _verified(check: Mapping[str, Any] | None) -> str:
+def _verified(check: JsonMapping | None) -> str:
     if check is None:
         return "no"
     return (
@@ -168,15 +165,15 @@ def _verified(check: Mapping[str, Any] | None) -> str:
     )
 
 
-def _config_section(run_config: Mapping[str, Any]) -> str:
+def _config_section(run_config: JsonMapping) -> str:
     if not run_config:
         return ""
     text = yaml.safe_dump(_without_secrets(run_config), sort_keys=False, allow_unicode=True)
     return f"## Config\n\n<details><summary>The run's whole config</summary>\n\n```yaml\n{text}```\n\n</details>"
 
 
-def _without_secrets(value: Any, name: str = "") -> Any:
-    """The card is made to be published: values of keys that look like credentials are left out."""
+def _without_secrets(value: object, name: str = "") -> object:
+    """The config without the values of keys that look like credentials: the card may be published."""
     if isinstance(value, Mapping):
         return {key: _without_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):

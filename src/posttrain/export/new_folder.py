@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: written under another name beside its place, and renamed. Knows no models."""
+"""Creates a folder atomically: it is written under a temporary name beside the target, and renamed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ from posttrain.checkpointing import durable
 from posttrain.errors import InputError
 
 
-class TargetError(InputError):
-    """A place that cannot be written to."""
-
-
 def check_target(target: Path, force: bool) -> None:
     if target.exists() and not target.is_dir():
-        raise TargetError(f"{target} is a file; accepted: a folder that does not exist yet, or is empty")
+        raise InputError(f"{target} is a file; accepted: a folder that does not exist yet, or is empty")
     if not target.is_dir() or not any(target.iterdir()):
         return
     if not force:
-        raise TargetError(f"{target} is not empty; name another folder, or replace it with --force")
+        raise InputError(f"{target} is not empty; name another folder, or replace it with --force")
     if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise TargetError(
+        raise InputError(
             f"{target} holds something else than a model, which --force does not replace; name another folder"
         )
 
@@ -43,10 +39,10 @@ def new_folder(target: Path, force: bool) -> Iterator[Path]:
         unfinished = target.with_name(f".{target.name}.{_owner()}")
         unfinished.mkdir()
     except OSError as error:
-        raise TargetError(f"{target} cannot be written: {error}") from error
+        raise InputError(f"{target} cannot be written: {error}") from error
     try:
         yield unfinished
-        check_target(target, force)  # somebody may have written there meanwhile
+        check_target(target, force)  # another process may have written there meanwhile
         if target.exists():
             replaced = target.with_name(f".{target.name}.replaced-{_owner()}")
             os.rename(target, replaced)
@@ -58,7 +54,7 @@ def new_folder(target: Path, force: bool) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError) and not isinstance(error, InputError):
-            raise TargetError(f"{target} cannot be written: {error}") from error
+            raise InputError(f"{target} cannot be written: {error}") from error
         raise
 
 
@@ -67,8 +63,8 @@ def _owner() -> str:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """What a killed conversion to the same place, by a process of this machine that is gone, has left. The folder that it was
-    about to replace comes back, unless there is another one already."""
+    """Remove what a killed conversion to the same target left. The folder that it was about to replace is restored, unless
+    there is another one already."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(replaced-)?unfinished-{re.escape(socket.gethostname())}-(\d+)")
     for entry in target.parent.iterdir():
         match = pattern.fullmatch(entry.name)

@@ -1,9 +1,9 @@
-"""Does the converted model compute what its source computes? Logits of both, on tokens spread over the vocabulary.
+"""Compares the logits of the converted model with those of its source, on tokens spread over the vocabulary.
 
-The source is run *streamed*: each module's weights are read when it is entered and dropped when it is left, so that one
-module is in memory at a time, whatever format the weights are in. An adapter is applied as it is while training, beside the
-layer, never merged: a mistake in merging shows. The converted folder is loaded as its users will load it, by transformers
-(and peft); where the machine's memory is too small for that, it is run streamed as well.
+The source is run *streamed*: the weights of a module are read before its forward pass and dropped after it, so that one
+module is in memory at a time. An adapter is applied as in training, next to the layer and not merged, so that an error in
+merging is detected. The converted folder is loaded by transformers (and peft), as its users will load it. If the memory is
+too small for that, it is run streamed as well.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 
 from posttrain.errors import InputError, reason_of
-from posttrain.export.lora import Adapter
-from posttrain.export.weight_names import ModelShape, config_file_of, empty_model
+from posttrain.export.merge_lora import Adapter
+from posttrain.export.weight_names import WeightShapes, config_file_of, empty_model
 from posttrain.export.weight_sources import WeightSource
-from posttrain.models.config_errors import explain_config_error
+from posttrain.json_files import JsonObject
+from posttrain.models.loading import explain_config_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _NUM_TOKENS = 24
 _ROOM = 1.3  # memory of a loaded model over that of its weights
 _EXACT = 1e-3  # of the logits' standard deviation: the order of sums may differ, nothing else
 _ROUNDED = 0.1  # where weights were rounded to 16 bits on the way
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-class VerificationError(InputError):
-    """The converted model is not its source."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,10 @@ class Verification:
 
     @property
     def drowns_adapter(self) -> bool:
-        """Rounding the merged weights changed the model by more than half of what the adapter had taught it."""
+        """Rounding the merged weights changed the logits by more than half of the adapter's effect."""
         return self.adapter_effect is not None and self.max_difference > 0.5 * self.adapter_effect > 0
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         return {
             "how": self.how,
             "max_logit_difference": self.max_difference,
@@ -66,15 +68,15 @@ def compare(
     rounded: bool,
     without_adapter: Tensor | None,
 ) -> Verification:
-    """VerificationError unless the two agree."""
+    """InputError unless the two agree."""
     if not torch.isfinite(reference).all():
-        raise VerificationError("the source model's logits are not finite: its weights overflow, so it is of no use")
+        raise InputError("the source model's logits are not finite: its weights overflow, so it is unusable")
     difference = float((reference - found).abs().max())
     # A reward model gives one number, which has no deviation.
     spread = max(float(reference.std() if reference.numel() > 1 else reference.abs().max()), 1e-6)
     tolerance = _ROUNDED if rounded else _EXACT
     if not math.isfinite(difference) or difference > tolerance * spread:
-        raise VerificationError(
+        raise InputError(
             f"the converted model's logits differ from the source's by up to {difference:.3g}, where {tolerance * spread:.3g} "
             "is accepted; nothing was written"
         )
@@ -82,14 +84,14 @@ def compare(
     return Verification(how, difference, spread, tolerance, effect)
 
 
-def probe_tokens(config: Any) -> Tensor:
+def probe_tokens(config: PretrainedConfig) -> Tensor:
     """Token ids from all over the vocabulary, its first and last included."""
     size = int(config.get_text_config().vocab_size)
     return torch.linspace(0, size - 1, _NUM_TOKENS).round().long()[None]
 
 
 @torch.no_grad()
-def streamed_logits(shape: ModelShape, weights: WeightSource, adapter: Adapter | None = None) -> Tensor:
+def streamed_logits(shape: WeightShapes, weights: WeightSource, adapter: Adapter | None = None) -> Tensor:
     """The model's logits in float32, with one module's weights in memory at a time."""
     model = empty_model(shape.config, shape.model_class)
     adapted = set(adapter.modules) if adapter else set()
@@ -108,10 +110,12 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _fill(weights: WeightSource, adapter: Adapter | None, names: Mapping[str, str]) -> Any:
+def _fill(
+    weights: WeightSource, adapter: Adapter | None, names: Mapping[str, str]
+) -> Callable[[nn.Module, object], None]:
     whole = adapter.whole.facts if adapter is not None else {}
 
-    def before(module: nn.Module, _: Any) -> None:
+    def before(module: nn.Module, _: object) -> None:
         for own, full in names.items():
             if module._parameters[own] is None:
                 continue
@@ -122,7 +126,7 @@ def _fill(weights: WeightSource, adapter: Adapter | None, names: Mapping[str, st
     return before
 
 
-def _empty(module: nn.Module, *_: Any) -> None:
+def _empty(module: nn.Module, *_: object) -> None:
     for own, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[own] = nn.Parameter(parameter.to("meta"), requires_grad=False)
@@ -137,31 +141,31 @@ def _add_adapter(adapter: Adapter, module_path: str) -> Any:
 
 
 @torch.no_grad()
-def loaded_logits(folder: Path, shape: ModelShape, adapter_folder: Path | None = None) -> Tensor:
+def loaded_logits(folder: Path, shape: WeightShapes, adapter_folder: Path | None = None) -> Tensor:
     """The logits of a Hugging Face folder, loaded as its users load it; with an adapter, through peft."""
     what = "the converted folder" if adapter_folder is None else f"the base model {folder}"
     try:
         model, report = _loader(shape).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    except Exception as error:  # whatever goes wrong here would go wrong for the folder's users
-        raise VerificationError(f"transformers cannot load {what}: {reason_of(error)}") from error
+    except Exception as error:  # any error here would also be raised for the folder's users
+        raise InputError(f"transformers cannot load {what}: {reason_of(error)}") from error
     wrong = [*map(str, report["missing_keys"]), *map(str, report["mismatched_keys"]), *report["unexpected_keys"]]
     if wrong:
-        raise VerificationError(
+        raise InputError(
             f"transformers finds {len(wrong)} weights of {what} missing, unexpected or of another shape, "
             f"among them {sorted(wrong)[0]}"
         )
     if adapter_folder is not None:
-        from posttrain.models.reference import add_adapter
+        from posttrain.models.lora import add_adapter
 
         model = add_adapter(model, adapter_folder)
     return _logits(model.eval(), shape)
 
 
-def _loader(shape: ModelShape) -> Any:
-    """What users load such a model with. It goes by the folder's model_type, so a config that misleads it shows here."""
+def _loader(shape: WeightShapes) -> Any:
+    """The class that users load such a model with. It follows the folder's model_type, so a wrong one is detected here."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    def task(model_class: Any) -> str:
+    def task(model_class: type[PreTrainedModel]) -> str:
         return str(model_class.__name__).rpartition("For")[2]
 
     for auto_class in (AutoModelForCausalLM, AutoModelForSequenceClassification):
@@ -171,20 +175,20 @@ def _loader(shape: ModelShape) -> Any:
     return shape.model_class
 
 
-def _logits(model: nn.Module, shape: ModelShape) -> Tensor:
+def _logits(model: nn.Module, shape: WeightShapes) -> Tensor:
     try:
         logits: Tensor = model(input_ids=probe_tokens(shape.config), use_cache=False).logits
     except InputError:
         raise  # a weight file that cannot be read
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        said = explain_config_error(error, shape.config.to_dict())
-        raise VerificationError(
-            f"{config_file_of(shape.origin)}: the model that it describes does not run: {said}"
+        reason = explain_config_error(error, shape.config.to_dict())
+        raise InputError(
+            f"{config_file_of(shape.origin)}: the model that it describes does not run: {reason}"
         ) from error
     return logits.float()
 
 
-def fits_into_memory(shape: ModelShape) -> bool:
+def fits_into_memory(shape: WeightShapes) -> bool:
     """Whether the model can be loaded whole in float32 now."""
     needed = 4 * _ROOM * sum(math.prod(size) for size in shape.shapes.values())
     return needed < _available_bytes()

@@ -1,8 +1,7 @@
-"""Which weights a model needs, from its config alone, and which saved tensor is which of them.
+"""Maps saved tensors to the weights that a model needs according to its config.
 
-Training frameworks save the same weights under longer names (`model.model.layers…`, `base_model.model.…`): what they put in
-front or in between is taken off. Shapes are compared here, so that a config of another model is found before anything is
-written.
+Training frameworks save the same weights under longer names (`model.model.layers…`, `base_model.model.…`). Their prefixes
+and infixes are removed. Shapes are compared, so that the config of another model is detected before anything is written.
 """
 
 from __future__ import annotations
@@ -14,14 +13,17 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from posttrain.errors import InputError
 from posttrain.export.weight_sources import WeightSource
-from posttrain.models.config_errors import explain_config_error
+from posttrain.models.loading import explain_config_error
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
 _LORA = re.compile(r"\.lora_[AB]\b|\.lora_embedding_[AB]\b|\.lora_magnitude_vector\b")
@@ -35,24 +37,24 @@ class MismatchError(InputError):
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """What a config says of a model's weights."""
+class WeightShapes:
+    """The weights that a config describes."""
 
-    config: Any
-    model_class: Any
+    config: PretrainedConfig
+    model_class: type[PreTrainedModel]
     origin: str  # where the config came from, for messages
     shapes: Mapping[str, tuple[int, ...]]  # tied weights once
     tied: Mapping[str, str]  # name that shares its tensor -> the name in `shapes`
     fuses: bool  # files hold other tensors than the model, e.g. one per expert; transformers converts between the two
 
     @classmethod
-    def of(cls, config: Any, origin: str) -> ModelShape:
+    def of(cls, config: PretrainedConfig, origin: str) -> WeightShapes:
         try:
             model_class = model_class_of(config)
             model = empty_model(config, model_class)
         except MismatchError as error:
             raise MismatchError(f"{config_file_of(origin)}: {error}") from error
-        except Exception as error:  # a value that no model can be built with shows as anything
+        except Exception as error:  # a value that no model can be built with may raise anything
             raise MismatchError(f"{config_file_of(origin)}: {explain_config_error(error, config.to_dict())}") from error
         first: dict[int, str] = {}
         tied = {}
@@ -64,18 +66,18 @@ class ModelShape:
 
 
 def config_file_of(origin: str) -> str:
-    """`origin` as the place of a config in messages; it is the file itself, or the model that the file belongs to."""
+    """The config's place for messages. `origin` is the file itself, or the model that the file belongs to."""
     return origin if Path(origin).name == "config.json" else f"config.json of {origin}"
 
 
-def model_class_of(config: Any) -> Any:
+def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that the config names: a language model, or a reward model."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
         if (found := getattr(transformers, name, None)) is None:
             continue
-        # Whoever loads the model goes by model_type, so a class of another family would verify what nobody will use.
+        # Loading follows model_type, so verifying with a class of another family would be meaningless.
         made_for = getattr(found, "config_class", None)
         if not isinstance(made_for, type) or not isinstance(config, made_for):
             raise MismatchError(
@@ -86,12 +88,12 @@ def model_class_of(config: Any) -> Any:
         return transformers.AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
         raise MismatchError(
-            f"model_type {config.model_type!r} with architectures {config.architectures} is not known to transformers "
+            f"model_type {config.model_type!r} with architectures {config.architectures} is unknown to transformers "
             f"{transformers.__version__} as a language model"
         ) from None
 
 
-def empty_model(config: Any, model_class: Any) -> nn.Module:
+def empty_model(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> nn.Module:
     """The modules without memory for their parameters; what is computed from the config (rotary tables) is there."""
     with _parameters_on_meta():
         model: nn.Module = model_class(config)
@@ -125,7 +127,7 @@ def _fuses(model: nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """A saved name without what wrappers have put into it."""
+    """A saved name without the parts that wrappers add."""
     return _WRAPPERS.sub("", name)
 
 
@@ -134,7 +136,7 @@ def is_lora(name: str) -> bool:
 
 
 def prefix_of(names: Iterable[str], wanted: Container[str]) -> str:
-    """What most of `names` have in front of one of the `wanted` names; the empty string if none fits."""
+    """The prefix that most of `names` have before one of the `wanted` names; empty if none fits."""
     found: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")
@@ -145,7 +147,7 @@ def prefix_of(names: Iterable[str], wanted: Container[str]) -> str:
     return found.most_common(1)[0][0] if found else ""
 
 
-def match_names(shape: ModelShape, source: WeightSource) -> dict[str, str]:
+def match_names(shape: WeightShapes, source: WeightSource) -> dict[str, str]:
     """name in the converted model -> name in the source. MismatchError if the two do not fit."""
     saved = {plain_name(name): name for name in source.facts if not is_lora(name)}
     prefix = prefix_of(saved, shape.shapes)
@@ -157,15 +159,15 @@ def match_names(shape: ModelShape, source: WeightSource) -> dict[str, str]:
         if partner is not None:
             saved[name] = saved[partner]
             missing.remove(name)
-    strangers = [name for name in saved if name not in shape.shapes and name not in shape.tied]
-    if (missing or strangers) and shape.fuses:
+    unexpected = [name for name in saved if name not in shape.shapes and name not in shape.tied]
+    if (missing or unexpected) and shape.fuses:
         return {name: old for name, old in saved.items() if name not in shape.tied}
-    _check(shape, source, saved, missing, strangers)
+    _check(shape, source, saved, missing, unexpected)
     return {name: saved[name] for name in shape.shapes}
 
 
 def _check(
-    shape: ModelShape, source: WeightSource, saved: Mapping[str, str], missing: list[str], strangers: list[str]
+    shape: WeightShapes, source: WeightSource, saved: Mapping[str, str], missing: list[str], unexpected: list[str]
 ) -> None:
     for name, expected in shape.shapes.items():
         if name in saved and source.facts[saved[name]].shape != expected:
@@ -178,8 +180,8 @@ def _check(
             f"{source.place} has no weights for {len(missing)} of the {len(shape.shapes)} parameters that {shape.origin} "
             f"describes, among them {missing[0]}. Is a shard missing, or is it the config of another model?"
         )
-    if strangers:
+    if unexpected:
         raise MismatchError(
-            f"{source.place} holds {len(strangers)} weights that {shape.origin} does not know, among them {strangers[0]} "
-            f"in {source.where(saved[strangers[0]])}. Is it the config of another model?"
+            f"{source.place} holds {len(unexpected)} weights that {shape.origin} does not describe, among them {unexpected[0]} "
+            f"in {source.where(saved[unexpected[0]])}. Is it the config of another model?"
         )

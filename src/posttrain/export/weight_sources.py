@@ -1,6 +1,6 @@
-"""Where weights come from: files in several formats behind one small interface. One tensor, or a few, are read at a time.
+"""Weight files of several formats behind one interface. One tensor, or a few, are read at a time.
 
-Knows files and names, not models: which names a model needs is decided by `weight_names`.
+Which names a model needs is decided in `weight_names.py`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from posttrain.models.reference import files_of_index
-from posttrain.models.tensor_files import StoredPart, TensorFacts, WeightFileError, assemble, stored_parts, whole_facts
+from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
+from posttrain.models.accepted_names import files_of_index
+from posttrain.models.tensor_files import StoredPart, TensorFacts, assemble, stored_parts, whole_facts
 
 _READ_TOGETHER_BYTES = 256 * 2**20  # a read of DCP looks through its whole index, so small tensors are read together
 _SHARD_NUMBER = re.compile(r"shard-(\d+)-")
@@ -26,7 +28,7 @@ class WeightSource(Protocol):
     facts: Mapping[str, TensorFacts]  # every tensor, by name
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors in the order of `names`, whole, each to be dropped before the next is asked for."""
+        """The tensors in the order of `names`, whole, each to be dropped before the next is read."""
         ...
 
     def where(self, name: str) -> str:
@@ -60,16 +62,14 @@ def _files_of(folder: Path) -> list[Path]:
     if index.is_file():
         names = files_of_index(index)
         if lacking := [name for name in names if not (folder / name).is_file()]:
-            raise WeightFileError(
-                f"{folder}: {index.name} names {len(names)} files, and {', '.join(lacking)} is missing"
-            )
+            raise InputError(f"{folder}: {index.name} names {len(names)} files, and {', '.join(lacking)} is missing")
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise WeightFileError(f"{folder} holds no safetensors files")
+        raise InputError(f"{folder} holds no safetensors files")
     numbers = {int(match[1]) for file in files if (match := _SHARD_NUMBER.match(file.name))}
     if numbers and (lacking_numbers := sorted(set(range(1, max(numbers) + 1)) - numbers)):
-        raise WeightFileError(
+        raise InputError(
             f"{folder}: shard {lacking_numbers[0]} of at least {max(numbers)} is missing (shard-{lacking_numbers[0]:05d}-…)"
         )
     return files
@@ -86,7 +86,7 @@ class DcpSource:
         try:
             self._metadata = FileSystemReader(place).read_metadata()
         except Exception as error:  # a pickle can fail with anything
-            raise WeightFileError(f"{place / '.metadata'} cannot be read: {error}") from error
+            raise InputError(f"{place / '.metadata'} cannot be read: {error}") from error
         self.facts: Mapping[str, TensorFacts] = {
             name: TensorFacts(tuple(entry.size), entry.properties.dtype)
             for name, entry in self._metadata.state_dict_metadata.items()
@@ -102,9 +102,9 @@ class DcpSource:
         for name, end in sorted(ends.items()):
             file = self.place / name
             if not file.is_file():
-                raise WeightFileError(f"{file} is missing: it is one of the {len(ends)} shards that .metadata names")
+                raise InputError(f"{file} is missing: it is one of the {len(ends)} shards that .metadata names")
             if file.stat().st_size < end:
-                raise WeightFileError(f"{file} was cut short: {file.stat().st_size} bytes instead of at least {end}")
+                raise InputError(f"{file} was cut short: {file.stat().st_size} bytes instead of at least {end}")
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         group: list[str] = []
@@ -120,7 +120,7 @@ class DcpSource:
 
         if not names:
             return
-        tensors: dict[str, Any] = {
+        tensors: JsonObject = {
             name: torch.empty(self.facts[name].shape, dtype=self.facts[name].dtype) for name in names
         }
         try:
@@ -129,7 +129,7 @@ class DcpSource:
                 dcp.load(tensors, storage_reader=dcp.FileSystemReader(self.place), no_dist=True)
         except Exception as error:  # damaged pickles and archives fail with anything
             first = str(error).strip().splitlines()[:1] or [type(error).__name__]
-            raise WeightFileError(f"{self.place}: reading {names[0]} … {names[-1]} failed: {first[0]}") from error
+            raise InputError(f"{self.place}: reading {names[0]} … {names[-1]} failed: {first[0]}") from error
         for name in names:
             yield name, tensors.pop(name)
 
@@ -156,14 +156,14 @@ class RenamedSource:
 
 
 def open_weights(folder: Path, *, of_checkpoint: bool = False) -> WeightSource:
-    """The weights in `folder`, in whichever format they are. Those of a checkpoint may be in its subfolder `model`."""
+    """The weights in `folder`, in any supported format. Those of a checkpoint may be in its subfolder `model`."""
     for place in (folder, folder / "model") if of_checkpoint else (folder,):
         if (place / ".metadata").is_file():
             return DcpSource(place)
         if next(place.glob("*.distcp"), None) is not None:
-            raise WeightFileError(f"{place / '.metadata'} is missing; without it the .distcp files cannot be read")
+            raise InputError(f"{place / '.metadata'} is missing; without it the .distcp files cannot be read")
         if next(place.glob("*.safetensors"), None) is not None or (place / "model.safetensors.index.json").is_file():
             return SafetensorsSource(place)
     if next(folder.glob("iter_*"), None) is not None:
-        raise WeightFileError(f"{folder} holds a Megatron checkpoint; accepted: safetensors or torch DCP weights")
-    raise WeightFileError(f"{folder} holds no weights; accepted: *.safetensors, or .metadata with *.distcp (torch DCP)")
+        raise InputError(f"{folder} holds a Megatron checkpoint; accepted: safetensors or torch DCP weights")
+    raise InputError(f"{folder} holds no weights; accepted: *.safetensors, or .metadata with *.distcp (torch DCP)")

@@ -1,5 +1,5 @@
 """Whether a candidate may ship: checks with confidence, on evaluations that `posttrain eval` has written."""
 
-from posttrain.gate.verdict import GateResult, Rule, Verdict, judge
+from posttrain.gate.verdict import BoundResult, GateResult, Verdict, judge
 
-__all__ = ["GateResult", "Rule", "Verdict", "judge"]
+__all__ = ["BoundResult", "GateResult", "Verdict", "judge"]

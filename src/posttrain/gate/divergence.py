@@ -1,6 +1,6 @@
-"""`kl.json` beside an evaluation: how far the model has moved from its base on the answers that it gave. Reading only.
+"""`kl.json` in the folder of an evaluation: the divergence of the model from its base on the answers. Reading and writing.
 
-How it is measured is in `measure_divergence.py`.
+`measure_divergence.py` measures it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Divergence:
 
     model: str
     base: str
-    answers_sha256: str  # of problems.jsonl: of other answers it says nothing
+    answers_sha256: str  # of problems.jsonl: it does not hold for other answers
     values: Mapping[str, float | None]
 
     @property

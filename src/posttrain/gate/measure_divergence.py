@@ -1,15 +1,14 @@
 """KL(model || base) on the answers of an evaluation, by reading them with both models (teacher forcing).
 
 At every token of an answer both models give a distribution over the whole vocabulary; their KL divergence is computed
-exactly and averaged over the tokens of a problem's answers. Nothing is estimated from the sampled tokens alone, so greedy
-answers are measured as well as sampled ones. Answers were stored as text: they are tokenised again, which may cut a word
-in other places than the sampler did.
+exactly and averaged over the tokens of a problem's answers. It is not estimated from the sampled tokens, so greedy answers
+can be measured too. Answers are stored as text and tokenised again, so that token boundaries may differ from the sampler's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,25 +16,24 @@ from torch import Tensor, nn
 from posttrain.config import load_config
 from posttrain.data.chat import ChatFormat
 from posttrain.errors import InputError
-from posttrain.evaluation.identity import model_fingerprint
 from posttrain.evaluation.problems import load_problems
 from posttrain.evaluation.results import (
     CONFIG_FILE,
     Evaluation,
     EvaluationError,
-    Problem,
-    problem_set_hash,
+    ProblemResult,
+    hash_of_tasks,
     read_evaluation,
 )
 from posttrain.gate.divergence import Divergence, answers_digest, write_divergence
-from posttrain.models.loading import load_tokenizer, resolve_device
-from posttrain.models.reference import (
-    ModelReference,
-    load_with_adapter,
+from posttrain.models.accepted_names import (
+    ResolvedModel,
     resolve_registered_model,
-    sampling_dtype,
 )
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.models.fingerprint import model_fingerprint
+from posttrain.models.loading import load_tokenizer, resolve_device, sampling_dtype
+from posttrain.models.lora import load_with_adapter
 from posttrain.policy.head import OutputHead
 from posttrain.policy.packed import PackedRow
 from posttrain.roles import ShowProgress
@@ -62,7 +60,12 @@ def measure_divergence(
     ours, theirs = resolve_registered_model(named), resolve_registered_model(base)
     if model is None and model_fingerprint(ours) != evaluation.summary.model_fingerprint:
         raise InputError(
-            f"{evaluation.folder}: {named} holds other weights now than those that gave the answers; name theirs with --model"
+            f"{evaluation.folder}: {named} has other weights now than the model that gave the answers; name that one with --model"
+        )
+    if any(sample.turns for problem in evaluation.problems for sample in problem.samples):
+        raise InputError(
+            f"{evaluation.folder}: its answers are conversations of several turns; the KL from a base model is measured on "
+            "single answers"
         )
     messages = _messages(evaluation)
     where = resolve_device(device)
@@ -76,17 +79,17 @@ def measure_divergence(
     values: dict[str, float | None] = {}
     with show_progress("KL from base", len(evaluation.problems)) as progress:
         for problem in evaluation.problems:
-            values[problem.id] = _of_problem(problem, messages[problem.id], chat, heads[0], heads[1], where)
+            values[problem.id] = _divergence_of_problem(problem, messages[problem.id], chat, heads[0], heads[1], where)
             progress(1)
     found = Divergence(named, base, answers_digest(evaluation.folder), values)
     return found, write_divergence(evaluation.folder, found)
 
 
 def _messages(evaluation: Evaluation) -> dict[str, tuple[Message, ...]]:
-    """What the model was asked, by problem: built again from the evaluation's config, and checked to be the same."""
+    """The prompt of each problem, built again from the evaluation's config and checked to be the same."""
     config = load_config("eval", evaluation.folder / CONFIG_FILE).config
     problems = load_problems(config.data, seed=config.eval.seed, limit=config.eval.max_problems).problems
-    if problem_set_hash((p.id, p.prompt, p.expected) for p in problems) != evaluation.summary.problem_set_hash:
+    if hash_of_tasks(problems) != evaluation.summary.problem_set_hash:
         raise EvaluationError(
             f"{evaluation.folder}: {config.data.data_path or config.data.dataset_name} no longer holds the problems of this "
             "evaluation, so its prompts cannot be built again"
@@ -94,7 +97,7 @@ def _messages(evaluation: Evaluation) -> dict[str, tuple[Message, ...]]:
     return {problem.id: problem.messages for problem in problems}
 
 
-def _chat(evaluation: Evaluation, reference: ModelReference) -> ChatFormat:
+def _chat(evaluation: Evaluation, reference: ResolvedModel) -> ChatFormat:
     config = load_config("eval", evaluation.folder / CONFIG_FILE).config
     own = config.tokenizer.name
     name = reference.tokenizer if own == config.generation.model_name else own
@@ -102,13 +105,13 @@ def _chat(evaluation: Evaluation, reference: ModelReference) -> ChatFormat:
     return ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
 
 
-def _head(reference: ModelReference, precision: str, device: torch.device) -> OutputHead:
+def _head(reference: ResolvedModel, precision: str, device: torch.device) -> OutputHead:
     model: nn.Module = load_with_adapter(reference, sampling_dtype(precision, device), device)
     return OutputHead(model)
 
 
-def _of_problem(
-    problem: Problem,
+def _divergence_of_problem(
+    problem: ProblemResult,
     messages: tuple[Message, ...],
     chat: ChatFormat,
     ours: OutputHead,
@@ -126,10 +129,10 @@ def _of_problem(
     return total / count if count else None
 
 
-def _batches(turns: list[tuple[Any, Any]]) -> list[TokenBatch]:
+def _batches(turns: Sequence[tuple[list[int], list[int]]]) -> list[TokenBatch]:
     """The answers of one problem, sharing their prompt, in rows of bounded length."""
     batches: list[TokenBatch] = []
-    rows: list[Any] = []
+    rows: list[list[int]] = []
     for prompt, response in turns:
         if rows and len(prompt) + sum(map(len, rows)) + len(response) > _ROW_TOKENS:
             batches.append(_batch(turns[0][0], rows))
@@ -138,7 +141,7 @@ def _batches(turns: list[tuple[Any, Any]]) -> list[TokenBatch]:
     return [*batches, _batch(turns[0][0], rows)] if rows else batches
 
 
-def _batch(prompt: Any, responses: list[Any]) -> TokenBatch:
+def _batch(prompt: list[int], responses: list[list[int]]) -> TokenBatch:
     mask = torch.ones(sum(map(len, responses)))
     return TokenBatch.build([prompt], responses, [0] * len(responses), {"mask": mask})
 

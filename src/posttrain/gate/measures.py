@@ -1,4 +1,4 @@
-"""What the gate can measure of an evaluation: one number per problem, for every metric that a check may name.
+"""The metrics that a check may name: one number per problem of an evaluation.
 
     pass@k, cons@k           as in `metrics.py`, for k up to the samples of each problem
     avg@n, reward            mean reward
@@ -10,8 +10,8 @@
                              number of problems averages out (gate.speed_noise)
     kl_from_base             what `posttrain gate measure-kl` stored: nats per token
 
-Refusals are recognised by their wording and nothing else: a polite evasion is missed, and a story in which somebody says
-"I'm sorry, but I can't" counts if it begins the answer.
+Refusals are recognised by their wording alone: a polite evasion is missed, and a story that begins with a character's
+"I'm sorry, but I can't" counts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 from posttrain.config.gate import COST, CheckConfig, Direction
 from posttrain.errors import InputError
-from posttrain.evaluation.results import Evaluation, Problem, Sample
+from posttrain.evaluation.metrics import LENGTH, TRUNCATION, UNSCORED, per_problem
+from posttrain.evaluation.results import Evaluation, ProblemResult, SampleResult
 from posttrain.gate.divergence import KL_FILE, read_divergence
 from posttrain.gate.statistics import RATE, Range
-from posttrain.rollouts.pass_rates import LENGTH, TRUNCATION, UNSCORED, per_problem
 
 REWARD, REFUSAL, FORMAT = "reward", "refusal_rate", "format_rate"
 KL, PART = "kl_from_base", "part:"
@@ -41,13 +41,9 @@ REFUSAL_PATTERNS = (
     r"\bas an AI(?: language model| assistant)?,? I (?:can't|can ?not|am not able|am unable|do not|don't)\b",
     r"^\s*(?:sorry|apologies),? (?:but )?(?:I )?(?:can't|can ?not)\b",
 )
-_REFUSES_WITHIN = 300  # characters; what comes later is a caveat
-_APOSTROPHES = str.maketrans("\u2018\u2019\u02bc", "'''")  # as typographers write them, and models too
+_REFUSES_WITHIN = 300  # characters; a later phrase is a caveat
+_APOSTROPHES = str.maketrans("\u2018\u2019\u02bc", "'''")  # the typographic forms
 _THINKING = re.compile(r"^\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
-
-
-class MeasureError(InputError):
-    """A check that asks for something that the evaluation does not hold."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Measurement:
     """A metric of one evaluation. Problems without any measured sample are absent."""
 
     values: Mapping[str, float]  # problem -> value; equal keys are the same problem in both evaluations
-    value_range: Range  # what values can be, as far as anybody knows
+    value_range: Range  # of possible values, as far as it is known
     num_absent: int
 
     @property
@@ -69,25 +65,25 @@ def measure(evaluation: Evaluation, check: CheckConfig, where: str) -> Measureme
     keys = [problem_key(problem) for problem in evaluation.problems]
     values = {key: value for key, value in zip(keys, measured, strict=True) if value is not None}
     if not values:
-        raise MeasureError(
-            f"{where}: {check.metric} of {evaluation.folder}: not one of its {len(keys)} problems has a value; were all "
-            "of its answers unscored?"
+        raise InputError(
+            f"{where}: {check.metric} of {evaluation.folder}: none of its {len(keys)} problems has a value; are all of its "
+            "answers unscored?"
         )
     return Measurement(values, _range(check.metric, list(values.values())), len(keys) - len(values))
 
 
-def problem_key(problem: Problem) -> str:
+def problem_key(problem: ProblemResult) -> str:
     return json.dumps([problem.id, problem.prompt, problem.expected], sort_keys=True, default=str)
 
 
 def direction_of(check: CheckConfig, where: str) -> Direction:
-    """Which way is better."""
+    """Whether higher or lower values are better."""
     if check.better is not None:
         return check.better
     if check.metric in (LENGTH, TRUNCATION, UNSCORED, COST, KL):
         return "lower"
     if check.metric == REFUSAL:
-        raise MeasureError(
+        raise InputError(
             f"{where}: is a higher {REFUSAL} better (prompts that ought to be refused) or worse (harmless ones)? "
             "Set `better: higher` or `better: lower`"
         )
@@ -116,9 +112,9 @@ def measured_metrics(evaluation: Evaluation) -> list[str]:
 
 
 def check_before_measuring(check: CheckConfig, where: str, *, num_samples: int, has_price: bool) -> None:
-    """MeasureError for a check that no evaluation with so many samples per problem, and with or without a price, could answer.
+    """InputError for a check that no evaluation with `num_samples` per problem, and with or without a price, can decide.
 
-    What only answers can tell, such as the parts that a reward will have, is not asked here.
+    What depends on the answers, such as the parts of a reward, is not checked here.
     """
     known = [f"{kind}@{k}" for kind in ("pass", "cons") for k in range(1, num_samples + 1)]
     known += [f"avg@{num_samples}", REWARD, LENGTH, TRUNCATION, UNSCORED, REFUSAL, FORMAT, KL]
@@ -126,7 +122,7 @@ def check_before_measuring(check: CheckConfig, where: str, *, num_samples: int, 
     if check.metric not in known and not check.metric.startswith(PART):
         from posttrain.data.errors import nearest
 
-        raise MeasureError(
+        raise InputError(
             f"{where}: {check.metric!r} will not be measured{nearest(check.metric, known)}; what will be: {_listed(known)}, "
             f"{PART}NAME{_advice(check.metric)}"
         )
@@ -163,7 +159,7 @@ def _values(evaluation: Evaluation, check: CheckConfig, where: str) -> list[floa
 
 
 def beginning(text: str) -> str:
-    """Where a refusal would stand: the first sentences after the model's thinking, with plain apostrophes."""
+    """The text searched for a refusal: the first sentences after the model's thinking, with plain apostrophes."""
     return _THINKING.sub("", text, count=1)[:_REFUSES_WITHIN].translate(_APOSTROPHES)
 
 
@@ -173,7 +169,7 @@ def _refuse_unmeasured(evaluation: Evaluation, metric: str, where: str) -> None:
         return
     from posttrain.data.errors import nearest
 
-    raise MeasureError(
+    raise InputError(
         f"{where}: {metric!r} was not measured in {evaluation.folder}{nearest(metric, known)}; measured: {_listed(known)}"
         f"{_advice(metric)}"
     )
@@ -181,9 +177,9 @@ def _refuse_unmeasured(evaluation: Evaluation, metric: str, where: str) -> None:
 
 def _refuse_wrong_patterns(check: CheckConfig, where: str) -> None:
     if check.metric == FORMAT and not check.patterns:
-        raise MeasureError(f"{where}: {FORMAT} needs `patterns`: what a well-formed answer contains")
+        raise InputError(f"{where}: {FORMAT} needs `patterns`: what a well-formed answer contains")
     if check.metric not in (FORMAT, REFUSAL) and check.patterns is not None:
-        raise MeasureError(f"{where}: `patterns` are for {FORMAT} and {REFUSAL}, not for {check.metric}")
+        raise InputError(f"{where}: `patterns` are for {FORMAT} and {REFUSAL}, not for {check.metric}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -204,20 +200,21 @@ def _advice(metric: str) -> str:
     if metric == KL:
         return ". `posttrain gate measure-kl FOLDER --base MODEL` measures it"
     if metric == LENGTH:
-        return ". The server that answered reports no `usage`, so nobody knows how long its answers are"
+        return ". The server that answered reports no `usage`, so the lengths of its answers are unknown"
     if metric == COST:
-        return ". Evaluations know a cost if eval.gpu_hour_price is set"
+        return ". An evaluation has a cost if eval.gpu_hour_price is set"
     if "@" in metric:
         return ". More samples per problem: eval.num_tests_per_prompt"
     return ""
 
 
-def _shares(problems: Sequence[Problem], counts: Callable[[Sample], bool]) -> list[float | None]:
+def _shares(problems: Sequence[ProblemResult], counts: Callable[[SampleResult], bool]) -> list[float | None]:
     return [_mean([float(counts(s)) for s in p.samples if s.finish_reason is not None]) for p in problems]
 
 
 def _costs(evaluation: Evaluation) -> list[float | None]:
-    """A problem's share of the cost, per answer. Its mean over problems of equally many samples is the cost per answer."""
+    """The share of the cost of each problem, per answer. The mean over problems is the cost per answer if all of them
+    have the same number of samples."""
     summary = evaluation.summary
     assert summary.cost is not None
     lengths = [[sample.num_tokens for sample in problem.samples] for problem in evaluation.problems]
@@ -229,8 +226,8 @@ def _costs(evaluation: Evaluation) -> list[float | None]:
 
 
 def _range(metric: str, values: Sequence[float]) -> Range:
-    """Rates are between 0 and 1, and so are most rewards; lengths, costs and divergences are not below 0. What was seen
-    beyond that is possible too."""
+    """Rates and most rewards are between 0 and 1; lengths, costs and divergences are at least 0. Observed values beyond
+    that extend the range."""
     natural = (0.0,) if metric in (LENGTH, COST, KL) else RATE
     return min(*natural, *values), max(*natural, *values)
 

@@ -1,17 +1,17 @@
-"""How sure a mean over problems is, and how many problems it would take to be surer. Knows no metric and no file.
+"""Confidence bounds of a mean over problems, and the number of problems that a decision needs. No metrics, no files.
 
 The unit is the problem: samples of one problem are not independent, so each problem contributes one number. Bounds are
-one-sided, at the confidence asked for:
+one-sided, at the requested confidence:
 
 - one evaluation, every value 0 or 1: Clopper-Pearson, which is exact;
-- other values: Student's t after adding two imagined problems at each end of their range, as Agresti and Coull do for
+- other values: Student's t with two pseudo-observations at each end of their range, as Agresti and Coull add for
   proportions;
-- differences of two evaluations on the same problems: Student's t on the differences, with one imagined problem at each
-  end, as Bonett and Price do for paired proportions; on different problems: Welch's t, with one at each end of either
-  evaluation, as Agresti and Caffo do.
+- differences of two evaluations on the same problems: Student's t on the differences, with one pseudo-observation at each
+  end, as Bonett and Price add for paired proportions; on different problems: Welch's t, with one at each end of either
+  evaluation, as Agresti and Caffo add.
 
-The imagined problems keep the bounds honest where all values happen to be equal: without them, thirty answers without a
-change would prove that nothing changes. Where the plain bounds are wider, they hold.
+Pseudo-observations keep the bounds valid where all values are equal: without them, thirty unchanged answers would show
+with certainty that nothing changes. The bounds are the wider of those with and without them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from posttrain.gate.distributions import beta_cdf, beta_quantile, normal_quantil
 Range = tuple[float, float]
 RATE: Range = (0.0, 1.0)
 Method = Literal["exact binomial", "t", "paired t", "unpaired t"]
-MAX_ASKED = 10_000_000  # a number of problems beyond which there is no point in naming it
+MAX_ASKED = 10_000_000  # larger numbers of problems are not reported
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean with one-sided bounds: below `low`, and above `high`, it is with probability 1 - confidence at most, each."""
+class MeanEstimate:
+    """A mean with one-sided bounds. It is below `low` with probability 1 - confidence at most, and so above `high`."""
 
     mean: float
     low: float
@@ -44,27 +44,25 @@ class Estimate:
     num_problems: int
     confidence: float
     method: Method
-    imagined: float = (
-        0.0  # variance that imagined problems add to the mean, times num_problems squared: it stays as n grows
-    )
-    systematic: float = 0.0  # error, part of both bounds, that more problems would not make smaller
+    imagined: float = 0.0  # variance of the mean from pseudo-observations, times num_problems squared: constant in n
+    systematic: float = 0.0  # error in both bounds that more problems do not reduce
 
 
-def with_systematic_error(estimate: Estimate, error: float) -> Estimate:
+def with_systematic_error(estimate: MeanEstimate, error: float) -> MeanEstimate:
     return replace(estimate, low=estimate.low - error, high=estimate.high + error, systematic=error)
 
 
-def estimate_mean(values: Sequence[float], confidence: float, value_range: Range) -> Estimate:
+def estimate_mean(values: Sequence[float], confidence: float, value_range: Range) -> MeanEstimate:
     """Of one evaluation."""
     assert len(values) > 0
     if value_range == RATE and set(values) <= {0.0, 1.0}:
         return _exact(values, confidence)
     found = _student(values, (*value_range, *value_range), confidence, "t")
-    # Of other ranges only what was seen is known, and the mean may lie beyond that.
+    # Other ranges are those of the observed values, and the mean may lie beyond them.
     return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0)) if value_range == RATE else found
 
 
-def estimate_paired(differences: Sequence[float], confidence: float, value_range: Range) -> Estimate:
+def estimate_paired(differences: Sequence[float], confidence: float, value_range: Range) -> MeanEstimate:
     """Of the differences of two evaluations of the same problems. `value_range` is that of the differences."""
     assert len(differences) > 0
     return _student(differences, value_range, confidence, "paired t")
@@ -72,7 +70,7 @@ def estimate_paired(differences: Sequence[float], confidence: float, value_range
 
 def estimate_unpaired(
     left: Sequence[float], right: Sequence[float], confidence: float, left_range: Range, right_range: Range
-) -> Estimate:
+) -> MeanEstimate:
     """Of mean(left) - mean(right), for evaluations of different problems."""
     assert len(left) > 0
     assert len(right) > 0
@@ -99,10 +97,10 @@ def _welch_bounds(a: NDArray[np.float64], b: NDArray[np.float64], confidence: fl
     return _bounds(float(a.mean() - b.mean()), spread_a + spread_b, third, degrees, confidence)
 
 
-def needed_problems(estimate: Estimate, threshold: float, power: float) -> int | None:
-    """How many problems would tell the mean from `threshold` with probability `power`, if it is what it seems to be.
+def needed_problems(estimate: MeanEstimate, threshold: float, power: float) -> int | None:
+    """The number of problems that separates the mean from `threshold` with probability `power`, if the estimate is right.
 
-    None: more than `MAX_ASKED`, or no number would, because the error that problems do not average out is too large.
+    None: more than `MAX_ASKED`, or no number does, because the systematic error is too large.
     """
     distance = abs(estimate.mean - threshold) - estimate.systematic
     if distance <= 0:
@@ -117,31 +115,31 @@ def needed_problems(estimate: Estimate, threshold: float, power: float) -> int |
         needed = by_spread / 2 + math.sqrt(by_spread**2 / 4 + (quantiles / distance) ** 2 * estimate.imagined)
     if needed is None or needed > MAX_ASKED:
         return None
-    # The bounds were wider than this thinks, or the question would not arise.
+    # The present number was not enough, so the bounds are wider than this approximation.
     return max(math.ceil(needed), estimate.num_problems + 1)
 
 
-def detectable_distance(estimate: Estimate, num_problems: int, power: float) -> float:
-    """The smallest distance from a threshold that so many problems would show."""
+def detectable_distance(estimate: MeanEstimate, num_problems: int, power: float) -> float:
+    """The smallest distance from a threshold that `num_problems` detect."""
     variance = estimate.deviation**2 / num_problems + estimate.imagined / num_problems**2
     return estimate.systematic + _quantiles(estimate, power) * math.sqrt(variance)
 
 
-def _quantiles(estimate: Estimate, power: float) -> float:
+def _quantiles(estimate: MeanEstimate, power: float) -> float:
     return normal_quantile(estimate.confidence) + max(normal_quantile(power), 0.0)
 
 
 def _needed_for_rate(rate: float, threshold: float, confidence: float, power: float) -> int | None:
-    """The fewest problems with which Clopper and Pearson's bound tells a rate from a threshold, with probability `power`.
+    """The smallest number of problems for which Clopper and Pearson's bound decides, with probability `power`.
 
-    A rate below the threshold is told by few hits. Which number of hits counts as few is searched: with more of them it
-    takes more problems to tell, and it is likelier that no more of them are seen.
+    A rate below the threshold is shown by a small number of hits, and the largest such number is searched: the more hits
+    are allowed, the more problems the bound needs, and the more likely it is that no more hits occur.
     """
     if rate > threshold:
         rate, threshold = 1 - rate, 1 - threshold
 
     def problems_for(hits: int) -> int:
-        """The fewest whose upper bound is not above the threshold with so many hits."""
+        """The smallest number of problems whose upper bound with `hits` is not above the threshold."""
         counts = range(hits + 1, MAX_ASKED + 1)
         return counts.start + bisect_left(counts, confidence, key=lambda n: beta_cdf(threshold, hits + 1, n - hits))
 
@@ -156,20 +154,18 @@ def _needed_for_rate(rate: float, threshold: float, confidence: float, power: fl
     return problems_for(bisect_left(range(enough), True, lo=enough // 2, hi=enough - 1, key=is_likely))
 
 
-def _exact(values: Sequence[float], confidence: float) -> Estimate:
+def _exact(values: Sequence[float], confidence: float) -> MeanEstimate:
     """Clopper and Pearson's bounds of a proportion."""
     total, hits = len(values), round(sum(values))
     error = 1 - confidence
     low = beta_quantile(error, hits, total - hits + 1) if hits else 0.0
     high = beta_quantile(confidence, hits + 1, total - hits) if hits < total else 1.0
     rate = hits / total
-    imagined = (
-        2 * rate**2 + 2 * (1 - rate) ** 2
-    )  # two at each end: where all are equal, they still are not without spread
-    return Estimate(rate, low, high, math.sqrt(rate * (1 - rate)), total, confidence, "exact binomial", imagined)
+    imagined = 2 * rate**2 + 2 * (1 - rate) ** 2  # two pseudo-observations at each end
+    return MeanEstimate(rate, low, high, math.sqrt(rate * (1 - rate)), total, confidence, "exact binomial", imagined)
 
 
-def _student(values: Sequence[float], ends: Sequence[float], confidence: float, method: Method) -> Estimate:
+def _student(values: Sequence[float], ends: Sequence[float], confidence: float, method: Method) -> MeanEstimate:
     plain = np.asarray(values, dtype=np.float64)
     softened = np.concatenate([plain, ends])
     return _estimate(
@@ -191,12 +187,13 @@ def _estimate(
     num_problems: int,
     confidence: float,
     method: Method,
-) -> Estimate:
-    """From the bounds and the variances of a mean, with imagined problems and without.
+) -> MeanEstimate:
+    """From the bounds and the variances of a mean, with pseudo-observations and without.
 
-    Imagined problems pull towards the middle of the range, which must not be what makes a bound hold: the wider one does.
+    Pseudo-observations pull the mean towards the middle of the range. A bound must not hold because of that, so the wider
+    bounds are used.
     """
-    return Estimate(
+    return MeanEstimate(
         mean=mean,
         low=min(low for low, _ in bounds),
         high=max(high for _, high in bounds),
@@ -219,8 +216,8 @@ def _t_bounds(values: NDArray[np.float64], confidence: float) -> tuple[float, fl
 def _bounds(centre: float, variance: float, third: float, degrees: float, confidence: float) -> tuple[float, float]:
     """Student's bounds of a mean with this variance, moved outwards for its third moment (Johnson 1978).
 
-    Of skewed values, such as lengths, the plain bound on the side of the long tail is passed too often. The bound on the
-    other side is too careful then; it stays as it is.
+    With skewed values, such as lengths, the plain bound on the side of the long tail is exceeded too often. The bound on
+    the other side is conservative and stays.
     """
     if variance <= 0:
         return centre, centre

@@ -1,8 +1,8 @@
 """The gate: every check of gate.yaml against the evaluations of a candidate and of the model in production.
 
-A candidate is promoted if all bounds hold, each with the confidence asked for; rejected if one of them does not; and if
-neither can be told from noise, the verdict is that more samples are needed, and how many. Since *all* bounds have to hold,
-testing several needs no correction: the chance of promoting what violates a bound is that of this one bound at most.
+A candidate is promoted if all bounds hold, each at the requested confidence, and rejected if one fails. Otherwise more
+samples are needed, and the verdict has the number. *All* bounds have to hold (an intersection-union test), so several
+bounds need no correction: the probability of promoting a candidate that violates a bound is at most that of this bound.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.config.gate import COST, CheckConfig, GateConfig, GateSettings
+from posttrain.errors import InputError
 from posttrain.evaluation.comparability import different_settings, why_incomparable
 from posttrain.evaluation.results import Evaluation
-from posttrain.gate.measures import (
-    MeasureError,
-    Measurement,
-    depends_on_judge,
-    direction_of,
-    measure,
-)
+from posttrain.gate.measures import Measurement, depends_on_judge, direction_of, measure
 from posttrain.gate.rules import (
     Bound,
-    Decision,
+    BoundDecision,
     Outcome,
     absolute_bounds,
     compare,
@@ -32,18 +27,18 @@ from posttrain.gate.rules import (
     margin_bound,
     sign_of_mean,
 )
-from posttrain.gate.statistics import Estimate
+from posttrain.gate.statistics import MeanEstimate
 
 Verdict = Literal["promote", "reject", "needs_more_samples"]
 Evaluations = Mapping[str, Evaluation]  # by the name that checks use
 
-_NO_SHARE = "the mean of production may be on either side of 0, and a share of it means nothing: set relative to false"
+_NO_SHARE = "the mean of production may have either sign, so a relative margin is not defined: set relative to false"
 _DECIDING: Mapping[Verdict, Outcome] = {"promote": "pass", "reject": "fail", "needs_more_samples": "undecided"}
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One bound of one check, with everything that led to its outcome."""
+class BoundResult:
+    """The outcome of one bound of one check, and what led to it."""
 
     check: str
     evaluation: str
@@ -53,7 +48,7 @@ class Rule:
     reason: str
     candidate: float | None = None
     production: float | None = None
-    estimate: Estimate | None = None  # of the candidate, or of its difference to production
+    estimate: MeanEstimate | None = None  # of the candidate, or of its difference to production
     threshold: float | None = None
     needed_problems: int | None = None
 
@@ -65,18 +60,18 @@ class Rule:
 @dataclass(frozen=True)
 class GateResult:
     verdict: Verdict
-    rules: tuple[Rule, ...]
-    notes: tuple[str, ...]  # what a reader should know of the evaluations
+    rules: tuple[BoundResult, ...]
+    notes: tuple[str, ...]  # caveats about the evaluations
 
     @property
     def reasons(self) -> list[str]:
-        """Why the verdict is what it is: the bounds that decided it."""
+        """The bounds that decided the verdict, with their reasons."""
         deciding = _DECIDING[self.verdict]
         return [f"{rule.label}: {rule.reason}" for rule in self.rules if rule.outcome == deciding]
 
     @property
     def needed_problems(self) -> dict[str, int]:
-        """For each evaluation, how many problems would decide what is open, if that is what the verdict waits for."""
+        """For each evaluation the number of problems that would decide the open bounds; empty for other verdicts."""
         found: dict[str, int] = {}
         if self.verdict != "needs_more_samples":
             return found
@@ -87,7 +82,7 @@ class GateResult:
 
 
 def judge(config: GateConfig, candidate: Evaluations, production: Evaluations | None) -> GateResult:
-    """`production` None: there is no model in production yet, so what compares with it is skipped."""
+    """`production` None: there is no model in production yet, so bounds that compare with it are skipped."""
     _refuse_missing(config, candidate, "--candidate")
     if production is not None:
         compared = {name: check for name, check in config.checks.items() if check.compares}
@@ -100,7 +95,7 @@ def judge(config: GateConfig, candidate: Evaluations, production: Evaluations | 
         "reject" if "fail" in outcomes else "needs_more_samples" if "undecided" in outcomes else "promote"
     )
     if outcomes <= {"skipped"}:
-        raise MeasureError(
+        raise InputError(
             "every check compares with production, and there is none: give at least one check an at_least or at_most"
         )
     return GateResult(verdict, tuple(rules), tuple(_notes(config, candidate, production)))
@@ -108,7 +103,7 @@ def judge(config: GateConfig, candidate: Evaluations, production: Evaluations | 
 
 def _check_rules(
     name: str, check: CheckConfig, settings: GateSettings, candidate: Evaluations, production: Evaluations | None
-) -> Iterator[Rule]:
+) -> Iterator[BoundResult]:
     where = f"checks.{name}"
     confidence = 1 - (1 - (check.confidence or settings.confidence)) / settings.looks
     noise = settings.speed_noise if check.metric == COST else 0.0
@@ -129,9 +124,11 @@ def _check_rules(
     for better_by, worse_by in margins:
         bound, scale = margin_bound(better_by, worse_by, check.relative, direction_of(check, where), sign or 1)
         if theirs is None:
-            yield _rule(name, check, bound, Decision("skipped", "there is no model in production"), ours, None, None)
+            yield _rule(
+                name, check, bound, BoundDecision("skipped", "there is no model in production"), ours, None, None
+            )
         elif sign is None:
-            yield _rule(name, check, bound, Decision("undecided", _NO_SHARE), ours, theirs, None)
+            yield _rule(name, check, bound, BoundDecision("undecided", _NO_SHARE), ours, theirs, None)
         else:
             found = compare(ours, theirs, scale, confidence, noise)
             decision = decide(found.estimate, bound, settings)
@@ -142,17 +139,17 @@ def _rule(
     name: str,
     check: CheckConfig,
     bound: Bound,
-    decision: Decision,
+    decision: BoundDecision,
     ours: Measurement,
     theirs: Measurement | None,
-    estimate: Estimate | None,
+    estimate: MeanEstimate | None,
     note: str = "",
-) -> Rule:
-    return Rule(
+) -> BoundResult:
+    return BoundResult(
         check=name,
         evaluation=check.evaluation,
         metric=check.metric,
-        demand=bound.words,
+        demand=bound.demand,
         outcome=decision.outcome,
         reason=f"{decision.reason} ({note})" if note else decision.reason,
         candidate=ours.mean,
@@ -163,8 +160,10 @@ def _rule(
     )
 
 
-def _unscored_rules(config: GateConfig, candidate: Evaluations, production: Evaluations | None) -> Iterator[Rule]:
-    """An answer that could not be scored is missing, not wrong; where many are, the rest proves nothing."""
+def _unscored_rules(
+    config: GateConfig, candidate: Evaluations, production: Evaluations | None
+) -> Iterator[BoundResult]:
+    """An answer without a score is missing, not wrong. With too many of them the evaluation decides nothing."""
     limit = config.gate.max_unscored_rate
     used = dict.fromkeys(check.evaluation for check in config.checks.values())
     for side, evaluations in (("candidate", candidate), ("production", production or {})):
@@ -174,7 +173,7 @@ def _unscored_rules(config: GateConfig, candidate: Evaluations, production: Eval
             counts = evaluations[name].summary.counts
             rate = counts.unscored / counts.samples
             if rate > limit:
-                yield Rule(
+                yield BoundResult(
                     check="unscored",
                     evaluation=name,
                     metric="unscored_rate",
@@ -191,7 +190,7 @@ def _refuse_missing(config: GateConfig, evaluations: Evaluations, option: str) -
     for name, check in config.checks.items():
         if check.evaluation not in evaluations:
             given = ", ".join(evaluations) or "none"
-            raise MeasureError(
+            raise InputError(
                 f"checks.{name}.evaluation is {check.evaluation!r}, and {option} has given: {given}. "
                 f"Give {option} {check.evaluation}=FOLDER"
             )
@@ -202,7 +201,7 @@ def _refuse_incomparable(ours: Evaluation, theirs: Evaluation, metric: str, wher
         return
     uses_threshold = metric.startswith(("pass@", "cons@"))
     if reason := why_incomparable(ours, theirs, ("the candidate", "production"), uses_threshold=uses_threshold):
-        raise MeasureError(f"{where}: {metric} cannot be compared: {reason}. Evaluate both alike")
+        raise InputError(f"{where}: {metric} cannot be compared: {reason}. Evaluate both with the same settings")
 
 
 def _notes(config: GateConfig, candidate: Evaluations, production: Evaluations | None) -> Iterator[str]:

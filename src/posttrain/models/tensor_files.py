@@ -1,8 +1,8 @@
-"""Safetensors files, read and written one tensor at a time, so that a model larger than the memory passes through.
+"""Safetensors files, read and written one tensor at a time, so that a model larger than the memory can be processed.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header with type, shape and
-place of every tensor, then the data. A file may hold parts of tensors, as sharded training writes them: the header then says
-at which offsets of the whole tensor a part belongs (`DCP_SHARDING_INFO`, as torch.distributed.checkpoint writes it).
+place of every tensor, then the data. A file may hold parts of tensors, as sharded training writes them: the header then holds
+the offsets of the part in the whole tensor (`DCP_SHARDING_INFO`, as torch.distributed.checkpoint writes it).
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ _SHARDING = "DCP_SHARDING_INFO"
 _MAX_HEADER_BYTES = 100 * 2**20
 
 
-class WeightFileError(InputError):
-    """A file of weights that is missing, cut short or not what it says."""
-
-
 @dataclass(frozen=True)
 class TensorFacts:
     shape: tuple[int, ...]
@@ -53,7 +49,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A tensor in a file, or a part of one: `offsets` say where it begins in the whole."""
+    """A tensor in a file, or a part of one: `offsets` are where it begins in the whole."""
 
     file: Path
     begin: int  # byte in the file
@@ -68,7 +64,7 @@ class StoredPart:
             while len(view):
                 count = file.readinto(view)
                 if not count:
-                    raise WeightFileError(f"{self.file} ends in the middle of its data: it was cut short")
+                    raise InputError(f"{self.file} ends in the middle of its data: it was cut short")
                 view = view[count:]
         return buffer.view(self.facts.dtype).reshape(self.facts.shape)
 
@@ -92,9 +88,9 @@ def stored_parts(file: Path) -> dict[str, StoredPart]:
             offsets = tuple(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(facts.shape)
             parts[name] = StoredPart(file, 8 + length + begin, facts, offsets)
     except FileNotFoundError as error:
-        raise WeightFileError(f"{file} is missing") from error
+        raise InputError(f"{file} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightFileError(f"{file} cannot be read as safetensors: {error}") from error
+        raise InputError(f"{file} cannot be read as safetensors: {error}") from error
     return parts
 
 
@@ -110,15 +106,15 @@ def assemble(name: str, parts: list[StoredPart], facts: TensorFacts) -> Tensor:
 
 
 def whole_facts(name: str, parts: list[StoredPart]) -> TensorFacts:
-    """Shape and type of the tensor that the parts make up; WeightFileError if some of it is in none of them."""
+    """Shape and type of the tensor that the parts make up; InputError if some of it is in none of them."""
     first = parts[0].facts
     if any(p.facts.dtype != first.dtype or len(p.facts.shape) != len(first.shape) for p in parts):
-        raise WeightFileError(f"{name}: the parts in {_files(parts)} are of different types or ranks")
+        raise InputError(f"{name}: the parts in {_files(parts)} are of different types or ranks")
     ends = zip(*[[o + n for o, n in zip(p.offsets, p.facts.shape, strict=True)] for p in parts], strict=True)
     shape = tuple(max(axis) for axis in ends)
     covered = sum(math.prod(part.facts.shape) for part in parts)
     if covered < math.prod(shape):
-        raise WeightFileError(
+        raise InputError(
             f"{name}: {_files(parts)} hold {covered} of its {math.prod(shape)} numbers; a shard is missing"
         )
     return TensorFacts(shape, first.dtype)

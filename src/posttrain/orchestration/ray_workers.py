@@ -7,52 +7,70 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from logging import WARNING
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
 import ray
 import torch
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.utils import logging
 
 from posttrain.errors import InputError
-from posttrain.policy.worker import PolicyWorker, WorkerSetup
+from posttrain.orchestration.rank import Rank, build_rank
+from posttrain.orchestration.workers import WorkerDiedError, gather
+from posttrain.policy.parallel import Mesh
+from posttrain.policy.trainer import RankSetup
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 START_TIMEOUT_S = 180.0
 
 
 class RankActor:
-    """One rank. It joins the process group first, then builds its worker: the worker shards over that group."""
+    """The process of a rank. It joins the process group first, then builds the rank, which shards over that group."""
 
     def __init__(self, rank: int, world_size: int, num_threads: int) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.index, self.world_size = rank, world_size
         torch.set_num_threads(num_threads)
-        logging.set_verbosity_error()  # their bars and advice would break up the driver's console
+        logging.set_verbosity_error()  # progress bars and advice would break up the driver's console
         logging.disable_progress_bar()
-        self.worker: PolicyWorker | None = None
+        self.rank: Rank | None = None
 
     def address(self) -> tuple[str, int]:
         with socket.socket() as free:
             free.bind(("", 0))
             return ray.util.get_node_ip_address(), int(free.getsockname()[1])
 
-    def build(self, setup: WorkerSetup, address: tuple[str, int]) -> None:
+    def build(self, setup: RankSetup, address: tuple[str, int]) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each actor only its own GPU
         if self.world_size > 1:
             cuda = torch.cuda.is_available() and setup.policy.device != "cpu"
             torch.distributed.init_process_group(
                 "cuda:nccl,cpu:gloo" if cuda else "gloo",
                 init_method=f"tcp://{address[0]}:{address[1]}",
-                rank=self.rank,
+                rank=self.index,
                 world_size=self.world_size,
             )
-        self.worker = PolicyWorker(setup)
+        self.rank = build_rank(setup)
 
-    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        assert self.worker is not None
-        return getattr(self.worker, method)(*arguments)
+    def run(self, operation: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        assert self.rank is not None
+        return getattr(self.rank, operation)(*args, **kwargs)
+
+
+class RayWorker:
+    """One rank behind an actor."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self.actor = actor
+
+    def submit(self, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return _future(self.actor.run.remote(operation.__name__, args, kwargs))
 
 
 class RayWorkers:
@@ -60,31 +78,36 @@ class RayWorkers:
 
     in_process = False
 
-    def __init__(self, setup: WorkerSetup, num_nodes: int, ranks_per_node: int) -> None:
-        self.size = num_nodes * ranks_per_node
+    def __init__(self, setup: RankSetup, num_nodes: int, ranks_per_node: int) -> None:
+        self.mesh = Mesh(dp=num_nodes * ranks_per_node)
         wants_gpu = setup.policy.device != "cpu"
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
-            _start_ray(self.size, wants_gpu and torch.cuda.is_available())
+            _start_ray(self.mesh.size, wants_gpu and torch.cuda.is_available())
         # The cluster's GPUs count, not those of the driver: a head node often has none.
         use_gpu = wants_gpu and ray.cluster_resources().get("GPU", 0) > 0
         self._placement = self._reserve(num_nodes, ranks_per_node, use_gpu)
         num_threads = setup.policy.num_threads or max(1, (os.cpu_count() or 1) // ranks_per_node)
         actor = ray.remote(RankActor)
-        self._actors = [
+        actors = [
             actor.options(
                 num_cpus=1,
                 num_gpus=1 if use_gpu else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._placement, placement_group_bundle_index=rank // ranks_per_node
                 ),
-            ).remote(rank, self.size, num_threads)
-            for rank in range(self.size)
+            ).remote(rank, self.mesh.size, num_threads)
+            for rank in range(self.mesh.size)
         ]
-        address = _get([self._actors[0].address.remote()])[0]
-        _get([a.build.remote(setup, address) for a in self._actors])
+        self.workers = [RayWorker(actor) for actor in actors]
+        try:
+            address: tuple[str, int] = gather("build", [_future(actors[0].address.remote())])[0]
+            gather("build", [_future(actor.build.remote(setup, address)) for actor in actors])
+        except BaseException:
+            self.close()
+            raise
 
-    def _reserve(self, num_nodes: int, ranks_per_node: int, use_gpu: bool) -> Any:
+    def _reserve(self, num_nodes: int, ranks_per_node: int, use_gpu: bool) -> PlacementGroup:
         bundle = {"CPU": float(ranks_per_node)}
         if use_gpu:
             bundle["GPU"] = float(ranks_per_node)
@@ -98,27 +121,31 @@ class RayWorkers:
             )
         return group
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        # Shared arguments (an objective, a folder) are small; shards differ by rank, so nothing is sent twice.
-        return _get([a.call.remote(method, args) for a, args in zip(self._actors, arguments, strict=True)])
-
     def close(self) -> None:
-        for actor in self._actors:
-            ray.kill(actor)
+        for worker in self.workers:
+            ray.kill(worker.actor)
         remove_placement_group(self._placement)
         if self._started_ray:
             ray.shutdown()
 
 
-def _get(references: list[Any]) -> list[Any]:
-    """Results by rank. What the user can mend is raised as it was, not wrapped into Ray's frames."""
-    try:
-        results: list[Any] = ray.get(references)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, InputError):
-            raise error.cause from None
-        raise
-    return results
+def _future(reference: ray.ObjectRef[T]) -> Future[T]:
+    """The result of a remote call. What the user can correct is raised as it was, not wrapped into Ray's frames."""
+    outcome: Future[T] = Future()
+
+    def settle(done: Future[T]) -> None:
+        error = done.exception()
+        if error is None:
+            outcome.set_result(done.result())
+        elif isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, InputError):
+            outcome.set_exception(error.cause)
+        elif isinstance(error, ray.exceptions.RayActorError):
+            outcome.set_exception(WorkerDiedError(str(error)))
+        else:
+            outcome.set_exception(error)
+
+    reference.future().add_done_callback(settle)
+    return outcome
 
 
 def _start_ray(num_ranks: int, use_gpu: bool) -> None:

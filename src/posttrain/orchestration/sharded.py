@@ -1,18 +1,18 @@
-"""`Policy` and `Generator` over any number of ranks: shard, call, merge. With one rank, the shard is everything."""
+"""`Trainer` and `Engine` over any number of ranks: shard, call, merge. With one rank, the shard is everything."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from posttrain.checkpointing.marks import wait_for_marks
+from posttrain.checkpointing.background import wait_for_marks
 from posttrain.data.packing import MicroBatching, cost, packing_metrics, plan_micro_batches
 from posttrain.errors import InputError
-from posttrain.orchestration.local import WorkerGroup
+from posttrain.orchestration.rank import MicroBatches, Rank
+from posttrain.orchestration.workers import WorkerGroup, call_all, gather
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.roles import Objective, Progress, ShowProgress, no_progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch, UpdateReport
@@ -21,16 +21,16 @@ from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch, Up
 _SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr")
 
 
-class ShardedPolicy:
+class ShardedTrainer:
     def __init__(
         self,
-        workers: WorkerGroup,
+        group: WorkerGroup,
         train: MicroBatching,
         score: MicroBatching,
         seed: int,
         show_progress: ShowProgress = no_progress,
     ) -> None:
-        self.workers = workers
+        self.group = group
         self.show_progress = show_progress
         self.train = train  # micro-batches of updates
         self.score = score  # of passes without gradients, which need less memory
@@ -38,114 +38,128 @@ class ShardedPolicy:
         self.num_updates = 0
 
     def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
-        parts, num_tokens, packing = self._shards(batch, self.train, objective.keeps_groups_whole)
+        shards, num_tokens, packing = self._shards(batch, self.train, objective.keeps_groups_whole)
         seed = (self.seed * 1_000_003 + self.num_updates) % 2**63
-        with self.show_progress("training", len(parts[0])) as progress:
-            results = self._call("update", parts, objective, seed, self._local(progress))
-            if not self.workers.in_process:
-                progress(len(parts[0]))
+        with self.show_progress("training", len(shards[0])) as progress:
+            local = self._local(progress)
+            results = gather(
+                "update",
+                [
+                    worker.submit(Rank.update, parts, objective, seed, local)
+                    for worker, parts in zip(self.group.workers, shards, strict=True)
+                ],
+            )
+            if local is None:
+                progress(len(shards[0]))
         self.num_updates += 1
+        results = self.group.mesh.one_per_shard(results)
         same = {name: results[0][name] for name in _SAME_ON_EVERY_RANK}
         sums = [{k: v for k, v in result.items() if k not in same} for result in results]
         return UpdateReport({**combine_metrics(sums), **same, **packing}, num_tokens)
 
     def evaluate(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
-        parts, num_tokens, _ = self._shards(batch, self.score, objective.keeps_groups_whole)
-        with self.show_progress("validation", len(parts[0])) as progress:
-            results = self._call("evaluate", parts, objective, self._local(progress))
-            if not self.workers.in_process:
-                progress(len(parts[0]))
-        return UpdateReport(combine_metrics(results), num_tokens)
+        shards, num_tokens, _ = self._shards(batch, self.score, objective.keeps_groups_whole)
+        with self.show_progress("validation", len(shards[0])) as progress:
+            local = self._local(progress)
+            results = gather(
+                "evaluate",
+                [
+                    worker.submit(Rank.evaluate, parts, objective, local)
+                    for worker, parts in zip(self.group.workers, shards, strict=True)
+                ],
+            )
+            if local is None:
+                progress(len(shards[0]))
+        return UpdateReport(combine_metrics(self.group.mesh.one_per_shard(results)), num_tokens)
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        return self._token_column(batch, "logprobs")
+        return self._token_column(batch, Rank.logprobs)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        return self._token_column(batch, "reference_logprobs")
+        return self._token_column(batch, Rank.reference_logprobs)
 
     def reference_fingerprint(self) -> str:
-        return str(self._call_all("reference_fingerprint")[0])
+        return call_all(self.group, Rank.reference_fingerprint)[0]
 
     def end_step(self) -> None:
-        self._call_all("end_step")
+        call_all(self.group, Rank.end_step)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, *, optimizer: bool) -> None:
         # Ranks may run elsewhere, with another working directory.
-        self._call_all("save", str(folder.absolute()), optimizer)
+        call_all(self.group, Rank.save, folder.absolute(), optimizer)
         if not (folder / "policy").is_dir():
             raise InputError(
                 f"checkpointing.checkpoint_dir: {folder.absolute()} is not on a filesystem that the ranks share with this process"
             )
 
+    def load(self, folder: Path) -> None:
+        call_all(self.group, Rank.load, folder.absolute())
+
     def save_obstacle(self, *, optimizer: bool) -> str:
-        """Why `begin_save` cannot be used, for people; empty if it can. To be asked after the first update."""
-        return next((why for why in self._call_all("save_obstacle", optimizer) if why), "")
+        return next((why for why in call_all(self.group, Rank.save_obstacle, optimizer) if why), "")
 
     def prepare_save(self, *, optimizer: bool) -> bool:
-        """Take memory for `begin_save` ahead of time. True once all ranks have it; call again until then."""
-        return all(self._call_all("prepare_save", optimizer))
+        return all(call_all(self.group, Rank.prepare_save, optimizer))
 
     def begin_save(self, folder: Path, *, optimizer: bool) -> Callable[[Callable[[], bool]], None]:
-        """Copy the state as it is now, and return what writes it: to be called in another thread while training goes on.
-
-        That function is given another, which says whether nobody waits for the files any more.
-        """
-        self._call_all("begin_save", str(folder.absolute()), optimizer)
-        if self.workers.in_process:
+        call_all(self.group, Rank.begin_save, folder.absolute(), optimizer)
+        if self.group.in_process:
             return lambda is_given_up: self._write_here()
-        self._call_all("write_save_in_thread")
-        return lambda is_given_up: wait_for_marks(folder, self.workers.size, is_given_up)
+        call_all(self.group, Rank.write_save_in_thread)
+        return lambda is_given_up: wait_for_marks(folder, self.group.mesh.size, is_given_up)
 
     def _write_here(self) -> None:
-        self._call_all("write_save")
+        call_all(self.group, Rank.write_save)
 
     def take_save_wait_s(self) -> float:
-        """Seconds for which updates have waited for the copy since this was asked last; of the slowest rank."""
-        return max(float(waited) for waited in self._call_all("take_save_wait_s"))
-
-    def load(self, folder: Path) -> None:
-        self._call_all("load", str(folder.absolute()))
+        return max(call_all(self.group, Rank.take_save_wait_s))
 
     # -- shard, call, merge --------------------------------------------------------------------------------------------
 
     def _shards(
         self, batch: TokenBatch, batching: MicroBatching, keep_groups_whole: bool
-    ) -> tuple[list[list[TokenBatch | None]], int, dict[str, float]]:
+    ) -> tuple[list[MicroBatches], int, dict[str, float]]:
         """Micro-batches by rank, the tokens in them, and how full they are."""
-        plan = plan_micro_batches(batch, batching, self.workers.size, keep_groups_whole=keep_groups_whole)
-        num_tokens = sum(cost(batch, rows) for rank in plan for rows in rank)
+        plan = plan_micro_batches(batch, batching, self.group.mesh.dp, keep_groups_whole=keep_groups_whole)
+        num_tokens = sum(cost(batch, rows) for shard in plan for rows in shard)
         packing = packing_metrics(batch, batching, plan, keep_groups_whole=keep_groups_whole)
-        return [[batch.select(rows) if rows else None for rows in rank] for rank in plan], num_tokens, packing
+        return self._by_rank(batch, plan), num_tokens, packing
 
-    def _token_column(self, batch: TokenBatch, method: str) -> Tensor:
-        plan = plan_micro_batches(batch, self.score, self.workers.size)
-        shards = [[batch.select(rows) if rows else None for rows in rank] for rank in plan]
+    def _token_column(
+        self, batch: TokenBatch, operation: Callable[[Rank, MicroBatches], list[Tensor | None]]
+    ) -> Tensor:
+        plan = plan_micro_batches(batch, self.score, self.group.mesh.dp)
+        shards = self._by_rank(batch, plan)
+        results = gather(
+            operation.__name__,
+            [worker.submit(operation, parts) for worker, parts in zip(self.group.workers, shards, strict=True)],
+        )
         pieces: list[Tensor | None] = [None] * len(batch.responses)
-        for rank, scores in zip(plan, self._call(method, shards), strict=True):
-            for rows, score in zip(rank, scores, strict=True):
-                if rows:
+        for shard, scores in zip(plan, self.group.mesh.one_per_shard(results), strict=True):
+            for rows, score in zip(shard, scores, strict=True):
+                if score is not None:
                     lengths = [len(batch.responses[row]) for row in rows]
                     for row, piece in zip(rows, score.split(lengths), strict=True):
                         pieces[row] = piece
         assert all(piece is not None for piece in pieces)
         return torch.cat([piece for piece in pieces if piece is not None])
 
+    def _by_rank(self, batch: TokenBatch, plan: Sequence[Sequence[Sequence[int]]]) -> list[MicroBatches]:
+        shards = [[batch.select(rows) if rows else None for rows in shard] for shard in plan]
+        return [shards[self.group.mesh.dp_index(rank)] for rank in range(self.group.mesh.size)]
+
     def _local(self, progress: Progress) -> Progress | None:
-        """A callback cannot travel to another process; there, progress comes when all is done."""
-        return progress if self.workers.in_process else None
-
-    def _call(self, method: str, shards: Sequence[Any], *rest: Any) -> list[Any]:
-        return self.workers.call(method, [(shard, *rest) for shard in shards])
-
-    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        return self.workers.call(method, [arguments] * self.workers.size)
+        """A callback cannot be sent to another process; there, progress comes when all is done."""
+        return progress if self.group.in_process else None
 
 
-class ShardedGenerator:
-    """Whole groups go to one rank, so that a prompt is computed once. Results come back in the order of the tasks."""
+class ShardedEngine:
+    """Whole groups go to one data-parallel rank, so that a prompt is computed once. Results keep the order of the tasks."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
-        self.workers = workers
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
 
     def generate(
         self,
@@ -155,13 +169,30 @@ class ShardedGenerator:
         key: NoiseKey,
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        size = self.workers.size
-        shards = [list(tasks[rank::size]) for rank in range(size)]
-        callback = progress if self.workers.in_process else None  # it cannot travel to another process
-        results = self.workers.call("generate", [(shard, num_samples, sampling, key, callback) for shard in shards])
+        mesh = self.group.mesh
+        callback = progress if self.group.in_process else None  # it cannot be sent to another process
+        results = gather(
+            "generate",
+            [
+                worker.submit(
+                    Rank.generate, list(tasks[mesh.dp_index(rank) :: mesh.dp]), num_samples, sampling, key, callback
+                )
+                for rank, worker in enumerate(self.group.workers)
+            ],
+        )
         if progress is not None and callback is None:
             progress(len(tasks) * num_samples)
         merged: list[list[Completion]] = [[] for _ in tasks]
-        for rank, groups in enumerate(results):
-            merged[rank::size] = groups
+        for shard, groups in enumerate(mesh.one_per_shard(results)):
+            merged[shard :: mesh.dp] = groups
         return merged
+
+    def release(self) -> None:
+        call_all(self.group, Rank.release)
+
+
+class SharedWeights:
+    """`WeightSync` of an engine that samples from the trainer's own tensors: an update is published as it is made."""
+
+    def publish(self, version: int) -> None:
+        pass

@@ -1,1 +1,1 @@
-"""From labelled traces to a canary, stage after stage: each cached by what it reads, each able to go on after a kill."""
+"""From labelled traces to a canary in stages. Each is cached by a hash of its inputs and resumes after a kill."""

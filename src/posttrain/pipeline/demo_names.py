@@ -1,4 +1,4 @@
-"""Which settings of a pipeline name what the demo makes. The files can be looked at once they are made, the names before."""
+"""Which settings of a pipeline name files of the demo. Names are checked before the demo makes the files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from posttrain.config import LoadedConfig
 from posttrain.config.named_files import DATA_OR_MODEL
 from posttrain.config.pipeline import PipelineConfig
+from posttrain.errors import InputError
 from posttrain.pipeline.demo_world import MODEL, TRACES, UNSEEN
-from posttrain.pipeline.records import PipelineError, StageName
+from posttrain.pipeline.records import StageName
 from posttrain.pipeline.stages.evaluate import PLACEHOLDER, load_evaluation
 from posttrain.pipeline.stages.train import load_training
 
@@ -19,14 +20,12 @@ MADE = (MODEL, TRACES, UNSEEN)
 
 
 def check_names_in_the_demo(config: PipelineConfig, stages: Collection[StageName]) -> None:
-    """Raise for a path into the demo's folder that will not be there: making a world takes minutes."""
+    """Raise for a path into the demo's folder that the demo will not make, before it spends minutes on the others."""
     if config.demo is None:
         return
     for key, path in _paths_in_the_demo(config, stages):
         if not (Path(config.demo.folder) / path).exists() and not _names(path, MADE):
-            raise PipelineError(
-                f"{key}: the demo makes {', '.join(MADE)} in {config.demo.folder}, and nothing that is called {path}"
-            )
+            raise InputError(f"{key}: the demo makes {', '.join(MADE)} in {config.demo.folder}, and no {path}")
 
 
 def settings_naming(made: Sequence[str], config: PipelineConfig, stages: Collection[StageName]) -> list[str]:

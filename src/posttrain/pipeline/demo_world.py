@@ -1,10 +1,10 @@
-"""The demo's world for a pipeline: a small model that was taught carelessly, its labelled traces, and unseen problems.
+"""The files of the pipeline's demo: a small model trained on mostly wrong answers, labelled traces, unseen problems.
 
-    FOLDER/model          a Hugging Face folder: knows what an answer looks like, and is right now and then
-    FOLDER/traces.jsonl   answers as careless as its own, each with a reward of 1 or 0
+    FOLDER/model          a Hugging Face folder; its answers have the right format and are sometimes right
+    FOLDER/traces.jsonl   answers of the same quality, each with a reward of 1 or 0
     FOLDER/unseen.jsonl   problems that are in no trace
 
-`num_prompts` chooses how many prompts the traces have: raising it is how new data arrives in this world.
+`num_prompts` is the number of prompts in the traces. Raising it simulates new data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL, TRACES, UNSEEN = "model", "traces.jsonl", "unseen.jsonl"
 
 
 def unmade(demo: DemoSection) -> tuple[str, ...]:
-    """What of the world is not there yet, or was made with other settings."""
+    """Files that are missing, or were made with other settings."""
     folder = Path(demo.folder)
     files = {TRACES: demo_traces(demo), UNSEEN: _unseen(demo)}
     others = [name for name, text in files.items() if not _holds(folder / name, text)]
@@ -43,11 +43,11 @@ def _has_model(demo: DemoSection) -> bool:
 
 
 def make_world(demo: DemoSection, say: Callable[[str], None], *, quiet: bool, lock: int | None) -> None:
-    """Whatever of it is not there yet, or was made with other settings."""
+    """Make the files that are missing, or were made with other settings."""
     folder = Path(demo.folder)
     durable.make_folder(folder)
     if not _has_model(demo):
-        say(f"demo      makes a model and teaches it the format: SFT, {demo.sft_steps} steps")
+        say(f"demo      makes a model and trains it on the format: SFT, {demo.sft_steps} steps")
         _make_model(demo, folder, say, quiet=quiet, lock=lock)
         durable.write_text(folder / MARK, json.dumps(_mark(demo)) + "\n")
     _write_if_other(folder / TRACES, demo_traces(demo))
@@ -71,7 +71,7 @@ def _make_model(demo: DemoSection, folder: Path, say: Callable[[str], None], *, 
         loaded = load_config("sft", None, _sft_settings(demo, taught))
         durable.write_text(taught / "sft.yaml", loaded.to_yaml())
     if code := run_training("sft", taught / "sft.yaml", quiet=quiet, lock=lock):
-        raise Stop(code if code in (64, 85, 130) else 1, f"demo: teaching ended with exit code {code}")
+        raise Stop(code if code in (64, 85, 130) else 1, f"demo: SFT ended with exit code {code}")
     settings = ConversionSettings(force=True, verify=False)
     convert(str(taught / "run"), folder / MODEL, settings, shown_as="careless arithmetic", say=say)
 
@@ -108,7 +108,9 @@ def demo_traces(demo: DemoSection) -> str:
     lines = []
     train, _ = problems(demo.seed)
     for a, b in train[: demo.num_prompts]:
-        rng = random.Random(f"{demo.seed}/{a}/{b}")  # of its own: more prompts do not change the answers to the others
+        rng = random.Random(
+            f"{demo.seed}/{a}/{b}"
+        )  # one per prompt: more prompts do not change the answers to the others
         for _ in range(demo.answers_per_prompt):
             said = careless_answer(a, b, rng)
             row = {"input": question(a, b), "output": answer(said), "final_reward": float(said == a + b)}

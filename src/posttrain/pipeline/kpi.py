@@ -1,7 +1,7 @@
-"""What the iterations of a pipeline came to: training metric, held-out score, cost and time, one row each.
+"""The KPI of a pipeline, one row per iteration: training metric, held-out score, cost and time.
 
-All of it is read from records of what happened then, except for the stage of a version, which others change at any time: for that
-the registry is asked.
+All values are read from the records, except for the stage of a version, which may change at any time: it is looked up in the
+registry.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.pipeline.models import place_in_registry, versions_of
+from posttrain.json_files import JsonObject
+from posttrain.pipeline.iteration_models import place_in_registry, versions_of
 from posttrain.pipeline.records import STAGES, Iteration, StageRecord, read_iterations
 
 KPI_FILE = "kpi.json"
@@ -24,13 +24,13 @@ DEVICE_STAGES = ("train", "convert", "evaluate")  # those that keep a device bus
 
 @dataclass(frozen=True)
 class KpiRow:
-    """None where it is not known yet."""
+    """None: not available yet."""
 
     iteration: int
     begun_at: str
     finished: bool
     start: str  # the model that was trained
-    traces_reward: float | None  # mean reward of the traces: what the model in use earned
+    traces_reward: float | None  # mean reward of the traces
     dataset: str | None  # "1,000 pairs"
     training_metric: str | None  # "reward" (GRPO), "accuracy" of the pairs (DPO)
     training_value: float | None  # its mean over the last steps
@@ -41,14 +41,14 @@ class KpiRow:
     incumbent_score: float | None  # of the model that it was compared with
     verdict: str | None
     version: int | None
-    stage: str | None  # of the version, now; None also if the registry does not say
-    seconds: float  # of the stages that ran in this iteration; those that were reused cost nothing
+    stage: str | None  # of the version, now; None also if the registry cannot be read
+    seconds: float  # of the stages that ran in this iteration, without reused ones
     device_hours: float
     cost: float | None  # device hours times pipeline.gpu_hour_price
 
     @property
     def reached(self) -> str:
-        """In one word, how it ended or how far it is."""
+        """The state of the iteration in one word."""
         if self.verdict is None:
             return "not finished"
         words = {"promote": "promoted", "reject": "rejected", "needs_more_samples": "undecided"}
@@ -62,7 +62,7 @@ def kpi_rows(config: PipelineConfig) -> list[KpiRow]:
 
 
 def _stages_now(iterations: Sequence[Iteration], config: PipelineConfig) -> dict[int, str]:
-    """By iteration, the stage of its version. A registry that cannot be asked keeps nobody from seeing the other numbers."""
+    """By iteration, the stage of its version; empty if the registry cannot be read."""
     here = place_in_registry(config)
     records = {iteration.number: iteration.record("registry") for iteration in iterations}
     versions = {
@@ -117,7 +117,7 @@ def _row(iteration: Iteration, config: PipelineConfig, stage: str | None) -> Kpi
     )
 
 
-def _values(records: dict[str, StageRecord], name: str) -> dict[str, Any]:
+def _values(records: dict[str, StageRecord], name: str) -> JsonObject:
     return dict(records[name].outcome.values) if name in records else {}
 
 

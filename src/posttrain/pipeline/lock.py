@@ -1,6 +1,6 @@
-"""One process at a time for a pipeline's folder, counting the training that it has started.
+"""One process at a time for a pipeline's folder, including the training that it started.
 
-The training inherits the lock. So if the pipeline is killed and its training is still saving, whoever goes on waits for that.
+The training inherits the lock. If the pipeline is killed while its training is still saving, the next run waits for it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from posttrain.checkpointing import durable
-from posttrain.pipeline.records import PipelineError
+from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
 
 LOCK_FILE = ".lock"
 _POLL_S = 0.1
@@ -31,7 +31,7 @@ def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
         durable.make_folder(home)
         descriptor = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise PipelineError(f"pipeline.folder: {home} cannot be written ({error.strerror or error})") from error
+        raise InputError(f"pipeline.folder: {home} cannot be written ({error.strerror or error})") from error
     try:
         _acquire(descriptor, home, say)
         os.ftruncate(descriptor, 0)
@@ -51,9 +51,9 @@ def _acquire(descriptor: int, home: Path, say: Callable[[str], None]) -> None:
             pass
         holder = _holder(descriptor)
         if holder.get("host") != socket.gethostname() or _is_alive(holder):
-            raise PipelineError(
+            raise InputError(
                 f"{home}: another process is running this pipeline (process {holder.get('pid', '?')} on "
-                f"{holder.get('host', '?')}); `posttrain pipeline status` shows how far it is"
+                f"{holder.get('host', '?')}); `posttrain pipeline status` shows its progress"
             )
         if not said:
             say("the run before was killed and its training is still saving; waiting for it")
@@ -61,12 +61,12 @@ def _acquire(descriptor: int, home: Path, say: Callable[[str], None]) -> None:
         time.sleep(_POLL_S)
 
 
-def _identity(pid: int) -> dict[str, Any]:
+def _identity(pid: int) -> JsonObject:
     return {"pid": pid, "host": socket.gethostname(), "created": psutil.Process(pid).create_time()}
 
 
-def _holder(descriptor: int) -> dict[str, Any]:
-    for _ in range(20):  # whoever has just got the lock has not written its name yet
+def _holder(descriptor: int) -> JsonObject:
+    for _ in range(20):  # a process that has just acquired the lock may not have written its name yet
         try:
             found = json.loads(os.pread(descriptor, 4096, 0))
             return found if isinstance(found, dict) else {}
@@ -75,7 +75,7 @@ def _holder(descriptor: int) -> dict[str, Any]:
     return {}
 
 
-def _is_alive(holder: dict[str, Any]) -> bool:
+def _is_alive(holder: JsonObject) -> bool:
     try:
         process = psutil.Process(int(holder["pid"]))
         return process.create_time() == holder["created"] and process.status() != psutil.STATUS_ZOMBIE

@@ -1,8 +1,8 @@
-"""What a pipeline has done, on disk: `stage.json` of each finished stage, `iteration.json` of each iteration.
+"""The records of a pipeline on disk: `stage.json` of each finished stage, `iteration.json` of each iteration.
 
     FOLDER/iteration_2/iteration.json          the data and the models that it began with, and the stages so far
     FOLDER/iteration_2/train-3fa9c1d2e0b4/     one stage; the name ends with the key of what it reads
-    FOLDER/iteration_2/train-…/stage.json      written last: its presence means that the stage is whole
+    FOLDER/iteration_2/train-…/stage.json      written last: it marks the stage as finished
     FOLDER/evaluations/main-…/                 answers, shared by all iterations
 
 Paths in a record are relative to the folder of the record, so a pipeline's folder can be moved.
@@ -16,11 +16,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from posttrain.checkpointing import durable
 from posttrain.errors import InputError
 from posttrain.hashing import digest
+from posttrain.json_files import JsonMapping, read_json
 
 STAGE_FILE = "stage.json"
 ITERATION_FILE = "iteration.json"
@@ -39,33 +40,29 @@ STAGES: tuple[StageName, ...] = (
 )
 
 
-class PipelineError(InputError):
-    """The pipeline's file, its folder, or what was asked of it is not as it has to be."""
-
-
-def about(field: str, error: InputError) -> PipelineError:
+def about(field: str, error: InputError) -> InputError:
     """The same error with the field of pipeline.yaml that led to it."""
-    overrides = f"{field}.overrides"  # what configs call the command line is a list in this file
+    overrides = f"{field}.overrides"  # messages about the command line mean this list here
     lines = (line.replace("command line", overrides, 1) for line in str(error).splitlines())
-    return PipelineError("\n".join(line if line.startswith(overrides) else f"{field}: {line}" for line in lines))
+    return InputError("\n".join(line if line.startswith(overrides) else f"{field}: {line}" for line in lines))
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a stage has made. `digest` is of its content: two outcomes with the same digest are as good as each other."""
+class StageOutcome:
+    """The result of a stage. `digest` is of its content: outcomes with equal digests are interchangeable."""
 
     digest: str
-    headline: str  # one line for people
-    values: Mapping[str, Any] = field(default_factory=dict)  # what later stages and the KPI need
-    report: str | None = None  # a file to look at; a path relative to the stage's folder
+    headline: str  # one line for the console and the page
+    values: JsonMapping = field(default_factory=dict)  # what later stages and the KPI need
+    report: str | None = None  # an HTML or SVG file; relative to the stage's folder
 
 
 @dataclass(frozen=True)
 class StageRecord:
     stage: StageName
     key: str
-    inputs: Mapping[str, Any]  # what the key is made of, to say what has changed
-    outcome: Outcome
+    inputs: JsonMapping  # the key is a hash of these; kept to show what changed
+    outcome: StageOutcome
     seconds: float  # over all attempts
     finished_at: str
     code_version: str
@@ -89,11 +86,11 @@ def read_stage(folder: Path) -> StageRecord | None:
     file = folder / STAGE_FILE
     if not file.is_file():
         return None
-    row = _read_json(file)
+    row = read_json(file)
     try:
-        return StageRecord(**{**row, "outcome": Outcome(**row["outcome"]), "folder": folder})
+        return StageRecord(**{**row, "outcome": StageOutcome(**row["outcome"]), "folder": folder})
     except (KeyError, TypeError) as error:
-        raise PipelineError(f"{file}: not the record of a stage ({error}); remove its folder to run it again") from None
+        raise InputError(f"{file}: not the record of a stage ({error}); remove its folder to run it again") from None
 
 
 def relative(path: Path, folder: Path) -> str:
@@ -114,7 +111,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class StageMark:
-    """What became of a stage in an iteration: done in `folder`, or skipped, with the reason."""
+    """A stage of an iteration: done in `folder`, or skipped with a reason."""
 
     folder: str | None = None  # relative to the pipeline's folder
     reused: bool = False  # made by an earlier iteration
@@ -131,7 +128,7 @@ class Iteration:
     start: ModelChoice
     start_why: str
     incumbent: ModelChoice | None  # what the candidate is compared with
-    redone: Mapping[str, int] = field(default_factory=dict)  # stage -> how often it was asked for again
+    redone: Mapping[str, int] = field(default_factory=dict)  # stage -> how often it was rerun with --from
     running: str | None = None  # the stage under way, or where it stopped
     finished: bool = False
     stages: Mapping[str, StageMark] = field(default_factory=dict)
@@ -171,7 +168,7 @@ def read_iterations(home: Path) -> list[Iteration]:
 
 def _read_iteration(folder: Path) -> Iteration:
     file = folder / ITERATION_FILE
-    row = _read_json(file)
+    row = read_json(file)
     try:
         incumbent = row["incumbent"]
         return Iteration(
@@ -184,11 +181,11 @@ def _read_iteration(folder: Path) -> Iteration:
             }
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise PipelineError(f"{file}: not the record of an iteration ({error})") from None
+        raise InputError(f"{file}: not the record of an iteration ({error})") from None
 
 
 def find_finished(home: Path, stage: StageName, key: str) -> StageRecord | None:
-    """A finished stage that has read the same, of whatever iteration; the newest of several."""
+    """The newest finished stage with this key, in any iteration."""
     for iteration in reversed(read_iterations(home)):
         record = read_stage(iteration.folder / stage_folder(stage, key))
         if record is not None and record.key == key:
@@ -200,15 +197,5 @@ def stage_folder(stage: StageName, key: str) -> str:
     return f"{stage}-{key[:12]}"
 
 
-def key_of(inputs: Mapping[str, Any]) -> str:
+def key_of(inputs: JsonMapping) -> str:
     return digest(inputs)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        row = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PipelineError(f"{file}: cannot be read ({error})") from None
-    if not isinstance(row, dict):
-        raise PipelineError(f"{file}: holds a {type(row).__name__} instead of an object")
-    return row

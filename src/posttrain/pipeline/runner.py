@@ -1,7 +1,7 @@
-"""Runs a pipeline: which iteration, then stage after stage; what is finished already is not done again.
+"""Runs a pipeline: selects the iteration, then runs stage after stage, reusing what is finished.
 
-A stage is finished when its `stage.json` is there, which is written last. Whatever is killed before that is begun again in an
-empty folder, except for training and evaluation, which go on with what they have.
+A stage is finished when its `stage.json` exists, which is written last. A stage that was killed before that starts again in
+an empty folder, except for training and evaluation, which resume.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from posttrain.errors import InputError
 from posttrain.hashing import FileHashes, digest
 from posttrain.pipeline.demo_names import check_names_in_the_demo, settings_naming
 from posttrain.pipeline.demo_world import make_world, unmade
+from posttrain.pipeline.iteration_models import choose_models
+from posttrain.pipeline.iteration_plan import StageDecision, decide, plan
 from posttrain.pipeline.lock import only_runner
-from posttrain.pipeline.models import choose_models
-from posttrain.pipeline.planning import Decision, decide, plan
 from posttrain.pipeline.records import (
     STAGES,
     Iteration,
-    PipelineError,
     StageMark,
     StageName,
     StageRecord,
@@ -49,8 +48,8 @@ _BEAT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What was asked for on the command line."""
+class RunRequest:
+    """The options of the command line."""
 
     until: StageName = STAGES[-1]
     redo_from: StageName | None = None
@@ -58,8 +57,8 @@ class Wish:
 
 
 @dataclass
-class Chosen:
-    """An iteration with the contents of the traces that it is about."""
+class SelectedIteration:
+    """An iteration with the content hashes of its traces."""
 
     iteration: Iteration
     data: list[str]
@@ -68,11 +67,11 @@ class Chosen:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The iteration that would be worked on, and what would be done with each stage. Neither can be told while the demo has
-    something to make; then it is that, and the settings of which nobody knows yet whether what they name is any good."""
+    """The iteration that would run, and the decision for each stage. If the demo has files to make, both are undetermined:
+    then `unmade` are these files, and `unchecked` the settings that name them."""
 
-    chosen: Chosen | None = None
-    decisions: tuple[Decision, ...] = ()
+    selected: SelectedIteration | None = None
+    decisions: tuple[StageDecision, ...] = ()
     unmade: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
 
@@ -96,39 +95,39 @@ class PipelineRunner:
     def hashes(self) -> FileHashes:
         return FileHashes(self.home / HASHES_FILE)
 
-    # -- the story -----------------------------------------------------------------------------------------------------
+    # -- running -------------------------------------------------------------------------------------------------------
 
-    def run(self, wish: Wish, after_stage: Callable[[], object] = lambda: None) -> int:
+    def run(self, request: RunRequest, after_stage: Callable[[], object] = lambda: None) -> int:
         """The exit code. `after_stage` is called whenever there is something new to report."""
-        stages = _until(wish.until)
+        stages = _until(request.until)
         self.check(stages)
         with only_runner(self.home, self.say) as lock:
             if self.config.demo is not None:
                 make_world(self.config.demo, self.say, quiet=self._quiet, lock=lock)
             self._check_problems(stages)
-            chosen = self.choose(wish)
-            for note in chosen.notes:
+            selected = self.select(request)
+            for note in selected.notes:
                 self.say(note)
-            iteration = chosen.iteration
+            iteration = selected.iteration
             before: dict[str, StageRecord] = {}
             for stage in stages:
-                context = self._context(iteration, chosen.data, before, lock)
+                context = self._context(iteration, selected.data, before, lock)
                 decision = decide(stage, context)
                 iteration, record = self._perform(stage, decision, context)
                 if record is not None:
                     before[stage.name] = record
                 self.hashes.save()
                 after_stage()
-            if wish.until == STAGES[-1] and not iteration.finished:
+            if request.until == STAGES[-1] and not iteration.finished:
                 iteration = replace(iteration, running=None, finished=True)
                 iteration.write()
                 after_stage()
         gate = before.get("gate")
         return EXIT_CODES[gate.outcome.values["verdict"]] if gate is not None else 0
 
-    def dry_run(self, wish: Wish) -> DryRun:
-        """Everything is checked that can be, and nothing is written."""
-        stages = _until(wish.until)
+    def dry_run(self, request: RunRequest) -> DryRun:
+        """Check everything that can be checked; write nothing."""
+        stages = _until(request.until)
         self.check(stages)
         if self.config.demo is not None and (names := unmade(self.config.demo)):
             waiting = settings_naming(names, self.config, [stage.name for stage in stages])
@@ -136,17 +135,17 @@ class PipelineRunner:
             self._check_problems(stages, waiting)
             return DryRun(unmade=names, unchecked=tuple(waiting))
         self._check_problems(stages)
-        chosen = self.choose(wish, write=False)
-        return DryRun(chosen, tuple(plan(stages, self._context(chosen.iteration, chosen.data, {}, None))))
+        selected = self.select(request, write=False)
+        return DryRun(selected, tuple(plan(stages, self._context(selected.iteration, selected.data, {}, None))))
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Everything that can be wrong with the file and the files that it names, before anything runs."""
+        """Check the config and the files that it names, before anything runs."""
         for stage in stages:
             stage.check(self.config)
         check_names_in_the_demo(self.config, [stage.name for stage in stages])
 
     def _check_models_and_traces(self, waiting: Iterable[str]) -> None:
-        """What choosing an iteration would find out, of those that are not `waiting` for the demo."""
+        """The checks of `select`, without settings that are `waiting` for the demo."""
         if "base_model" not in waiting:
             choose_models(self.config)
         if "traces.path" not in waiting:
@@ -156,57 +155,57 @@ class PipelineRunner:
         if any(stage.name == "evaluate" for stage in stages):
             check_problems(self.config, waiting)
 
-    # -- which iteration -----------------------------------------------------------------------------------------------
+    # -- selecting the iteration ---------------------------------------------------------------------------------------
 
-    def choose(self, wish: Wish, *, write: bool = True) -> Chosen:
-        """An iteration is about one set of traces and the models that it began with. Once it is finished, other traces
-        make a new one; until then it goes on with those that it has read."""
+    def select(self, request: RunRequest, *, write: bool = True) -> SelectedIteration:
+        """An iteration belongs to one set of traces and the models that it began with. Changed traces start a new iteration
+        once the last is finished; until then it continues with those that it has read."""
         data = current_content(self.config, self.hashes)
         earlier = read_iterations(self.home)
         last = earlier[-1] if earlier else None
-        if last is None or wish.new_iteration:
+        if last is None or request.new_iteration:
             why = "" if last is None else "asked for with --new-iteration"
-            chosen = self._begin(1 if last is None else last.number + 1, data, why)
+            selected = self._begin(1 if last is None else last.number + 1, data, why)
         elif last.data == digest(data):
-            chosen = Chosen(last, data)
+            selected = SelectedIteration(last, data)
         elif last.finished:
-            chosen = self._begin(last.number + 1, data, "the traces have changed")
+            selected = self._begin(last.number + 1, data, "the traces have changed")
         else:
-            chosen = self._go_on(last, data)
-        if wish.redo_from is not None:
-            chosen.iteration = self._with_redone(chosen, wish.redo_from)
+            selected = self._continue(last, data)
+        if request.redo_from is not None:
+            selected.iteration = self._with_redone(selected, request.redo_from)
         if write:
-            chosen.iteration.write()
-        return chosen
+            selected.iteration.write()
+        return selected
 
-    def _begin(self, number: int, data: list[str], why: str) -> Chosen:
+    def _begin(self, number: int, data: list[str], why: str) -> SelectedIteration:
         start, start_why, incumbent = choose_models(self.config)
         folder = self.home / f"iteration_{number}"
         now = datetime.now(UTC).isoformat(timespec="seconds")
         iteration = Iteration(number, folder, now, digest(data), start, start_why, incumbent)
         note = f"iteration {number} begins{f': {why}' if why else ''}; it trains {start.text} ({start_why})"
-        return Chosen(iteration, data, [note])
+        return SelectedIteration(iteration, data, [note])
 
-    def _go_on(self, last: Iteration, data: list[str]) -> Chosen:
-        """The traces have changed before the iteration was finished: its dataset is a snapshot, if there is one already."""
+    def _continue(self, last: Iteration, data: list[str]) -> SelectedIteration:
+        """The traces changed before the iteration was finished: it continues with its dataset, if that was made."""
         read = last.record("traces")
         if read is not None and last.record("dataset") is not None:
             frozen = [str(content) for content in read.inputs["files"]["traces"]]
             context = self._context(last, frozen, {}, None)
             if all(decision.action == "reuse" for decision in plan(ALL_STAGES[:2], context)):
                 note = (
-                    f"the traces have changed since iteration {last.number} read them; it is finished with what it has, and "
-                    "the next one takes the new ones (--new-iteration begins that now)"
+                    f"the traces have changed since iteration {last.number} read them; it continues with those, and "
+                    "the next one takes the new ones (--new-iteration begins it now)"
                 )
-                return Chosen(last, frozen, [note])
-        return Chosen(replace(last, data=digest(data)), data)
+                return SelectedIteration(last, frozen, [note])
+        return SelectedIteration(replace(last, data=digest(data)), data)
 
-    def _with_redone(self, chosen: Chosen, first: StageName) -> Iteration:
-        iteration = chosen.iteration
+    def _with_redone(self, selected: SelectedIteration, first: StageName) -> Iteration:
+        iteration = selected.iteration
         place = STAGES.index(first)
         for name in STAGES[:place]:
             if name not in iteration.stages or iteration.stages[name].outdated:
-                raise PipelineError(
+                raise InputError(
                     f"--from {first}: {name} has not run in iteration {iteration.number}; leave --from out, or begin earlier"
                 )
         redone = {name: iteration.redone.get(name, 0) + (STAGES.index(name) >= place) for name in STAGES}
@@ -234,7 +233,9 @@ class PipelineRunner:
             lock=lock,
         )
 
-    def _perform(self, stage: Stage, decision: Decision, context: StageContext) -> tuple[Iteration, StageRecord | None]:
+    def _perform(
+        self, stage: Stage, decision: StageDecision, context: StageContext
+    ) -> tuple[Iteration, StageRecord | None]:
         iteration, name = context.iteration, f"{stage.name:<9}"
         if decision.action == "skip":
             self.say(f"{name} skipped: {decision.why}")
@@ -256,10 +257,10 @@ class PipelineRunner:
             iteration.write()
         return iteration, record
 
-    def _execute(self, stage: Stage, decision: Decision, context: StageContext) -> StageRecord:
+    def _execute(self, stage: Stage, decision: StageDecision, context: StageContext) -> StageRecord:
         folder = context.iteration.folder / stage_folder(stage.name, decision.key)
-        if not stage.goes_on or (folder / "stage.json").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed, or whose results are gone
+        if not stage.resumes or (folder / "stage.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a killed attempt, or of one whose results were deleted
         durable.make_folder(folder)
         clock = _Clock(folder)
         try:
@@ -282,7 +283,7 @@ class PipelineRunner:
 
 
 class _Clock:
-    """The time of a stage over all of its attempts, kept in its folder."""
+    """The time of a stage over all of its attempts, stored in its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / ELAPSED_FILE

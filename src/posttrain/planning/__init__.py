@@ -2,15 +2,12 @@
 
 | file | what |
 |---|---|
-| `calibration.py` | GPUs, and every constant that was measured: the one place to correct |
-| `shape.py` | the sizes of a model, from its config.json or a named shape |
+| `calibration.py` | GPUs, and the measured constants of timing |
 | `workload.py` | what one step computes: samples, lengths, micro-batches |
-| `settings.py` | the settings of a run that decide memory and time |
-| `layer_bytes.py`, `memory.py` | bytes, counted from the code that allocates them; what each phase holds at its highest |
+| `memory.py` | peak memory of each phase and the KV cache, on top of the estimate of one rank (`policy/memory`) |
 | `decoding.py`, `timing.py` | seconds of each stage |
-| `plan.py`, `proposal.py` | all of it for one config; better settings, and what to change where something does not fit |
-| `checkpointing_choice.py` | whether a worker recomputes activations, where the config says auto |
-| `measured.py` | what a run measured, beside the prediction |
+| `plan.py`, `proposal.py` | the plan of one config; better settings, and remedies where something does not fit |
+| `measured.py` | what a run measured, next to the prediction |
 
 Nothing here imports torch.
 """

@@ -1,9 +1,9 @@
-"""GPUs, and how much of their limits posttrain reaches: every measured constant of the planner, in one file.
+"""GPUs, and the share of their limits that posttrain reaches: the measured constants of the planner.
 
 A prediction is a count (floating-point operations, bytes) divided by a limit of the GPU and by the share of that limit which
 the code reaches. Counts are made in the other files, from the code that does the work. Limits and shares are here.
 
-Measured 2026-11-15 on NVIDIA H200 (torch 2.11, triton 3.6, bf16), on the one that reached 806 TFLOP/s unless said otherwise:
+Measured 2026-11-15 on NVIDIA H200 (torch 2.11, triton 3.6, bf16), on the one that reached 806 TFLOP/s unless noted:
 
 | what | measured | which constant it gives |
 |---|---|---|
@@ -20,17 +20,19 @@ Measured 2026-11-15 on NVIDIA H200 (torch 2.11, triton 3.6, bf16), on the one th
 | Llama 8B, log-probabilities, sequences of 900 | 40,363 tokens/s | (check) |
 | Llama 8B, forward and backward, 8,100 tokens at a time | 12,487 tokens/s, 58 GiB | (check) |
 | the same, 16,200 tokens at a time | 12,616 tokens/s, 87 GiB | (check) |
-| the same with plain modules, eager | 10,132 tokens/s, 88 GiB | `unfused_time`, `unfused_activations` |
+| the same with plain modules, eager | 10,132 tokens/s, 88 GiB | `unfused_time`, `UNFUSED_ACTIVATIONS` of policy/memory |
 
-"Check" rows were not used to choose a constant; a test holds the prediction against them. The other shares are estimates, which
-say so below.
+"Check" rows were not used to choose a constant; a test compares the prediction with them. The other shares are estimates, marked
+as such below.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-GIB = 2**30
+from posttrain.hardware import PEAK_TFLOPS
+from posttrain.policy.memory.rank import GIB
+
 TERA = 1e12
 MEASURED_ON = "H200, 2026-11-15, torch 2.11, bf16"
 
@@ -47,37 +49,35 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What posttrain reaches of a GPU's limits, and costs that depend on neither operations nor bytes."""
+    """Shares of a GPU's limits that posttrain reaches, and costs that depend on neither operations nor bytes."""
 
     matrix_share: float = 0.82  # of matrix_flops, in training, scoring, prompts and large decode batches
     attention_share: float = 0.45  # of matrix_flops, packed attention with grouped heads; estimate
     elementwise_share: float = 0.90  # of copy_bytes_per_s, fused kernels; estimate
     weight_read_share: float = 0.85  # of copy_bytes_per_s, products of few rows; estimate
     decode_attention_share: float = 1.1  # of copy_bytes_per_s, paged attention: reading alone is faster than copying
-    unfused_time: float = 1.23  # families whose layers are not fused (policy/fused): time of their passes …
-    unfused_activations: float = 2.1  # … and bytes that they keep for the backward pass
+    unfused_time: float = 1.23  # families whose layers are not fused (policy/fused): time of their passes
     forward_host_s: float = 0.35e-3  # per layer: launching a forward pass; small models wait for it; estimate
     backward_host_s: float = 0.55e-3  # per layer; estimate
     row_host_s: float = 0.5e-6  # per token: laying out a packed row; estimate
-    decode_layer_s: float = 50e-6  # a layer of a recorded decode step: ten kernels that begin and end
+    decode_layer_s: float = 50e-6  # a layer of a decode step in a CUDA graph: start and end of ten kernels
     decode_row_s: float = 40e-9  # of that layer, for each row
     foreach_bytes: float = 84.0  # moved per weight by torch's foreach AdamW, counted from its operations
-    runtime_bytes: int = 1 * GIB  # CUDA context and libraries: outside of what torch counts; estimate
-    allocator_slack: float = 0.03  # of what is allocated, lost between blocks; estimate
 
 
 CALIBRATION = Calibration()
 
-# By the vendors' data sheets: dense bf16 TFLOP/s and TB/s. What the H200 reaches of its own is assumed for the others.
-_H200_SHEET_TFLOPS, _H200_SHEET_TBYTES = 989.5, 4.8
+# TB/s by the vendors' data sheets. The shares that the H200 reaches are assumed for the others.
+_H200_SHEET_TBYTES = 4.8
 _H200_TFLOPS, _H200_TBYTES = 775.0, 4.29
 
 
-def _by_data_sheet(name: str, memory_gib: float, tflops: float, tbytes: float, host_gbytes: float) -> Gpu:
+def _by_data_sheet(name: str, memory_gib: float, tbytes: float, host_gbytes: float) -> Gpu:
+    tflops = PEAK_TFLOPS[name.partition("-")[0].upper()]
     return Gpu(
         name,
         int(memory_gib * GIB),
-        tflops * _H200_TFLOPS / _H200_SHEET_TFLOPS * TERA,
+        tflops * _H200_TFLOPS / PEAK_TFLOPS["H200"] * TERA,
         tbytes * _H200_TBYTES / _H200_SHEET_TBYTES * TERA,
         host_gbytes * 1e9,
         is_measured=False,
@@ -88,9 +88,9 @@ GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         Gpu("h200", int(139.8 * GIB), _H200_TFLOPS * TERA, _H200_TBYTES * TERA, 50e9, is_measured=True),
-        _by_data_sheet("h100", 79.1, 989.5, 3.35, 50),
-        _by_data_sheet("a100-80gb", 79.2, 312.0, 2.04, 24),
-        _by_data_sheet("b200", 178.3, 2250.0, 8.0, 50),
-        _by_data_sheet("l40s", 44.4, 362.0, 0.864, 24),
+        _by_data_sheet("h100", 79.1, 3.35, 50),
+        _by_data_sheet("a100-80gb", 79.2, 2.04, 24),
+        _by_data_sheet("b200", 178.3, 8.0, 50),
+        _by_data_sheet("l40s", 44.4, 0.864, 24),
     )
 }

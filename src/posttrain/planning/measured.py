@@ -1,4 +1,4 @@
-"""What a run measured, beside what the planner predicts for it: stages, tokens per second, peak memory."""
+"""Compares what a run measured with the planner's prediction: stages, tokens per second, peak memory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import InputError
-from posttrain.planning.calibration import GIB
-from posttrain.planning.memory import OPTIMIZER, SAMPLING, SCORING, TRAINING
-from posttrain.planning.plan import Estimate
-from posttrain.planning.workload import Lengths
+from posttrain.planning.plan import RunEstimate
+from posttrain.planning.workload import MeanLengths
+from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
 from posttrain.reporting.run_data import load_run
 from posttrain.reporting.run_files import METRICS_FILE, Row
 
 # The names under which a run reports memory (policy/peak_memory.py), and the phases that each covers.
 _PEAKS = {"sampling": (SAMPLING,), "logprobs": (SCORING,), "training": (TRAINING, OPTIMIZER)}
-_ANSWER_SHARE = 0.5  # of a sequence, where a run does not say how long answers are
+_ANSWER_SHARE = 0.5  # of a sequence, where a run does not log the length of answers
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the steps that were looked at."""
+    """Medians over steps."""
 
     num_steps: int
     values: dict[str, float]  # by key of metrics.jsonl
@@ -32,20 +31,20 @@ class Measured:
         return self.values.get(key)
 
     @property
-    def lengths(self) -> Lengths | None:
+    def lengths(self) -> MeanLengths | None:
         total = self.get("performance/mean_total_tokens_per_sample")
         if total is None:
             return None
         answer = self.get("train/mean_generation_length")
         if answer is None:
-            return Lengths(
+            return MeanLengths(
                 total * (1 - _ANSWER_SHARE), total * _ANSWER_SHARE, "of the run; answers taken as half of it"
             )
-        return Lengths(max(total - answer, 1.0), max(answer, 1.0), "of the run")
+        return MeanLengths(max(total - answer, 1.0), max(answer, 1.0), "of the run")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PredictedAndMeasured:
     what: str
     unit: str
     predicted: float
@@ -58,7 +57,7 @@ class Comparison:
 
 
 def read_measured(folder: Path) -> Measured:
-    """Without the first step, where there are others: it compiles and records."""
+    """The first step is left out if there are others: it compiles kernels and captures CUDA graphs."""
     if not (folder / METRICS_FILE).is_file():
         raise InputError(
             f"--run {folder}: no {METRICS_FILE} there; give the folder of a run (checkpointing.checkpoint_dir)"
@@ -78,23 +77,23 @@ def _median(rows: Sequence[Row], key: str) -> float | None:
     return float(statistics.median(values)) if values else None
 
 
-def compare(found: Estimate, measured: Measured) -> list[Comparison]:
-    """What both know. The measured step has stages that the prediction leaves out; its total is over those of both."""
+def compare(found: RunEstimate, measured: Measured) -> list[PredictedAndMeasured]:
+    """Quantities that both have. A measured step has more stages than the prediction; the total is over the common ones."""
     rows = []
     shared_s = 0.0
     for stage, seconds in found.time.stages.items():
         value = measured.get(f"timing/train/{stage}")
         if value and seconds:
             shared_s += value
-            rows.append(Comparison(stage, "s", seconds, value))
+            rows.append(PredictedAndMeasured(stage, "s", seconds, value))
     if shared_s:
-        rows.append(Comparison("these stages together", "s", sum(row.predicted for row in rows), shared_s))
+        rows.append(PredictedAndMeasured("these stages together", "s", sum(row.predicted for row in rows), shared_s))
     rate = measured.get("performance/tokens_per_sec_per_gpu")
     if rate:
-        rows.append(Comparison("tokens per second and GPU", "", found.tokens_per_s, rate))
+        rows.append(PredictedAndMeasured("tokens per second and GPU", "", found.tokens_per_s, rate))
     for name, phases in _PEAKS.items():
         value = measured.get(f"performance/peak_gib_{name}_max")
         predicted = max(found.memory.peak_bytes(phase) for phase in phases) / GIB
         if value and predicted:
-            rows.append(Comparison(f"peak memory, {name}", "GiB", predicted, value))
+            rows.append(PredictedAndMeasured(f"peak memory, {name}", "GiB", predicted, value))
     return rows

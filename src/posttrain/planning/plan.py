@@ -1,40 +1,40 @@
-"""One config on one GPU: what each phase holds, how long each stage takes, whether it fits, and what was assumed."""
+"""The plan of one config on one GPU: memory of each phase, time of each stage, whether it fits, and assumptions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from posttrain.config import GrpoRunConfig, RmRunConfig, RunConfig
+from posttrain.config import RunConfig
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.errors import InputError
-from posttrain.planning.calibration import CALIBRATION, GIB, GPUS, MEASURED_ON, Calibration, Gpu
-from posttrain.planning.memory import SAMPLING, MemoryModel, MemoryPlan, Phase
-from posttrain.planning.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
-from posttrain.planning.shape import ModelShape, find_shape
+from posttrain.json_files import JsonObject
+from posttrain.planning.calibration import GPUS, MEASURED_ON, Gpu
+from posttrain.planning.memory import MemoryPlan, plan_memory
 from posttrain.planning.timing import StepTime, TimeModel
-from posttrain.planning.workload import Lengths, Workload, needs_reference, workload_of
+from posttrain.planning.workload import MeanLengths, Workload, workload_of
+from posttrain.policy.memory.model_shape import ModelShape, find_shape
+from posttrain.policy.memory.rank import GIB, SAMPLING, Phase, RankMemory
+from posttrain.policy.memory.settings import CheckpointCopy, RunSettings, counts_too_many_adapters, run_settings
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """Memory and time of one set of settings."""
 
     shape: ModelShape
     settings: RunSettings
     workload: Workload
     gpu: Gpu
-    calibration: Calibration
     memory: MemoryPlan
     time: StepTime
 
     @property
-    def model(self) -> MemoryModel:
-        return MemoryModel(self.shape, self.settings, self.gpu, self.calibration)
+    def rank(self) -> RankMemory:
+        return RankMemory(self.shape, self.settings)
 
     def needed_bytes(self, phase: Phase) -> float:
-        """Of the GPU: tensors, gaps between them, and what lies beside."""
-        return self.model.needed_bytes(phase.peak_bytes)
+        """Of the GPU: tensors, gaps between them, and the CUDA context."""
+        return self.rank.needed_bytes(phase.peak_bytes)
 
     def fits(self, phase: Phase) -> bool:
         cache = self.memory.cache
@@ -52,18 +52,16 @@ class Estimate:
         return self.workload.num_tokens / self.time.total_s
 
 
-def estimate(
-    shape: ModelShape, settings: RunSettings, workload: Workload, gpu: Gpu, calibration: Calibration = CALIBRATION
-) -> Estimate:
-    model = MemoryModel(shape, settings, gpu, calibration)
-    memory = model.plan(workload)
-    time = TimeModel(model, gpu, calibration).step(workload, memory.cache)
-    return Estimate(shape, settings, workload, gpu, calibration, memory, time)
+def estimate(shape: ModelShape, settings: RunSettings, workload: Workload, gpu: Gpu) -> RunEstimate:
+    rank = RankMemory(shape, settings)
+    memory = plan_memory(rank, workload, gpu)
+    time = TimeModel(rank, gpu).step(workload, memory.cache)
+    return RunEstimate(shape, settings, workload, gpu, memory, time)
 
 
 def find_gpu(name: str) -> Gpu:
     if name.lower() not in GPUS:
-        raise InputError(f"--gpu {name}: not in the planner's table; it knows {', '.join(GPUS)}")
+        raise InputError(f"--gpu {name}: not in the planner's table; accepted: {', '.join(GPUS)}")
     return GPUS[name.lower()]
 
 
@@ -71,23 +69,22 @@ def estimate_run(
     config: RunConfig,
     gpu: Gpu,
     *,
-    lengths: Lengths | None = None,
+    lengths: MeanLengths | None = None,
     prompt_tokens: float | None = None,
     answer_tokens: float | None = None,
-) -> Estimate:
+) -> RunEstimate:
     """The plan of a config. Lengths are those given, else those measured, else assumed."""
     shape = find_shape(config.policy.model_name, config.policy.hf_config_overrides)
-    scores_answers = isinstance(config, RmRunConfig)
-    if scores_answers:
+    if config.scores_answers:
         shape = shape.without_output_table()
     workload = workload_of(config, lengths, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
 
-    def with_checkpointing(recomputes: bool) -> Estimate:
+    def with_checkpointing(recomputes: bool) -> RunEstimate:
         settings = run_settings(
             config.policy,
-            has_reference=needs_reference(config),
+            has_reference=config.needs_reference,
             ranks=config.cluster.num_nodes * config.cluster.gpus_per_node,
-            scores_answers=scores_answers,
+            scores_answers=config.scores_answers,
             checkpointing=recomputes,
             checkpoint_copy=_checkpoint_copy(config.checkpointing),
         )
@@ -106,17 +103,13 @@ def _checkpoint_copy(config: CheckpointingConfig) -> CheckpointCopy:
     return "with optimizer" if config.save_optimizer else "weights"
 
 
-def assumptions(found: Estimate, config: RunConfig) -> list[str]:
-    """What the numbers rest on, for people."""
-    gpu, workload, shape = found.gpu, found.workload, found.shape
+def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
+    """The assumptions of the estimate, one line each."""
+    gpu, workload, shape, step = found.gpu, found.workload, found.shape, config.step_sizes()
     limits = f"{gpu.matrix_flops / 1e12:.0f} TFLOP/s, {gpu.copy_bytes_per_s / 1e12:.2f} TB/s, {gpu.memory_bytes / GIB:.1f} GiB"
-    how = (
-        f"measured ({MEASURED_ON})"
-        if gpu.is_measured
-        else "not measured: data sheet, and what an H200 reaches of its own"
-    )
+    how = f"measured ({MEASURED_ON})" if gpu.is_measured else "not measured: data sheet, scaled by what an H200 reaches"
     lengths = workload.lengths
-    said = [
+    lines = [
         f"{gpu.name}: {limits}; {how}",
         f"prompts of {lengths.prompt:.0f} and answers of {lengths.answer:.0f} tokens ({lengths.source})",
     ]
@@ -124,35 +117,32 @@ def assumptions(found: Estimate, config: RunConfig) -> list[str]:
         spread = (
             "all answers are equally long"
             if workload.fixed_length
-            else "answers end with the same chance at every token"
+            else "answers end with the same probability at every token"
         )
-        said.append(f"{spread}, {workload.max_new_tokens} tokens at most")
+        lines.append(f"{spread}, {workload.max_new_tokens} tokens at most")
     if not shape.fused:
-        said.append(
+        lines.append(
             f"layers of {shape.family} are not fused: their time and activations are scaled from one measurement"
         )
     if counts_too_many_adapters(config.policy.dtensor_cfg.lora_cfg):
-        said.append("adapters are counted on every linear layer, more than policy.dtensor_cfg.lora_cfg makes")
-    if isinstance(config, GrpoRunConfig) and config.grpo.use_dynamic_sampling:
-        said.append(
-            "dynamic sampling is counted as one round that needs no other; how many it takes depends on the data"
-        )
+        lines.append("adapters are counted on every linear layer, more than policy.dtensor_cfg.lora_cfg makes")
+    if step.may_sample_again:
+        lines.append("dynamic sampling is counted as one batch; how many it takes depends on the data")
     if found.settings.ranks > 1:
-        said.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
-    if workload.num_scorings and not isinstance(config, GrpoRunConfig):
-        said.append("the reference is scored in every step; from the second epoch on it is looked up instead")
-    multi_turn = isinstance(config, GrpoRunConfig) and config.grpo.max_rollout_turns > 1
-    beside = "tools and turns of a conversation, " if multi_turn else ""
-    said.append(f"not counted: {beside}rewards, reading data, validation, checkpoints")
-    return said
+        lines.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
+    if workload.num_scorings and step.caches_reference:
+        lines.append("the reference is scored in every step; from the second epoch on it is looked up instead")
+    beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""
+    lines.append(f"not counted: {beside}rewards, reading data, validation, checkpoints")
+    return lines
 
 
-def as_json(found: Estimate, config: RunConfig) -> dict[str, Any]:
+def as_json(found: RunEstimate, config: RunConfig) -> JsonObject:
     time, cache, workload = found.time, found.memory.cache, found.workload
     return {
         "model": found.shape.name,
         "num_weights": found.shape.num_weights,
-        "num_trained": found.model.num_trained,
+        "num_trained": found.rank.num_trained,
         "gpu": found.gpu.name,
         "gpu_is_measured": found.gpu.is_measured,
         "gpu_memory_gib": found.gpu.memory_bytes / GIB,
@@ -189,7 +179,7 @@ def as_json(found: Estimate, config: RunConfig) -> dict[str, Any]:
             "parts": {
                 "generation/prompts": time.prompts_s,
                 "generation/decoding": time.decoding_s,
-                "generation/recording": time.recording_s,
+                "generation/recording": time.capture_s,
                 "policy_training/passes": time.passes_s,
                 "policy_training/optimizer": time.optimizer_s,
                 "decode_step": time.mean_step_s,

@@ -1,7 +1,7 @@
-"""Better settings for what a plan knows: micro-batches, recomputation of activations, rows that decode together; and, where
-something does not fit, which single change would make it fit.
+"""Proposes faster settings (micro-batches, activation checkpointing, decode rows) and, where something does not fit, the
+single changes that would make it fit.
 
-Nothing proposed changes what is learnt, except where it says so (adapters instead of all weights).
+Proposals do not change what is learnt, unless marked (adapters instead of all weights).
 """
 
 from __future__ import annotations
@@ -9,42 +9,43 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from posttrain.planning.calibration import GIB
-from posttrain.planning.memory import OPTIMIZER, SAMPLING, SCORING, TRAINING
-from posttrain.planning.plan import Estimate, estimate
-from posttrain.planning.settings import OptimizerSettings, RunSettings
+from posttrain.planning.plan import RunEstimate, estimate
 from posttrain.planning.workload import MicroBatch, Workload
+from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAINING
+from posttrain.policy.memory.settings import OptimizerSettings, RunSettings
 
 _HEADROOM = 0.05  # of the GPU's memory, which a proposal leaves free
 _AS_GOOD = 0.015  # a smaller setting is preferred to one that saves less time than this share
-_WORTH_SAYING = 0.01  # of a step's time: for less, nothing is proposed
+_WORTH_PROPOSING = 0.01  # of a step's time: for less, nothing is proposed
 _LARGEST_BUDGET = 131072
 _ROWS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings by their names in a config, and what is expected of them."""
+    """Settings by their config keys, and their estimate."""
 
     settings: dict[str, str]
-    found: Estimate
+    found: RunEstimate
 
 
 @dataclass(frozen=True)
 class Remedy:
     words: str  # the setting, as it is typed
-    found: Estimate
+    found: RunEstimate
 
     @property
     def is_enough(self) -> bool:
         return not self.found.too_large
 
 
-def with_settings(found: Estimate, settings: RunSettings | None = None, workload: Workload | None = None) -> Estimate:
-    return estimate(found.shape, settings or found.settings, workload or found.workload, found.gpu, found.calibration)
+def with_settings(
+    found: RunEstimate, settings: RunSettings | None = None, workload: Workload | None = None
+) -> RunEstimate:
+    return estimate(found.shape, settings or found.settings, workload or found.workload, found.gpu)
 
 
-def _has_room(found: Estimate, *phases: str) -> bool:
+def _has_room(found: RunEstimate, *phases: str) -> bool:
     limit = (1 - _HEADROOM) * found.gpu.memory_bytes
     return all(found.needed_bytes(phase) <= limit for phase in found.memory.phases if phase.name in phases)
 
@@ -52,8 +53,8 @@ def _has_room(found: Estimate, *phases: str) -> bool:
 # -- better settings -----------------------------------------------------------------------------------------------------
 
 
-def propose(found: Estimate) -> Proposal | None:
-    """The fastest settings that fit with room to spare: none where those that are set are as fast, None where nothing fits."""
+def propose(found: RunEstimate) -> Proposal | None:
+    """The fastest settings that fit with headroom: none if the current ones are as fast, None if nothing fits."""
     trained = _best_training(found)
     if trained is None:
         return None
@@ -71,7 +72,7 @@ def propose(found: Estimate) -> Proposal | None:
         best = _best_rows(best)
         assert best.settings.engine is not None
         names["policy.generation.native_cfg.max_batch_size"] = str(best.settings.engine.rows)
-    if not found.too_large and best.time.total_s >= found.time.total_s * (1 - _WORTH_SAYING):
+    if not found.too_large and best.time.total_s >= found.time.total_s * (1 - _WORTH_PROPOSING):
         return Proposal({}, found)
     return Proposal(names, best)
 
@@ -88,7 +89,7 @@ def _budgets(workload: Workload) -> Iterator[int]:
         budget = -(-int(budget * 4 / 3) // 1024) * 1024
 
 
-def _best_training(found: Estimate) -> Estimate | None:
+def _best_training(found: RunEstimate) -> RunEstimate | None:
     fitting = [
         tried
         for recomputes in (False, True)
@@ -106,7 +107,7 @@ def _best_training(found: Estimate) -> Estimate | None:
     return _smallest_as_good(fitting, [tried.time.passes_s for tried in fitting])
 
 
-def _best_scoring(found: Estimate) -> Estimate:
+def _best_scoring(found: RunEstimate) -> RunEstimate:
     tried = [
         with_settings(found, workload=replace(found.workload, score=replace(found.workload.score, max_tokens=budget)))
         for budget in _budgets(found.workload)
@@ -115,7 +116,7 @@ def _best_scoring(found: Estimate) -> Estimate:
     return _smallest_as_good(fitting, [one.time.logprobs_s for one in fitting])
 
 
-def _best_rows(found: Estimate) -> Estimate:
+def _best_rows(found: RunEstimate) -> RunEstimate:
     engine = found.settings.engine
     assert engine is not None
     count = found.workload.num_groups * found.workload.num_sampled
@@ -125,7 +126,7 @@ def _best_rows(found: Estimate) -> Estimate:
     return _smallest_as_good(fitting, [one.time.generation_s for one in fitting])
 
 
-def _smallest_as_good(tried: list[Estimate], seconds: list[float]) -> Estimate:
+def _smallest_as_good(tried: list[RunEstimate], seconds: list[float]) -> RunEstimate:
     limit = min(seconds) * (1 + _AS_GOOD)
     return next(one for one, taken in zip(tried, seconds, strict=True) if taken <= limit)
 
@@ -133,18 +134,18 @@ def _smallest_as_good(tried: list[Estimate], seconds: list[float]) -> Estimate:
 # -- what does not fit ---------------------------------------------------------------------------------------------------
 
 
-def remedies(found: Estimate) -> list[Remedy]:
-    """Single changes, those first that are enough; where none is, one after another until all fits."""
-    tried = [Remedy(said, with_settings(found, settings, workload)) for said, settings, workload in _changes(found)]
+def remedies(found: RunEstimate) -> list[Remedy]:
+    """Single changes, sufficient ones first; if none is sufficient, changes that are applied one after another."""
+    tried = [Remedy(words, with_settings(found, settings, workload)) for words, settings, workload in _changes(found)]
     enough = [remedy for remedy in tried if remedy.is_enough]
     if enough or not tried:
         return enough
     words: list[str] = []
     current = found
     for _ in range(len(tried)):
-        # The change that frees most of what is too large, as things stand now.
+        # The change that frees most of the excess.
         candidates = [
-            Remedy(said, with_settings(current, settings, workload)) for said, settings, workload in _changes(current)
+            Remedy(words, with_settings(current, settings, workload)) for words, settings, workload in _changes(current)
         ]
         better = [one for one in candidates if _excess(one.found) < _excess(current)]
         if not better:
@@ -156,8 +157,8 @@ def remedies(found: Estimate) -> list[Remedy]:
     return [Remedy(" ".join(words), current)] if words else []
 
 
-def _excess(found: Estimate) -> float:
-    """Bytes that are too many, over all phases."""
+def _excess(found: RunEstimate) -> float:
+    """Excess bytes over all phases."""
     missing = 0.0
     cache = found.memory.cache
     if cache is not None and cache.num_bytes < cache.least_bytes:
@@ -165,7 +166,7 @@ def _excess(found: Estimate) -> float:
     return missing + sum(max(found.needed_bytes(p) - found.gpu.memory_bytes, 0.0) for p in found.memory.phases)
 
 
-def _changes(found: Estimate) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:
+def _changes(found: RunEstimate) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:
     settings, workload, section = found.settings, found.workload, found.workload.budget_section
     phases = {phase.name for phase in found.too_large}
     if TRAINING in phases:
@@ -194,7 +195,7 @@ def _changes(found: Estimate) -> Iterator[tuple[str, RunSettings | None, Workloa
 
 
 def _state_changes(settings: RunSettings) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:
-    """Shorter optimizer state, elsewhere, or for fewer weights."""
+    """Smaller optimizer state, offloaded state, or state of fewer weights."""
     optimizer = settings.optimizer
     if settings.lora_rank is None and optimizer.num_moments == 2:
         for dtype in ("bfloat16", "int8"):
@@ -210,8 +211,8 @@ def _state_changes(settings: RunSettings) -> Iterator[tuple[str, RunSettings | N
         yield words, replace(settings, lora_rank=8), None
 
 
-def explain(found: Estimate) -> str:
-    """What is too large, and what to change; empty if everything fits."""
+def explain(found: RunEstimate) -> str:
+    """What is too large, and the remedies; empty if everything fits."""
     if not found.too_large:
         return ""
     memory = found.gpu.memory_bytes / GIB

@@ -1,21 +1,22 @@
-"""Seconds of each stage of a step: operations and bytes over what the GPU reaches.
+"""Seconds of each stage of a step: operations and bytes divided by the rates that the GPU reaches.
 
-Counted: matrix products, attention, elementwise kernels, gradients on their way into the sum, the optimizer, launching from the
-host. Not counted: rewards, reading data, validation, checkpoints, communication between ranks.
+Counted: matrix products, attention, elementwise kernels, accumulating gradients, the optimizer, kernel launches.
+Not counted: rewards, reading data, validation, checkpoints, communication between ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.planning.calibration import Calibration, Gpu
+from posttrain.planning.calibration import CALIBRATION, Gpu
 from posttrain.planning.decoding import answer_lengths, batch_sizes, prompt_reads, stretches
-from posttrain.planning.layer_bytes import FP32, LayerBytes
-from posttrain.planning.memory import CachePlan, MemoryModel
-from posttrain.planning.settings import OptimizerSettings
-from posttrain.planning.workload import Pass, Workload
+from posttrain.planning.memory import CachePlan
+from posttrain.planning.workload import Workload
+from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
+from posttrain.policy.memory.rank import RankMemory
+from posttrain.policy.memory.settings import OptimizerSettings
 
-_NUM_RUNS_OF_A_RECORDING = 2  # engines/native/recording.py: one to warm up, one to record
+_NUM_RUNS_PER_CAPTURE = 2  # engines/native/cuda_graph_cache.py: one to warm up, one to capture
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class StepTime:
 
     prompts_s: float  # of generation
     decoding_s: float
-    recording_s: float  # of CUDA graphs, where training has taken the memory of the last ones
+    capture_s: float  # of CUDA graphs, where training has released the last ones
     logprobs_s: float
     passes_s: float  # forward and backward
     optimizer_s: float
@@ -33,7 +34,7 @@ class StepTime:
 
     @property
     def generation_s(self) -> float:
-        return self.prompts_s + self.decoding_s + self.recording_s
+        return self.prompts_s + self.decoding_s + self.capture_s
 
     @property
     def training_s(self) -> float:
@@ -54,9 +55,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class TimeModel:
-    memory: MemoryModel
+    memory: RankMemory
     gpu: Gpu
-    calibration: Calibration
 
     @property
     def _layer(self) -> LayerBytes:
@@ -93,19 +93,19 @@ class TimeModel:
 
     @property
     def _unfused(self) -> float:
-        return 1.0 if self.memory.shape.fused else self.calibration.unfused_time
+        return 1.0 if self.memory.shape.fused else CALIBRATION.unfused_time
 
     def _products_s(self, flops: float) -> float:
         # Weights in fp32 are multiplied in TF32 at best, which is half as fast.
         slower = 1.0 if self.memory.settings.element == 2 else 2.0
-        return slower * flops / (self.gpu.matrix_flops * self.calibration.matrix_share)
+        return slower * flops / (self.gpu.matrix_flops * CALIBRATION.matrix_share)
 
     def _attention_s(self, row: Pass) -> float:
         flops = 4.0 * self.memory.shape.query_width * row.pairs * self.memory.shape.layers
-        return flops / (self.gpu.matrix_flops * self.calibration.attention_share)
+        return flops / (self.gpu.matrix_flops * CALIBRATION.attention_share)
 
     def _moved_s(self, num_bytes: float) -> float:
-        return num_bytes / (self.gpu.copy_bytes_per_s * self.calibration.elementwise_share)
+        return num_bytes / (self.gpu.copy_bytes_per_s * CALIBRATION.elementwise_share)
 
     def _gather_bytes(self, row: Pass) -> float:
         """Keys and values of one layer, read and written."""
@@ -118,7 +118,7 @@ class TimeModel:
         return StepTime(
             prompts_s=prompts,
             decoding_s=decoding,
-            recording_s=recording,
+            capture_s=recording,
             logprobs_s=workload.num_scorings * self.scoring_s(workload),
             passes_s=self.passes_s(workload),
             optimizer_s=workload.num_updates * self.optimizer_s(),
@@ -127,21 +127,21 @@ class TimeModel:
         )
 
     def scoring_s(self, workload: Workload) -> float:
-        """One pass over all samples. Rows are laid out while the device waits: each result is fetched before the next."""
+        """One pass over all samples. The device waits while the next row is packed: each result is fetched before it."""
         row, count = workload.passes(workload.score, self.memory.shape.window)
-        host = self.memory.shape.layers * self.calibration.forward_host_s
-        return count * (max(self.forward_s(row, adapters=False), host) + row.tokens * self.calibration.row_host_s)
+        host = self.memory.shape.layers * CALIBRATION.forward_host_s
+        return count * (max(self.forward_s(row, adapters=False), host) + row.tokens * CALIBRATION.row_host_s)
 
     def passes_s(self, workload: Workload) -> float:
         row, count = workload.passes(workload.train, self.memory.shape.window)
         device = self.forward_s(row) + self.backward_s(row)
-        # Each micro-batch's gradients are added to a sum in fp32 by their products; sharded ones are written and read before.
+        # Gradients of each micro-batch are accumulated in fp32 by the GEMM; sharded ones are written and read before.
         settings = self.memory.settings
         on_the_way = 0 if settings.ranks == 1 else settings.element
         device += self._moved_s((on_the_way + 2 * FP32) * self.memory.num_trained)
-        calibration, again = self.calibration, 1 if self.memory.settings.checkpointing else 0
-        launching = (1 + again) * calibration.forward_host_s + calibration.backward_host_s
-        host = self.memory.shape.layers * launching + row.tokens * calibration.row_host_s
+        again = 1 if self.memory.settings.checkpointing else 0
+        launching = (1 + again) * CALIBRATION.forward_host_s + CALIBRATION.backward_host_s
+        host = self.memory.shape.layers * launching + row.tokens * CALIBRATION.row_host_s
         return count * max(device, host)
 
     def optimizer_s(self) -> float:
@@ -153,14 +153,14 @@ class TimeModel:
         moved += self._update_bytes(optimizer, weights, state)
         seconds = self._moved_s(moved)
         if optimizer.is_offloaded:
-            seconds = max(seconds, state / self.gpu.host_bytes_per_s)  # both ways at the same time
+            seconds = max(seconds, state / self.gpu.host_bytes_per_s)  # both directions overlap
         return seconds
 
     def _update_bytes(self, optimizer: OptimizerSettings, weights: float, state: float) -> float:
         element = self.memory.settings.element
         rounding_back = weights * (FP32 + element) if element != FP32 else 0.0
         if optimizer.kind in ("foreach", "single"):
-            return weights * self.calibration.foreach_bytes * optimizer.num_moments / 2 + rounding_back
+            return weights * CALIBRATION.foreach_bytes * optimizer.num_moments / 2 + rounding_back
         if optimizer.kind == "fused":
             return weights * (FP32 + 2 * FP32 * (1 + optimizer.num_moments)) + rounding_back
         return weights * (FP32 + 2 * element) + 2 * state
@@ -168,7 +168,7 @@ class TimeModel:
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def _generation_s(self, workload: Workload, cache: CachePlan | None) -> tuple[float, float, float, int]:
-        """Prompts, decoding, recording; and the number of decode steps."""
+        """Seconds of prompts, decoding and capturing; and the number of decode steps."""
         engine, shape = self.memory.settings.engine, self.memory.shape
         if cache is None or engine is None:
             return 0.0, 0.0, 0.0, 0
@@ -177,7 +177,7 @@ class TimeModel:
         row = Pass(tokens, 0.0, 0.0, tokens * (prompt + 1) / 2)
         prompts = max(
             self.forward_s(row, head=False),
-            shape.layers * self.calibration.forward_host_s * tokens / engine.max_prefill_tokens,
+            shape.layers * CALIBRATION.forward_host_s * tokens / engine.max_prefill_tokens,
         )
         longest = min(workload.max_new_tokens, int(workload.max_total_tokens - prompt))
         count = round(workload.num_groups * workload.num_sampled)
@@ -194,17 +194,17 @@ class TimeModel:
             )
             num_steps += stretch.steps
         recordings = 0 if cache.is_kept else len(used)
-        recording = recordings * _NUM_RUNS_OF_A_RECORDING * shape.layers * self.calibration.forward_host_s
+        recording = recordings * _NUM_RUNS_PER_CAPTURE * shape.layers * CALIBRATION.forward_host_s
         return prompts, decoding, recording, num_steps
 
     def _rows_that_fit(self, workload: Workload, cache: CachePlan) -> int:
-        """Rows of mean length that the cache has room for at the end of their answers."""
+        """Rows of mean length that fit into the cache at the end of their answers."""
         own = workload.lengths.answer + workload.lengths.prompt / max(workload.num_sampled, 1)
         return max(1, int(cache.tokens // max(own, 1)))
 
     def decode_step_s(self, size: int, rows: int, prompt: float, own_tokens: float, group_size: int) -> float:
         """One token for `rows` rows, computed as a batch of `size`."""
-        shape, settings, calibration = self.memory.shape, self.memory.settings, self.calibration
+        shape, settings = self.memory.shape, self.memory.settings
         element = settings.element
         reads = prompt_reads(group_size, max(1, shape.heads // shape.kv_heads), element) / group_size
         context = own_tokens + prompt * reads
@@ -214,15 +214,15 @@ class TimeModel:
         adapters = self._layer.moved_by_adapters()[0]
         moved = size * shape.layers * (self._layer.moved_forward() + adapters)
         layers = self._few_rows_s(shape.layer_products, size) + self._moved_s(moved)
-        layers += cached / (self.gpu.copy_bytes_per_s * calibration.decode_attention_share)
+        layers += cached / (self.gpu.copy_bytes_per_s * CALIBRATION.decode_attention_share)
         launches = 1.0 if settings.lora_rank is None else 2.0  # kernels of a layer, as a multiple of the plain one's
-        layers += shape.layers * (launches * calibration.decode_layer_s + size * calibration.decode_row_s)
+        layers += shape.layers * (launches * CALIBRATION.decode_layer_s + size * CALIBRATION.decode_row_s)
         head = self._few_rows_s(shape.head_products, size) + self._moved_s(2 * FP32 * shape.vocab * size)
         return self._unfused * (layers + head)
 
     def _few_rows_s(self, num_weights: float, rows: int) -> float:
-        """Products of a few rows: computing and reading the weights overlap, the slower of the two counts most."""
+        """Products of a few rows: computing and reading the weights overlap, the slower of the two dominates."""
         computing = self._products_s(2.0 * num_weights * rows)
         reading = self.memory.settings.element * num_weights
-        reading /= self.gpu.copy_bytes_per_s * self.calibration.weight_read_share
+        reading /= self.gpu.copy_bytes_per_s * CALIBRATION.weight_read_share
         return float((computing**3 + reading**3) ** (1 / 3))

@@ -1,6 +1,6 @@
 """What one step computes: how many samples of which length, in how many micro-batches.
 
-Lengths of real data are not in a config, so the mean lengths are assumptions, which the plan names. Micro-batches follow
+MeanLengths of real data are not in a config, so the mean lengths are assumptions, which the plan names. Micro-batches follow
 `data/packing.py`: a prompt is computed once for the samples that share a micro-batch with it.
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from posttrain.config import DpoRunConfig, GrpoRunConfig, PolicyConfig, RmRunConfig, RunConfig
-from posttrain.config.preference_losses import LOSSES
+from posttrain.config import PolicyConfig, RunConfig
 from posttrain.errors import InputError
+from posttrain.policy.memory.layer_bytes import Pass
 
 _ASSUMED_PROMPT_SHARE = 0.25  # of the longest sequence, where a config leaves prompts no room of their own
 
 
 @dataclass(frozen=True)
-class Lengths:
+class MeanLengths:
     """Mean tokens of prompts and answers, and who says so."""
 
     prompt: float
@@ -35,7 +35,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class SharedPrompt:
     """One prompt with `size` of its answers; where it is one, they are a sequence of their own."""
 
     prompt: float
@@ -63,23 +63,10 @@ class Bundle:
         seen = p * (p + 1) / 2 + self.size * (a * p + a * (a + 1) / 2)
         return seen if window is None else min(seen, self.fed * window)
 
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass over a packed row."""
-
-    tokens: float
-    responses: float  # response tokens, whose logits are computed
-    gathered: float
-    pairs: float
-
-    @classmethod
-    def of(cls, bundle: Bundle, count: float, window: int | None) -> Pass:
-        return cls(
-            count * bundle.fed,
-            count * bundle.size * bundle.answer,
-            count * bundle.gathered,
-            count * bundle.pairs(window),
+    def in_one_pass(self, count: float, window: int | None) -> Pass:
+        """`count` of these bundles in one packed row."""
+        return Pass(
+            count * self.fed, count * self.size * self.answer, count * self.gathered, count * self.pairs(window)
         )
 
 
@@ -90,7 +77,7 @@ class Workload:
     kind: str
     num_groups: float
     group_size: int
-    lengths: Lengths
+    lengths: MeanLengths
     max_total_tokens: int
     max_new_tokens: int
     fixed_length: bool  # every answer has max_new_tokens
@@ -110,7 +97,7 @@ class Workload:
         """Of full sequences, as throughput counts them."""
         return self.num_samples * (self.lengths.prompt + self.lengths.answer)
 
-    def bundle(self, micro: MicroBatch, *, longest: bool = False) -> Bundle:
+    def bundle(self, micro: MicroBatch, *, longest: bool = False) -> SharedPrompt:
         """What a micro-batch is made of. `longest`: with answers as long as they may be."""
         prompt, answer = self.lengths.prompt, self.lengths.answer
         if longest:
@@ -119,7 +106,7 @@ class Workload:
             size = min(self.group_size, max(1, micro.num_responses))
         else:
             size = min(self.group_size, max(1, int((micro.max_tokens - prompt) // max(answer, 1))))
-        return Bundle(prompt, answer, self.group_size if micro.keeps_groups_whole else size)
+        return SharedPrompt(prompt, answer, self.group_size if micro.keeps_groups_whole else size)
 
     def passes(self, micro: MicroBatch, window: int | None) -> tuple[Pass, float]:
         """A mean pass, and how many of them a step takes."""
@@ -130,13 +117,13 @@ class Workload:
         else:
             count = math.ceil(bundles / self._bundles_per_bin(bundle, micro.max_tokens))
         count = max(count, self.num_updates, 1)
-        return Pass.of(bundle, bundles / count, window), count
+        return bundle.in_one_pass(bundles / count, window), count
 
     def largest_pass(self, micro: MicroBatch, window: int | None) -> Pass:
         """The one that decides memory. Answers differ in length, so a budget of tokens is filled to the last."""
         if micro.max_tokens is None:
             bundle = self.bundle(micro, longest=True)
-            return Pass.of(bundle, max(1, micro.num_responses // bundle.size), window)
+            return bundle.in_one_pass(max(1, micro.num_responses // bundle.size), window)
         bundle = self.bundle(micro)
         together = self.group_size if micro.keeps_groups_whole else 1  # answers that no budget parts
         longest = self.lengths.prompt + together * (self.max_total_tokens - self.lengths.prompt)
@@ -144,9 +131,9 @@ class Workload:
         if self.fixed_length:
             whole = max(self._bundles_per_bin(bundle, micro.max_tokens), 1) * bundle.cost
         whole = min(whole, self.num_groups / self.num_updates * self.group_size / bundle.size * bundle.cost)
-        return Pass.of(bundle, max(whole / bundle.cost, 1 / bundle.size), window)
+        return bundle.in_one_pass(max(whole / bundle.cost, 1 / bundle.size), window)
 
-    def _bundles_per_bin(self, bundle: Bundle, max_tokens: int) -> float:
+    def _bundles_per_bin(self, bundle: SharedPrompt, max_tokens: int) -> float:
         """Whole bundles where all are alike, as fractions where lengths differ and small ones fill the gaps."""
         fitting = max_tokens / bundle.cost
         return max(math.floor(fitting), 1) if self.fixed_length else max(fitting * 0.97, 1)
@@ -157,77 +144,38 @@ class Workload:
 
 def workload_of(
     config: RunConfig,
-    lengths: Lengths | None = None,
+    lengths: MeanLengths | None = None,
     *,
     prompt_tokens: float | None = None,
     answer_tokens: float | None = None,
 ) -> Workload:
     """The step that a config asks for. `lengths` are measured ones; the two numbers are the user's, and win."""
     policy = config.policy
-    kind, groups, size, per_sample = _sizes(config)
+    step = config.step_sizes()
     ranks = config.cluster.num_nodes * config.cluster.gpus_per_node
     max_new = policy.generation.max_new_tokens if policy.generation else policy.max_total_sequence_length
     known = _lengths(policy, lengths, prompt_tokens, answer_tokens)
-    sampled = _num_sampled(config)
     fixed = bool(policy.generation and policy.generation.ignore_eos) or known.answer >= 0.98 * max_new
-    num_updates = 1
-    scorings = int(needs_reference(config))
-    if isinstance(config, GrpoRunConfig):
-        num_updates = config.grpo.num_samples_per_step // policy.train_global_batch_size
-        checks = config.grpo.seq_logprob_error_threshold is not None or config.loss_fn.use_kl_in_reward
-        scorings += int(num_updates > 1 or checks)
-    elif isinstance(config, DpoRunConfig) and not LOSSES[config.dpo.preference_loss].is_paired:
-        scorings += 2  # answers beside other prompts, under the reference and under the policy
+    per_unit = step.num_answers_per_unit
     return Workload(
-        kind=kind,
-        num_groups=groups / ranks,
-        group_size=size,
+        kind=config.kind,
+        num_groups=step.num_rows / ranks,
+        group_size=step.num_answers_per_row,
         lengths=known,
         max_total_tokens=policy.max_total_sequence_length,
         max_new_tokens=max_new,
         fixed_length=fixed,
-        num_updates=num_updates,
-        num_sampled=sampled,
-        num_scorings=scorings,
-        train=replace(_micro_batch(policy, "train", per_sample), keeps_groups_whole=per_sample == 2),
-        score=_micro_batch(policy, "logprob", per_sample),
+        num_updates=step.num_updates,
+        num_sampled=step.num_sampled_per_row,
+        num_scorings=step.num_scorings,
+        train=replace(_micro_batch(policy, "train", per_unit), keeps_groups_whole=per_unit == 2),
+        score=_micro_batch(policy, "logprob", per_unit),
         budget_section=f"policy.{'dynamic_batching' if policy.dynamic_batching.enabled else 'sequence_packing'}",
     )
 
 
-def _sizes(config: RunConfig) -> tuple[str, float, int, int]:
-    """Kind, groups of a step, answers of a group, and answers that count as one in batch sizes."""
-    size = config.policy.train_global_batch_size
-    if isinstance(config, GrpoRunConfig):
-        return "grpo", config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt, 1
-    if isinstance(config, RmRunConfig):
-        return "rm", size, 2, 2
-    if isinstance(config, DpoRunConfig):
-        paired = LOSSES[config.dpo.preference_loss].is_paired
-        return ("dpo", size, 2, 2) if paired else ("dpo", size, 1, 1)
-    return "sft", size, 1, 1
-
-
-def needs_reference(config: RunConfig) -> bool:
-    """As build/run.py decides it."""
-    if isinstance(config, DpoRunConfig):
-        return LOSSES[config.dpo.preference_loss].needs_reference
-    if isinstance(config, GrpoRunConfig):
-        recorded = any(entry.holds_recorded_groups for entry in config.data.train_sets())
-        return config.loss_fn.reference_policy_kl_penalty != 0 or recorded
-    return False
-
-
-def _num_sampled(config: RunConfig) -> int:
-    if not isinstance(config, GrpoRunConfig):
-        return 0
-    if any(entry.holds_recorded_groups for entry in config.data.train_sets()):
-        return config.grpo.num_fresh_per_prompt
-    return config.grpo.num_generations_per_prompt
-
-
 def _micro_batch(policy: PolicyConfig, which: str, per_sample: int) -> MicroBatch:
-    """As build/run.py decides it."""
+    """As build.py decides it."""
     size = policy.train_micro_batch_size if which == "train" else policy.logprob_batch_size
     budget = None
     for section in (policy.sequence_packing, policy.dynamic_batching):
@@ -236,19 +184,23 @@ def _micro_batch(policy: PolicyConfig, which: str, per_sample: int) -> MicroBatc
     return MicroBatch(budget, size * per_sample)
 
 
-def _lengths(policy: PolicyConfig, known: Lengths | None, prompt: float | None, answer: float | None) -> Lengths:
+def _lengths(
+    policy: PolicyConfig, known: MeanLengths | None, prompt: float | None, answer: float | None
+) -> MeanLengths:
     total = policy.max_total_sequence_length
     new = min(policy.generation.max_new_tokens, total) if policy.generation else total
     if known is None:
         room = total - new
         assumed = room if room > 0 else _ASSUMED_PROMPT_SHARE * total
-        known = Lengths(assumed, min(new, total - assumed), "assumed: every sequence is as long as the config allows")
+        known = MeanLengths(
+            assumed, min(new, total - assumed), "assumed: every sequence is as long as the config allows"
+        )
     if prompt is None and answer is None:
         return known
     prompt = known.prompt if prompt is None else prompt
     if answer is None and prompt != known.prompt:
         answer = max(min(new, total - prompt), 0)
-    found = Lengths(prompt, known.answer if answer is None else answer, "as given on the command line")
+    found = MeanLengths(prompt, known.answer if answer is None else answer, "as given on the command line")
     if found.prompt < 1 or found.answer < 1 or found.prompt + found.answer > total:
         raise InputError(
             f"prompts of {found.prompt:g} and answers of {found.answer:g} tokens do not fit "

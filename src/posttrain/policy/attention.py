@@ -1,118 +1,19 @@
-"""The seam between `transformers` models and posttrain: one attention function, whose meaning the caller chooses.
+"""Attention over packed rows: no padding, and prompts shared by their responses.
 
-Every model is loaded with `attn_implementation=ATTENTION`. Its attention layers then call `_attend`, which hands the
-projected and rotated queries, keys and values to whatever `AttentionContext` is active: `PackedAttention` while training
-(no padding, prompts shared by their responses), the engine's paged cache while sampling. The modules and the weights are
-the same in both.
-
-With this implementation name `transformers` builds no mask: the context alone decides who sees whom.
+Used while training through `models/attention_interface.py`, and by the native engine for prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
-from posttrain.errors import InputError
-
-ATTENTION = "posttrain"
-# What families hand to the attention interface beside queries, keys and values. Left out, it would be another model.
-_NOT_COMPUTED = {
-    "s_aux": "sinks",
-    "position_bias": "a bias by position",
-    "indices": "a choice of tokens to look at",
-    "block_indices": "a choice of tokens to look at",
-}
 _DENSE_BLOCK_TOKENS = 192  # up to here a masked product over all pairs is cheaper than one call per segment
-
-
-class AttentionContext(Protocol):
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,  # [tokens, heads, head_dim]
-        key: Tensor,  # [tokens, kv_heads, head_dim]
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,  # a token sees itself and the window-1 tokens before it; None: all of them
-        softcap: float | None,
-    ) -> Tensor:  # [tokens, heads, head_dim]
-        ...
-
-
-# A plain global, not a context variable: autograd recomputes checkpointed layers on threads of its own, which would not
-# inherit one. A process runs one forward or backward pass at a time.
-_active: AttentionContext | None = None
-
-
-@contextmanager
-def attention_context(context: AttentionContext) -> Iterator[None]:
-    """Use `context` for every attention layer that runs inside. Backward passes with recomputation must run inside too."""
-    global _active
-    previous, _active = _active, context
-    try:
-        yield
-    finally:
-        _active = previous
-
-
-def active_context() -> AttentionContext:
-    assert _active is not None, "a model with posttrain's attention ran outside attention_context()"
-    return _active
-
-
-def refuse_dropout(config: Any) -> None:
-    """Attention here drops nothing. A model that was made to drop in training would silently be trained without."""
-    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if share := getattr(config, name, None):
-            raise InputError(
-                f"the model's config has {name} = {share:g}, and posttrain's attention drops nothing in training; say so with "
-                f"policy.hf_config_overrides.{name}=0.0"
-            )
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    for option, what in _NOT_COMPUTED.items():
-        if options.get(option) is not None:
-            raise InputError(
-                f"this model's attention has {what}, which posttrain does not compute; it cannot be trained here"
-            )
-    if attention_mask is not None:  # nobody made one for it, see above
-        raise InputError(
-            f"{type(module).__name__} makes a mask of its own, which posttrain does not look at; this model cannot be "
-            "trained here"
-        )
-    context = active_context()
-    batch, heads, length, head_dim = query.shape
-    scale = head_dim**-0.5 if scaling is None else scaling
-    # Rotation leaves queries and keys in fp32 where the residual stream is; values have the precision of the weights.
-    rows = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
-    q, k, v = (x.reshape(batch * length, x.shape[2], x.shape[3]) for x in rows)
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    out = context.attend(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap)
-    return out.view(batch, length, heads, out.shape[-1]), None
-
-
-AttentionInterface.register(ATTENTION, _attend)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""From hidden states to logits: the last step of a causal language model, on the rows that are asked for and no others.
+"""From hidden states to logits: the last step of a causal language model, on the requested rows only.
 
 The sampler and the trainer both use `OutputHead`, so their logits are the same arithmetic. It reproduces what model
-families do after the output projection (Gemma's soft cap, Cohere's and Granite's factor) and refuses what it does not know:
-a factor forgotten here would train, quietly, a different model. `check_logits` compares with the model's own forward pass.
+families do after the output projection (Gemma's soft cap, Cohere's and Granite's factor) and refuses anything else:
+a missing factor would silently train a different model. `check_logits` compares with the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class OutputHead:
 
     @torch.no_grad()
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
-        """Refuse the model if its own forward pass made `expected` of `hidden` and we would make something else."""
+        """Refuse the model if its own forward pass gives `expected` for `hidden` and ours would not."""
         ours, theirs = self.logits(hidden).float(), expected.float()
         tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
         spread = float(theirs.abs().max())
         if float((ours - theirs).abs().max()) > tolerance * max(spread, 1e-6):
             raise UnsupportedModelError(
-                "this model changes its logits after the output head in a way that posttrain does not know "
+                "this model changes its logits after the output head in a way that posttrain does not support "
                 f"(largest logit {spread:.4g} in the model's own forward pass, {float(ours.abs().max()):.4g} in ours)"
             )
 
@@ -148,7 +148,7 @@ def _factor(config: Any) -> float:
     if divisor is not None and float(divisor) != 1.0:
         if not str(config.model_type).startswith(_DIVIDED_BY_LOGITS_SCALING):
             raise UnsupportedModelError(
-                f"{config.model_type}: config.logits_scaling is {divisor}; posttrain knows the meaning of this field for "
+                f"{config.model_type}: config.logits_scaling is {divisor}; posttrain supports this field for "
                 f"{', '.join(_DIVIDED_BY_LOGITS_SCALING)} only"
             )
         factor /= float(divisor)

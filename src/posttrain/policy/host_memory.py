@@ -1,8 +1,7 @@
-"""Large pieces of host memory that a GPU can copy to and from at full speed, without holding up its other work.
+"""Large pieces of host memory that a GPU can copy to and from at full speed, without blocking its other work.
 
-Memory is asked for in huge pages and touched by several threads at once, then registered with CUDA ("pinned"). torch's own
+Memory is allocated in huge pages and touched by several threads at once, then registered with CUDA ("pinned"). torch's own
 pinned memory is rounded up to a power of two, which is too much for tens of gigabytes. Without CUDA it is ordinary memory.
-Knows nothing of what is kept in it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NUM_THREADS = 4
 
 
 class _Mapping(mmap.mmap):
-    """Memory that tells CUDA before it goes. Tensors made from it keep it alive, views of them too."""
+    """Memory that is unregistered from CUDA before it is freed. Tensors made from it, and their views, keep it alive."""
 
     registered_at: int | None = None
 
@@ -37,7 +36,7 @@ _mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()  # by addr
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """Bytes of memory of this process, each page of it there already. Makes no call to CUDA, so any thread may do it."""
+    """Bytes of memory of this process, with every page mapped. Makes no call to CUDA, so any thread may call it."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     mapped = _Mapping(-1, num_bytes)
@@ -53,9 +52,9 @@ def allocate(num_bytes: int) -> Tensor:
 
 
 def register(buffer: Tensor) -> bool:
-    """Pin memory from `allocate`, until it is freed. False if CUDA refuses: copies then work, but hold up the caller.
+    """Pin memory from `allocate`, until it is freed. False if CUDA refuses: copies then work, but block the caller.
 
-    Not while another thread records a CUDA graph: recording forbids this call.
+    Not while another thread captures a CUDA graph: capturing forbids this call.
     """
     if buffer.numel() == 0:
         return True
@@ -105,7 +104,7 @@ def _machine_bytes() -> int | None:
 
 
 def _container_bytes() -> int | None:
-    """By control groups, version 2 or 1. Cached files count as used there, but are given up when memory is asked for."""
+    """By control groups, version 2 or 1. Cached files count as used there, but are dropped when memory is needed."""
     for limit, used, cached in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),

@@ -1,9 +1,11 @@
-"""FSDP2: parameters sharded over the ranks of a process group, and whole again while sampling or saving."""
+"""How ranks share the work: the mesh of ranks, and FSDP2, whose parameters are whole only while sampling or saving."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +16,46 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+T = TypeVar("T")
 
-def data_parallel_mesh(device: torch.device) -> DeviceMesh | None:
-    """One axis over all ranks; None in a single process, where nothing is sharded."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+@dataclass(frozen=True)
+class Mesh:
+    """How the ranks are arranged: data parallel x context parallel x tensor parallel, `tp` varying fastest.
+
+    Ranks with the same `dp` index work on the same data.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def of_process_group(cls) -> Mesh:
+        return cls(dp=dist.get_world_size() if dist.is_initialized() else 1)
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    def dp_index(self, rank: int) -> int:
+        """Which shard of the data a rank works on."""
+        return rank // (self.cp * self.tp)
+
+    def one_per_shard(self, results: Sequence[T]) -> list[T]:
+        """Of results by rank those of one rank for each shard of the data: the others computed the same."""
+        return list(results[:: self.cp * self.tp])
+
+    def data_parallel(self, device: torch.device) -> DeviceMesh | None:
+        """The axis that parameters are sharded over; None where there is nothing to shard over."""
+        axes = {name: size for name, size in (("dp", self.dp), ("cp", self.cp), ("tp", self.tp)) if size > 1}
+        if "dp" not in axes:
+            return None
+        return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))["dp"]
+
+
+def is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def shard(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh | None) -> None:
@@ -46,6 +82,13 @@ def whole_parameters(root: nn.Module) -> Iterator[None]:
     finally:
         for module in sharded:
             module.set_reshard_after_forward(module is not root, recurse=False)
+            module.reshard()
+
+
+def reshard(root: nn.Module) -> None:
+    """Free the parameters that a forward pass has left whole: what is written into those is lost."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 

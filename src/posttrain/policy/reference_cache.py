@@ -1,14 +1,13 @@
 """Log-probabilities under the frozen reference, computed once per answer: in later epochs, and in every validation after
 the first, they are looked up.
 
-An answer is known by the tokens of its prompt and its own; the file by the fingerprint of the reference, which covers its
-weights, precision and temperature. What is looked up are the very bits that were computed.
+An answer is identified by the tokens of its prompt and its own; the file by the fingerprint of the reference, which covers
+its weights, precision and temperature. A lookup returns the bits that were computed.
 
 Exact resumption. The last bits of a log-probability depend on what else was in its micro-batch, so the resumed run must
 find those of the interrupted one, no more and no fewer. Hence every record names the step that it was made in; a run that
-goes on after step k drops what was made later, because it is about to make it again, and a fresh run starts with nothing.
-When the memory is used up nothing is added any more, and nothing is ever replaced: what is known depends on the steps that
-were made and on nothing else.
+resumes after step k drops later records, because it computes them again, and a fresh run starts empty. When the memory is
+used up nothing is added, and nothing is ever replaced: the content depends on the steps that were made and on nothing else.
 
 File: `reference_logprobs.bin` beside the checkpoints; a header, then a record for each call that computed something. A
 record that a kill left half-written does not have its checksum, and ends the file.
@@ -17,18 +16,22 @@ record that a kill left half-written does not have its checksum, and ends the fi
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from posttrain.policy.parallel import is_first_rank
+from posttrain.roles import ReferencePolicy
 from posttrain.types import TokenBatch
 
 FILE_NAME = "reference_logprobs.bin"
@@ -40,14 +43,8 @@ _OVERHEAD_BYTES = 200  # of an entry in memory, beside its numbers
 Logprobs = NDArray[np.float32]
 
 
-class ReferencePolicy(Protocol):
-    def reference_logprobs(self, batch: TokenBatch) -> Tensor: ...
-
-    def reference_fingerprint(self) -> str: ...
-
-
 class CachedReference:
-    """`folder` None keeps the cache in memory alone; `max_bytes` 0 has none. `warn` is told when the file fails."""
+    """`folder` None keeps the cache in memory alone; `max_bytes` 0 has none. `warn` gets a message when the file fails."""
 
     def __init__(
         self,
@@ -88,9 +85,9 @@ class CachedReference:
             return
         if self._num_bytes + size > self._max_bytes:
             self._is_full = True
-            entries, size = {}, 0  # an empty record says so to a run that resumes
+            entries, size = {}, 0  # an empty record marks this for a run that resumes
         self._num_bytes += size
-        # Copies: a slice would keep the whole batch alive, and the caller may do with it what he likes.
+        # Copies: a slice would keep the whole batch alive, and the caller may change it.
         self._known.update({key: values.copy() for key, values in entries.items()})
         if self._path is not None:
             self._append(entries, step)
@@ -153,7 +150,7 @@ class CachedReference:
 
 
 def answer_keys(batch: TokenBatch) -> list[bytes]:
-    """What each answer is known by: a digest of its prompt's tokens and its own."""
+    """The key of each answer: a digest of its prompt's tokens and its own."""
     prompts = [_digest(prompt) for prompt in batch.prompts]
     return [
         hashlib.sha256(prompts[prompt] + _digest(response)).digest()[:_KEY_BYTES]
@@ -188,3 +185,34 @@ def _entries(payload: memoryview, count: int) -> dict[bytes, Logprobs]:
     values = np.frombuffer(payload[values_at:], dtype="<f4")
     parts = np.split(values, np.cumsum(lengths)[:-1])
     return {key: part.copy() for key, part in zip(keys, parts, strict=True)}
+
+
+# Where a config came from and how it was read; none of it changes a number.
+_INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_CHUNK_BYTES = 2**24  # hashed in parallel; part of the definition
+
+
+def model_fingerprint(model: nn.Module, config: Mapping[str, object], temperature: float) -> str:
+    """SHA-256 of the weights under any adapters, their precision, the architecture and the temperature.
+
+    A collective when the weights are sharded: every rank calls it. The answer is that of rank 0; the others return "".
+    """
+    settings = {name: value for name, value in config.items() if name not in _INCIDENTAL}
+    digest = hashlib.sha256(json.dumps([settings, temperature], sort_keys=True, default=str).encode())
+    is_first = is_first_rank()
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                continue
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if is_first:
+                content = _bytes(whole)
+                starts = range(0, len(content), _CHUNK_BYTES)
+                chunks = pool.map(hashlib.sha256, [content[start : start + _CHUNK_BYTES] for start in starts])
+                digest.update(f"{name}:{tuple(whole.shape)}:{whole.dtype};".encode())
+                digest.update(b"".join(chunk.digest() for chunk in chunks))
+    return digest.hexdigest() if is_first else ""
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

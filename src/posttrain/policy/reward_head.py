@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import reason_of
+from posttrain.models.attention_interface import ATTENTION
 from posttrain.models.loading import SettingsError, check_available, explain_missing
-from posttrain.policy.attention import ATTENTION
 from posttrain.policy.head import UnsupportedModelError, decoder_states, without_adapter_wrapper
 from posttrain.policy.packed import PackedRow
 
@@ -52,13 +52,13 @@ class RewardHead:
 
     @torch.no_grad()
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
-        """Refuse the model if its own forward pass made `expected` of `hidden` and we would make something else."""
+        """Refuse the model if its own forward pass gives `expected` for `hidden` and ours would not."""
         ours, theirs = self.scores(hidden).flatten(), expected.float().flatten()
         tolerance = 1e-4 if expected.dtype == torch.float32 else 3e-2
         if float((ours - theirs).abs().max()) > tolerance * max(float(hidden.abs().max()), 1.0):
             raise UnsupportedModelError(
                 f"this model's own score of a token is {float(theirs[0]):.4g}, where the last hidden state and its linear "
-                f"layer give {float(ours[0]):.4g}: it does something in between that posttrain does not know"
+                f"layer give {float(ours[0]):.4g}: it does something in between that posttrain does not support"
             )
 
 
@@ -76,7 +76,7 @@ class SequenceScores(nn.Module):
         self.head = RewardHead(model)
 
     def forward(self, row: PackedRow, temperature: float = 1.0) -> Tensor:
-        """`temperature` belongs to sampling and means nothing here."""
+        """`temperature` has no effect on scores."""
         states = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source[row.last])
         scores = self.head.scores(states)
         return torch.zeros(len(row.targets), device=scores.device).index_copy(0, row.last, scores)
@@ -86,7 +86,7 @@ def load_reward_model(
     name: str,
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, object] | None = None,
     *,
     seed: int | None,
     pad_token_id: int | None,
@@ -104,7 +104,7 @@ def load_reward_model(
             dtype=dtype,
             attn_implementation=ATTENTION,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, with our words
+            ignore_mismatched_sizes=True,  # reported below
             **dict(overrides or {}),
         )
     except OSError as error:

@@ -1,14 +1,17 @@
-"""Model versions with lineage and stages, kept by MLflow. Importing this package does not import MLflow."""
+"""Model versions with lineage and stages, stored by MLflow. Importing this package does not import MLflow.
 
+Importing it makes `registry:NAME@production` a name of a model (`models/accepted_names.py`).
+"""
+
+from posttrain.models.accepted_names import connect_registry
 from posttrain.registry.errors import RegistryBusy, RegistryConflict, RegistryError
 from posttrain.registry.lineage import Lineage, gather_lineage
-from posttrain.registry.registry import Registry
-from posttrain.registry.resolve import is_registry_reference, resolve_version
-from posttrain.registry.stages import Entry, Stage
+from posttrain.registry.registry import Registry, resolve_version
+from posttrain.registry.stages import HistoryEntry, Stage
 from posttrain.registry.version import ModelVersion
 
 __all__ = [
-    "Entry",
+    "HistoryEntry",
     "Lineage",
     "ModelVersion",
     "Registry",
@@ -17,6 +20,7 @@ __all__ = [
     "RegistryError",
     "Stage",
     "gather_lineage",
-    "is_registry_reference",
     "resolve_version",
 ]
+
+connect_registry(lambda reference, registry: resolve_version(reference, registry=registry))

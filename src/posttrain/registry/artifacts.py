@@ -1,7 +1,7 @@
-"""The files of a model version: their sizes and SHA-256, a copy of its own, and the comparison of what is there with both.
+"""The files of a model version: sizes and SHA-256, a copy in the registry, and verification of the files against both.
 
-What was measured is kept in the registry's database and not beside the files, so whoever changes a file cannot change
-what it is compared with in the same stroke.
+Sizes and hashes are stored in the registry's database and not beside the files, so changing a file does not change what it
+is verified against.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from posttrain.checkpointing import durable
 from posttrain.registry.errors import RegistryError
-from posttrain.registry.partial_folder import PartialFolder, clear_abandoned
+from posttrain.registry.locking import PartialFolder, clear_abandoned
 
 _MAX_THREADS = 8
 CHECKPOINT_FILES = ("config.yaml", "training_info.json", "policy/model.json")
@@ -32,7 +32,7 @@ class FileRecord:
     sha256: str
 
 
-Progress = Callable[[int], None]  # hears of bytes that are done
+Progress = Callable[[int], None]  # called with the number of bytes processed
 Files = Mapping[str, FileRecord]  # path relative to the version's folder, with forward slashes
 
 
@@ -43,7 +43,7 @@ def no_progress(num_bytes: int) -> None:
 def measure(folder: Path, progress: Progress = no_progress) -> dict[str, FileRecord]:
     """Every file below `folder`, hashed in threads. Links are followed, as hub caches consist of them.
 
-    Of a checkpoint step_N only the model counts: what a run needs to go on (optimizer, data position) is not listed.
+    Of a checkpoint step_N only the model counts: what a run needs to resume (optimizer, data position) is not listed.
     """
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "no such folder"
@@ -70,12 +70,12 @@ def content_digest(files: Files) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def find_damage(folder: Path, files: Files, *, strangers: bool, contents: bool = True) -> list[str]:
-    """What differs from `files`, one line each. `strangers`: files that are not in the list count, too."""
+def find_damage(folder: Path, files: Files, *, extra_files: bool, contents: bool = True) -> list[str]:
+    """What differs from `files`, one line each. `extra_files`: files that are not in the list count, too."""
     if not folder.is_dir():
         return [f"the folder {folder} is missing"]
     problems = [problem for name, record in files.items() if (problem := _size_problem(folder / name, name, record))]
-    if strangers:
+    if extra_files:
         found = (path.relative_to(folder).as_posix() for path in _walk(folder))
         problems += [f"{name} does not belong to the version" for name in found if name not in files]
     if problems or not contents:
@@ -86,11 +86,11 @@ def find_damage(folder: Path, files: Files, *, strangers: bool, contents: bool =
 
 
 class Copy:
-    """A copy of a folder on its way into the registry, named by its content: equal content is kept once.
+    """A copy of a folder for the registry, named by its content: equal content is stored once.
 
-    Files are copied under a name of the copy's own, which may take long. `keep` and `withdraw` are quick and are called by the
-    registry's only writer: nobody else can have come to rely on what `withdraw` takes away. Leaving the block removes what
-    was not kept.
+    Files are copied under a temporary name, which may take long. `keep` and `withdraw` are quick and are called by the
+    registry's only writer, so no other version can refer to what `withdraw` removes. Leaving the block removes what was not
+    kept.
     """
 
     def __init__(self, folder: Path, files: Files, root: Path, progress: Progress = no_progress) -> None:
@@ -101,7 +101,7 @@ class Copy:
 
     def __enter__(self) -> Copy:
         clear_abandoned(self._root)
-        if not self.target.exists() or find_damage(self.target, self._files, strangers=True):
+        if not self.target.exists() or find_damage(self.target, self._files, extra_files=True):
             try:
                 self._copy()
             except BaseException:
@@ -113,11 +113,11 @@ class Copy:
         self._tidy()
 
     def keep(self) -> None:
-        """Put the copy in its place: whole, or not there at all."""
+        """Rename the copy to its final name, atomically."""
         if self._partial is None:
             if self.target.exists():
                 return
-            self._copy()  # the same content was there a moment ago, from somebody who has withdrawn it since
+            self._copy()  # another writer had the same content there and has withdrawn it since
         assert self._partial is not None
         try:
             self._is_new = put_in_place(self._partial.path, self.target, self._files)
@@ -126,7 +126,7 @@ class Copy:
             raise self._failed(error) from error
 
     def withdraw(self) -> None:
-        """Take away what `keep` put there; what was there before, or has mended it, stays."""
+        """Remove what `keep` put there; files that were there before, or replaced damaged ones, stay."""
         if self._is_new:
             shutil.rmtree(self.target, ignore_errors=True)
 
@@ -142,7 +142,7 @@ class Copy:
                 self._progress(record.size)
         except OSError as error:
             raise self._failed(error) from error
-        if damage := find_damage(self._partial.path, self._files, strangers=True):
+        if damage := find_damage(self._partial.path, self._files, extra_files=True):
             raise RegistryError(
                 f"{self._folder} changed while it was copied: {damage[0]}; is something still writing to it?"
             )
@@ -154,13 +154,13 @@ class Copy:
         if self._partial is not None:
             self._partial.remove()
             self._partial = None
-        with suppress(OSError):  # they hold other versions, as a rule
+        with suppress(OSError):  # usually they hold other versions
             self._root.rmdir()
             self._root.parent.rmdir()
 
 
 def put_in_place(folder: Path, target: Path, files: Files) -> bool:
-    """Rename `folder` to `target`, unless the same is there, whole; what is damaged makes way. True if nothing was there."""
+    """Rename `folder` to `target`, unless the same files are there. Damaged ones are replaced. True if there were none."""
     damaged = target.with_name(f".replaced-{uuid4().hex}")
     is_empty = True
     try:
@@ -172,9 +172,9 @@ def put_in_place(folder: Path, target: Path, files: Files) -> bool:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             is_empty = False
-            if not find_damage(target, files, strangers=True):
-                return False  # somebody else has just put the same content there
-            with suppress(FileNotFoundError):  # another process is mending it as well
+            if not find_damage(target, files, extra_files=True):
+                return False  # another process has just put the same content there
+            with suppress(FileNotFoundError):  # another process is replacing it as well
                 os.rename(target, damaged)
     finally:
         shutil.rmtree(damaged, ignore_errors=True)

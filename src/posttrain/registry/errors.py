@@ -1,4 +1,4 @@
-"""What can go wrong with a registry, in words for the user."""
+"""Errors of the registry."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from posttrain.errors import InputError
 
 
 class RegistryError(InputError):
-    """The registry, or what was asked of it, is not as it has to be; the message says which and what would be right."""
+    """The registry or a request to it is invalid; the message names the cause and the remedy."""
 
 
 class RegistryBusy(RegistryError):
-    """Somebody else is writing, and was still at it when the waiting time was over. Nothing was changed."""
+    """Another process held the lock longer than the waiting time. Nothing was changed."""
 
 
 class RegistryConflict(RegistryError):

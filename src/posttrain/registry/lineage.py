@@ -1,7 +1,6 @@
 """Where a model version comes from: base model, data, config, code, measured metrics and the gate's verdict.
 
-Everything that can be read off the files beside the weights is read off them; the rest is told by the caller. What is not
-known stays empty: nothing here guesses.
+As much as possible is read from the files beside the weights. The caller provides the rest. Unknown values stay empty.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import posttrain
+from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.registry.artifacts import content_digest, measure
 from posttrain.registry.errors import RegistryError
 
@@ -27,11 +26,11 @@ CONVERSION_FILE = "conversion.json"  # lineage of a model that `posttrain conver
 class Lineage:
     base_model: str | None = None
     data: Mapping[str, str | None] = field(default_factory=dict)  # path or name -> SHA-256; None where it is not local
-    config: Mapping[str, Any] = field(default_factory=dict)  # dotted key -> value
+    config: JsonMapping = field(default_factory=dict)  # dotted key -> value
     config_sha256: str | None = None
     code_version: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)  # "<evaluation>/<metric>"
-    gate: Mapping[str, Any] | None = None  # verdict, reasons, report, judged, another_model, unknown_model
+    gate: JsonMapping | None = None  # verdict, reasons, report, judged, another_model, unknown_model
     source: str = ""  # the folder that was registered
 
     @property
@@ -52,17 +51,19 @@ class Lineage:
 
     @property
     def judged_unknown(self) -> str | None:
-        """The model that the gate judged, if nobody can tell whether it is this one."""
+        """The model that the gate judged, if it is unknown whether it is this one."""
         return None if self.gate is None else self.gate.get("unknown_model")
 
     @property
     def objection(self) -> str | None:
-        """Why no gate has let this very model through; None if one has."""
+        """Why no gate has passed this very model; None if one has."""
         if other := self.judged_another:
-            return f"its gate judged the files of {other}, which are others; evaluate and judge what you register"
+            return f"its gate judged the files of {other}, which differ; evaluate and judge the files that you register"
         if self.verdict != "promote":
             return (
-                f"its gate said {self.verdict}" if self.verdict else "it has no gate verdict (registry add --gate FILE)"
+                f"its gate's verdict is {self.verdict}"
+                if self.verdict
+                else "it has no gate verdict (registry add --gate FILE)"
             )
         if unknown := self.judged_unknown:
             return (
@@ -70,11 +71,11 @@ class Lineage:
             )
         return None
 
-    def to_row(self) -> dict[str, Any]:
+    def to_row(self) -> JsonObject:
         return {**asdict(self), "data_hash": self.data_hash}
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Lineage:
+    def from_row(cls, row: JsonMapping) -> Lineage:
         return cls(**{key: value for key, value in row.items() if key != "data_hash"})
 
 
@@ -88,10 +89,10 @@ def gather_lineage(
     metrics: Mapping[str, float] | None = None,
     gate: Path | None = None,
 ) -> Lineage:
-    """What the files tell, with what the caller says over it. `evaluations`: name -> folder of a finished evaluation."""
+    """The lineage from the files; arguments take precedence. `evaluations`: name -> folder of a finished evaluation."""
     config_path = config or _find_config(folder)
     values, config_hash = _read_config(config_path) if config_path else ({}, None)
-    converted = _read_json(folder / CONVERSION_FILE) if (folder / CONVERSION_FILE).is_file() else {}
+    converted = read_json(folder / CONVERSION_FILE, RegistryError) if (folder / CONVERSION_FILE).is_file() else {}
     sources = list(data) or _data_of(values) or _data_of_conversion(converted)
     judged = _read_gate(gate) if gate else None
     if judged is not None:
@@ -131,7 +132,7 @@ def _find_config(folder: Path) -> Path | None:
     return next((place / CONFIG_FILE for place in places if (place / CONFIG_FILE).is_file()), None)
 
 
-def _read_config(path: Path) -> tuple[dict[str, Any], str]:
+def _read_config(path: Path) -> tuple[JsonObject, str]:
     from posttrain.config.tree import dotted, leaves
     from posttrain.config.yaml_files import parse_document
 
@@ -141,22 +142,22 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str]:
     except (OSError, UnicodeDecodeError) as error:
         raise RegistryError(f"{path}: the config cannot be read ({error})") from error
     flat = {dotted(key): value for key, value in leaves(values)}
-    # Records are JSON, which knows neither dates nor .inf: they are kept as words.
+    # Records are JSON, which has neither dates nor .inf: they are stored as text.
     plain = json.loads(json.dumps(flat, default=str), parse_constant=str)
     return plain, hashlib.sha256(content).hexdigest()
 
 
-def _base_model(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _base_model(folder: Path, config: JsonMapping) -> str | None:
     for adapter in (folder, folder / "policy/weights/model"):
         path = adapter / "adapter_config.json"
         if path.is_file():
-            named = _read_json(path).get("base_model_name_or_path")
+            named = read_json(path, RegistryError).get("base_model_name_or_path")
             return str(named) if named else None
     named = config.get("policy.model_name")
     return str(named) if named else None
 
 
-def _data_of(config: Mapping[str, Any]) -> list[str]:
+def _data_of(config: JsonMapping) -> list[str]:
     """The files or the names that the config trains on."""
     train = config.get("data.train")
     if isinstance(train, list):
@@ -167,7 +168,7 @@ def _data_of(config: Mapping[str, Any]) -> list[str]:
     return [str(one) for name in named if name for one in (name if isinstance(name, list) else [name])]
 
 
-def _data_of_conversion(converted: Mapping[str, Any]) -> list[str]:
+def _data_of_conversion(converted: JsonMapping) -> list[str]:
     """The same of a model that `posttrain convert` wrote."""
     train = [block for block in converted.get("data") or [] if block.get("role") == "train"]
     return [str(name) for block in train if (name := block.get("data_path") or block.get("dataset_name"))]
@@ -185,12 +186,12 @@ def _hash_of(source: str, *, told: bool) -> str | None:
     return None
 
 
-def _training_metrics(folder: Path, converted: Mapping[str, Any]) -> dict[str, float]:
+def _training_metrics(folder: Path, converted: JsonMapping) -> dict[str, float]:
     path = folder / TRAINING_FILE
     if not path.is_file():
         measured = converted.get("metrics") or {}
         return {f"training/{key}": float(value) for key, value in measured.items() if key.startswith("validation/")}
-    kept = {key: value for key, value in _read_json(path).items() if key == "total_steps" or ":" in key}
+    kept = {key: value for key, value in read_json(path, RegistryError).items() if key == "total_steps" or ":" in key}
     return {f"training/{key}": float(value) for key, value in kept.items() if _is_number(value)}
 
 
@@ -206,8 +207,8 @@ def _evaluated(evaluations: Mapping[str, Path]) -> dict[str, float]:
     return found
 
 
-def _read_gate(path: Path) -> dict[str, Any]:
-    report = _read_json(path)
+def _read_gate(path: Path) -> JsonObject:
+    report = read_json(path, RegistryError)
     verdict = report.get("verdict")
     if verdict not in ("promote", "reject", "needs_more_samples"):
         raise RegistryError(
@@ -230,7 +231,7 @@ def doubtful_evaluations(folder: Path, evaluations: Mapping[str, Path]) -> dict[
     from posttrain.evaluation.results import read_summary
 
     if not evaluations:
-        return {}  # a fingerprint of nothing's use would be read from every byte of the model
+        return {}  # without evaluations the fingerprint, a hash of every byte, is not needed
     own = _fingerprint(folder)
     found = {}
     for name, path in evaluations.items():
@@ -238,12 +239,12 @@ def doubtful_evaluations(folder: Path, evaluations: Mapping[str, Path]) -> dict[
         if own is None or summary.model_fingerprint is None:
             found[name] = f"is of {summary.model}, which is not known to be this model"
         elif summary.model_fingerprint != own:
-            found[name] = f"is of {summary.model}, whose files are others"
+            found[name] = f"is of {summary.model}, whose files differ"
     return found
 
 
-def _compare_with_judged(own: str | None, judged: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
-    """A server and a name on the hub have no files to compare: a verdict on them says nothing about files."""
+def _compare_with_judged(own: str | None, judged: Mapping[str, JsonMapping]) -> dict[str, str | None]:
+    """A server and a name on the hub have no files to compare: a verdict on them does not apply to files."""
     another = unknown = None
     for evaluation in judged.values():
         fingerprint, model = evaluation["model_fingerprint"], str(evaluation["model"])
@@ -255,9 +256,9 @@ def _compare_with_judged(own: str | None, judged: Mapping[str, Mapping[str, Any]
 
 
 def _fingerprint(folder: Path) -> str | None:
-    """Of the model in `folder`; None if it leads to none whose files are here."""
-    from posttrain.evaluation.identity import model_fingerprint
-    from posttrain.models.reference import ModelReferenceError, resolve_model
+    """Of the model in `folder`; None if there are no local files of a model."""
+    from posttrain.models.accepted_names import ModelReferenceError, resolve_model
+    from posttrain.models.fingerprint import model_fingerprint
 
     try:
         return model_fingerprint(resolve_model(folder))
@@ -265,17 +266,5 @@ def _fingerprint(folder: Path) -> str | None:
         return None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RegistryError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise RegistryError(f"{path}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise RegistryError(f"{path}: a JSON {type(content).__name__}; expected an object")
-    return content
-
-
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,7 +1,9 @@
-"""One writer at a time for a registry in a local folder: a lock on a file, waited for with a limit.
+"""Writing to a registry in a local folder: one writer at a time, and folders that are not complete yet.
 
-The operating system takes the lock back when its holder dies, so a killed process blocks nobody. On a network file system
-the lock is only as good as that file system's `flock`.
+A writer holds a lock on a file; waiting for it has a limit. Folders are written under a hidden name and locked as long as
+their writer runs. The operating system releases the locks of a killed process, so it blocks no other, and the next writer
+can tell what was left behind from what is being written. On a network file system the locks are only as good as its
+`flock`; without locks, what was left behind is kept.
 """
 
 from __future__ import annotations
@@ -9,25 +11,30 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 from posttrain.registry.errors import RegistryBusy, RegistryError
 
 _POLL_S = 0.02
+_PREFIX = ".partial-"
 
 
 @contextmanager
 def exclusive(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold the lock for the time of the block; RegistryBusy, naming the holder, if `wait_s` was not enough to get it."""
+    """Hold the lock inside the block; RegistryBusy, naming the holder, if it is not free within `wait_s`."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise RegistryError(f"{path}: cannot be opened for writing ({error.strerror}); is the folder yours?") from error
+        raise RegistryError(
+            f"{path}: cannot be opened for writing ({error.strerror}); do you have write access to the folder?"
+        ) from error
     try:
         _wait_for(descriptor, path, wait_s)
         os.ftruncate(descriptor, 0)
@@ -37,7 +44,7 @@ def exclusive(path: Path, wait_s: float) -> Iterator[None]:
         finally:
             os.ftruncate(descriptor, 0)
     finally:
-        os.close(descriptor)  # gives the lock back
+        os.close(descriptor)  # releases the lock
 
 
 def _wait_for(descriptor: int, path: Path, wait_s: float) -> None:
@@ -66,3 +73,37 @@ def _describe(descriptor: int) -> str:
         return f"process {holder['pid']} on {holder['host']} ({holder['command']}, since {holder['since']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
+
+
+class PartialFolder:
+    """An empty folder below `root`. The caller renames it, or files in it; `remove` deletes the rest."""
+
+    def __init__(self, root: Path) -> None:
+        while True:  # retried if another process removed it as abandoned before it was locked
+            self.path = root / f"{_PREFIX}{uuid4().hex}"
+            self.path.mkdir(parents=True)
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            with suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.exists():
+                return
+            os.close(self._lock)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def clear_abandoned(root: Path) -> None:
+    """Remove what killed processes were writing below `root`."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # locked by its writer, or gone
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,7 +1,7 @@
-"""Whether a folder is a model that can be registered: a Hugging Face folder, a peft adapter or a checkpoint step_N.
+"""Checks that a folder is a model that can be registered: a Hugging Face folder, a peft adapter or a checkpoint step_N.
 
-Asked before anything is written, so that a version that nobody could load is never made. Of weights only the headers are
-read; the files of a checkpoint are compared with the checksums that it was saved with.
+Called before anything is written, so that every version can be loaded. Of weights only the headers are read. The files of a
+checkpoint are compared with the checksums that it was saved with.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
+from posttrain.json_files import read_json
 from posttrain.registry.artifacts import CHECKPOINT_FILES, CHECKPOINT_FOLDERS
 from posttrain.registry.errors import RegistryError
 
@@ -20,20 +21,20 @@ _ANY_BASE = "(any)"
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise RegistryError, naming the file and what is wrong with it, unless `folder` holds a whole model."""
-    from posttrain.models.reference import ModelReferenceError, read_json, resolve_model
+    """Raise RegistryError, naming the file and what is wrong with it, unless `folder` holds a complete model."""
+    from posttrain.models.accepted_names import ModelReferenceError, resolve_model
 
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "no such folder"
         raise RegistryError(f"{folder}: {kind}; {EXPECTED}")
     try:
-        # The base model of an adapter is no part of the version and may be on another machine: it is not looked for.
+        # The base model of an adapter is not part of the version and may be on another machine: it is not looked up.
         found = resolve_model(folder, base=_ANY_BASE)
         weights = found.files
         assert weights is not None, "only a name on the hub has no files"
-        read_json(weights / ("config.json" if found.adapter is None else "adapter_config.json"))
+        read_json(weights / ("config.json" if found.adapter is None else "adapter_config.json"), ModelReferenceError)
     except ModelReferenceError as error:
-        problem = str(error).partition("; accepted:")[0]  # more is accepted where a model is only loaded
+        problem = str(error).partition("; accepted:")[0]  # loading accepts more than registering
         raise RegistryError(f"{problem}; {EXPECTED}") from error
     if found.checkpoint is not None:
         _check_is_the_checkpoint(folder, found.checkpoint)
@@ -49,26 +50,28 @@ def _check_is_the_checkpoint(folder: Path, checkpoint: Path) -> None:
     if checkpoint.absolute() == folder.expanduser().absolute():
         return
     is_run = checkpoint.absolute().is_relative_to(folder.expanduser().absolute())
-    what = "the folder of a run, not one model; its newest whole checkpoint is" if is_run else "a part of a checkpoint:"
+    what = (
+        "the folder of a run, not one model; its newest complete checkpoint is" if is_run else "a part of a checkpoint:"
+    )
     raise RegistryError(f"{folder} is {what} {checkpoint}. Register that: posttrain registry add NAME {checkpoint}")
 
 
 def _check_is_as_saved(checkpoint: Path) -> None:
     is_ours = (checkpoint / "policy" / "model.json").exists()
     if not (checkpoint / CHECKSUMS).exists() and not is_ours:
-        return  # another system's: it has no checksums to compare with
+        return  # written by another system, without checksums
     problems: list[str] = []
     for parts in CHECKPOINT_FOLDERS:
         problems += find_damage(checkpoint, below="/".join(parts))
     if problems := problems or _changed_small_files(checkpoint):
         raise RegistryError(
             f"{checkpoint} is not what was saved: {'; '.join(dict.fromkeys(problems[:3]))}. Register another checkpoint, or "
-            "bring the files back"
+            "restore the files"
         )
 
 
 def _changed_small_files(checkpoint: Path) -> list[str]:
-    """The same for the few files that are registered beside weights and tokenizer; optimizers are not looked at."""
+    """The same for the few files that are registered beside weights and tokenizer; optimizer state is not checked."""
     recorded = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))["files"]
     problems = []
     for name in CHECKPOINT_FILES:
@@ -82,7 +85,7 @@ def _changed_small_files(checkpoint: Path) -> list[str]:
 
 
 def _check_header(file: Path) -> None:
-    """The header says where each tensor ends, and the library that loads it compares that with the size of the file."""
+    """Opening a file compares the end of every tensor, from the header, with the size of the file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,7 +1,7 @@
-"""The registry: model versions with their lineage, their stages, and who moved them when and why.
+"""The registry: model versions with their lineage, their stages, and a history of changes with author, time and reason.
 
-Files go into a folder beside the database, named by their content, or stay where they are (`in_place`). A stage change is
-one appended line of the log (`stages.py`), so it happens whole or not at all, also when the process is killed.
+Files are copied to a folder beside the database, named by their content, or stay where they are (`in_place`). A stage change
+is one appended line of the log (`stages.py`), so it is atomic even if the process is killed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.errors import nearest
+from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.models.accepted_names import REGISTRY_PREFIX
 from posttrain.registry.artifacts import Copy, Files, Progress, find_damage, measure, no_progress, put_in_place
 from posttrain.registry.errors import RegistryConflict, RegistryError
 from posttrain.registry.lineage import Lineage
-from posttrain.registry.partial_folder import PartialFolder, clear_abandoned
+from posttrain.registry.locking import PartialFolder, clear_abandoned
 from posttrain.registry.stages import (
     NO_VERSION,
     NOTHING_EXPECTED,
     STAGES,
     Change,
-    Entry,
+    HistoryEntry,
     Stage,
     Stages,
     replay,
@@ -71,7 +73,7 @@ class Registry:
         number = self._number(name, str(which), records, stages)
         return self._version(name, number, records[number], stages)
 
-    def history(self, name: str) -> list[Entry]:
+    def history(self, name: str) -> list[HistoryEntry]:
         """Every stage change that was ever written, in order, with what it did; also those that lost a race."""
         self._records(name)
         return self._replayed(name)[1]
@@ -79,13 +81,13 @@ class Registry:
     def verify(self, version: ModelVersion, *, contents: bool = True) -> list[str]:
         """What is wrong with the files of a version; empty if nothing is. `contents` False looks at sizes only.
 
-        Files on a tracking server are downloaded, unless they are here already, and whole.
+        Files on a tracking server are downloaded, unless intact copies are cached.
         """
-        damage = find_damage(version.path, version.files, strangers=not version.in_place, contents=contents)
+        damage = find_damage(version.path, version.files, extra_files=not version.in_place, contents=contents)
         return self._fetch(version) if damage and version.uploaded_to is not None else damage
 
     def resolve(self, name: str, which: str | int = "production", *, verify: bool = True) -> ModelVersion:
-        """The version, with its files here and whole. A damaged or missing file is an error."""
+        """The version, with its files available locally. A damaged or missing file is an error."""
         version = self.get(name, which)
         if damage := self.verify(version, contents=verify):
             raise RegistryError(_damaged(version, damage))
@@ -104,7 +106,7 @@ class Registry:
         in_place: bool = False,
         progress: Progress = no_progress,
     ) -> ModelVersion:
-        """Register the files in `folder` as the next version, a candidate. `progress` hears of bytes, hashed and copied."""
+        """Register the files in `folder` as the next version, a candidate. `progress` is called with bytes hashed and copied."""
         self._check_name(name)
         folder = Path(folder).expanduser().absolute()
         files = measure(folder, progress)
@@ -125,7 +127,7 @@ class Registry:
             in_place=in_place,
             uploaded_to=uploaded_to,
         )
-        # A tracking server refuses local paths as sources, for good reasons; the record has the path.
+        # A tracking server refuses local paths as sources; the record has the path.
         source = uploaded_to or (f"posttrain-folder://folder/{name}" if self.location.is_server else str(path))
         record = record_of(new, home)
         with copy or nullcontext(), self._store.writing():
@@ -143,12 +145,12 @@ class Registry:
         expect: int | None = None,
         force: bool = False,
         verify: bool = True,
-    ) -> Entry | None:
+    ) -> HistoryEntry | None:
         """Move a version to a stage; without `to`, to the next one. None if it is there already.
 
-        What was in that place is archived. `expect` is the version that must be in the place (0: none): if another one
-        is, RegistryConflict. A version whose gate did not say "promote", or is not known to have judged this model, needs
-        `force`, which the history tells.
+        The version that was in that stage is archived. `expect` is the version that must be in the stage (0: none);
+        RegistryConflict if it is another. A version whose gate's verdict is not "promote", or may be about another model,
+        needs `force`, which the history records.
         """
         chosen = self.get(name, version)
         target = to or _next_stage(chosen)
@@ -162,7 +164,7 @@ class Registry:
         elif chosen.stage == "production" and not force:
             raise RegistryError(
                 f"{chosen.reference} is in production: archiving it leaves none. Promote another version, roll back, "
-                "or say --force"
+                "or use --force"
             )
         expected = NOTHING_EXPECTED if expect is None else expect
         forced = force and objection is not None and target != "archived"
@@ -178,10 +180,10 @@ class Registry:
         stage: Stage = "production",
         to: int | None = None,
         verify: bool = True,
-    ) -> Entry:
-        """Production goes back to the version before (or to `to`); a canary is taken away. The loser is archived.
+    ) -> HistoryEntry:
+        """Production returns to the previous version (or to `to`); a canary is removed. The replaced version is archived.
 
-        `to` must have been in production before: a rollback asks no gate, so it leads nowhere that is new.
+        `to` must have been in production before: a rollback checks no gate verdict.
         """
         if stage not in ("production", "canary"):
             raise RegistryError(f"only production and canary can be rolled back, not {stage}")
@@ -200,7 +202,7 @@ class Registry:
             raise RegistryError(f"{chosen.reference} is in production already")
         if not any(move.version == target and move.after == "production" for entry in entries for move in entry.moves):
             raise RegistryError(
-                f"{chosen.reference} has never been in production, so there is no going back to it. Use: posttrain registry "
+                f"{chosen.reference} has never been in production, so it cannot be rolled back to. Use: posttrain registry "
                 f"promote {name} {target} --to production --why … (against the gate: --force)"
             )
         if verify and (damage := self.verify(chosen)):
@@ -210,28 +212,24 @@ class Registry:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _write_version(
-        self, name: str, source: str, record: Mapping[str, Any], run_id: str | None, copy: Copy | None
-    ) -> int:
+    def _write_version(self, name: str, source: str, record: JsonMapping, run_id: str | None, copy: Copy | None) -> int:
         """The number of the new version. Its files are kept only if it was written."""
         if copy is None:
             return self._store.add_version(name, source, record, run_id)
-        before = set(
-            self._store.versions(name)
-        )  # a database that cannot be read is found before the files are put there
+        before = set(self._store.versions(name))  # an unreadable database is detected before files are put there
         copy.keep()
         try:
             return self._store.add_version(name, source, record, run_id)
         except BaseException:
-            # An interrupt may come after the database has the version: then its files must stay.
+            # After an interrupt the database may have the version: then its files must stay.
             if set(self._store.versions(name)) == before:
                 copy.withdraw()
             raise
 
-    def _append(self, name: str, change: Change) -> Entry:
+    def _append(self, name: str, change: Change) -> HistoryEntry:
         with self._store.writing():
-            # Before writing, so that what cannot work leaves no line; afterwards again, because without a lock (on a
-            # server) another writer may have come in between. Then the order of the log decides, for everybody alike.
+            # Checked before writing, so that an invalid change leaves no line, and again afterwards: without a lock (on a
+            # server) another writer may have come first. Then the order of the log decides.
             if refused := self._replayed(name)[0].apply(change).refused:
                 raise RegistryConflict(f"{name}: {refused}; nothing was changed")
             ordinal = self._store.add_change(name, change.to_row())
@@ -242,11 +240,11 @@ class Registry:
             raise RegistryConflict(f"{name}: another change came first: {entry.refused}; nothing was changed")
         return entry
 
-    def _replayed(self, name: str) -> tuple[Stages, list[Entry]]:
+    def _replayed(self, name: str) -> tuple[Stages, list[HistoryEntry]]:
         rows = self._store.changes(name)
         return replay(Change(**row, ordinal=ordinal) for ordinal, row in rows.items())
 
-    def _records(self, name: str) -> dict[int, dict[str, Any]]:
+    def _records(self, name: str) -> dict[int, JsonObject]:
         self._check_name(name)
         records = self._store.versions(name)
         if not records:
@@ -268,10 +266,10 @@ class Registry:
         if which.isdecimal() and int(which) in records:
             return int(which)
         raise RegistryError(
-            f"{name}@{which}: no such version; versions are {_span(list(records))}, or say production or canary"
+            f"{name}@{which}: no such version; versions are {_span(list(records))}, or use production or canary"
         )
 
-    def _version(self, name: str, number: int, record: Mapping[str, Any], stages: Stages) -> ModelVersion:
+    def _version(self, name: str, number: int, record: JsonMapping, stages: Stages) -> ModelVersion:
         return version_from_record(name, number, record, stages, self.location.folder)
 
     def _upload(self, name: str, folder: Path, files: Files) -> tuple[str, str]:
@@ -280,17 +278,17 @@ class Registry:
             uploaded_to, run_id = self._store.upload(name, folder, files)
             return run_id, uploaded_to
         raise RegistryError(
-            f"{self.location.text} is a database without a place for files; say --in-place to leave them in {folder}"
+            f"{self.location.text} is a database without a place for files; use --in-place to leave them in {folder}"
         )
 
     def _fetch(self, version: ModelVersion) -> list[str]:
-        """Download the files of a version: whole and compared, or not there at all. What is wrong with them."""
+        """Download the files of a version atomically and verify them. Returns what is wrong with them."""
         assert version.uploaded_to is not None
         clear_abandoned(version.path.parent)
         partial = PartialFolder(version.path.parent)
         try:
             self._store.download(version.uploaded_to, partial.path)
-            damage = find_damage(partial.path / "model", version.files, strangers=True)
+            damage = find_damage(partial.path / "model", version.files, extra_files=True)
             if not damage:
                 put_in_place(partial.path / "model", version.path, version.files)
         finally:
@@ -331,13 +329,13 @@ def _next_stage(version: ModelVersion) -> Stage:
     if version.stage in ("candidate", "canary"):
         return STAGES[STAGES.index(version.stage) + 1]
     raise RegistryError(
-        f"{version.reference} is {version.stage}: say where it should go (--to {' | '.join(STAGES[1:])})"
+        f"{version.reference} is {version.stage}: give the stage it should move to (--to {' | '.join(STAGES[1:])})"
     )
 
 
 def _reason(why: str) -> str:
     if not why.strip():
-        raise RegistryError("a stage change needs a reason (--why): it is what the history is for")
+        raise RegistryError("a stage change needs a reason (--why): the history records it")
     return why.strip()
 
 
@@ -348,3 +346,20 @@ def _damaged(version: ModelVersion, damage: list[str]) -> str:
 
 def _span(numbers: list[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def resolve_version(
+    reference: str, *, registry: str | Path | None = None, verify: bool = True, wait_s: float = DEFAULT_WAIT_S
+) -> ModelVersion:
+    """The version that `registry:NAME@WHICH` or `NAME@WHICH` names; WHICH is production (the default), canary or a number.
+
+    Its files are at `.path`, compared with their checksums (`verify` False: only with their sizes). `registry` is where
+    the registry is: POSTTRAIN_REGISTRY, or ./registry, if it is not given.
+    """
+    name, at, which = reference.removeprefix(REGISTRY_PREFIX).partition("@")
+    if not name or (at and not which):
+        raise RegistryError(
+            f"{reference!r}: expected registry:NAME@production, registry:NAME@canary or registry:NAME@3 ('registry:' may be "
+            "left out)"
+        )
+    return Registry(registry, wait_s=wait_s).resolve(name, which or "production", verify=verify)

@@ -1,27 +1,29 @@
-"""Stages of model versions, as a function of the list of changes. Knows no database and no files.
+"""Stages of model versions as a function of the log of changes. No database and no files are accessed.
 
-The list only grows, and its order is the truth: what stage a version is in is what the changes, taken one after another,
-make of it. So there is never a moment with two production versions, and never a stage without the change that explains it.
-A change may say which version it expects in the place that it fills; if another one is there, the change is void.
+The log is append-only: the stage of a version is the result of applying all changes in order. So there are never two
+production versions, and every stage has a change that explains it. A change may name the version that it expects in the stage
+it fills; if another one is there, the change is void.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from posttrain.json_files import JsonObject
 
 Stage = Literal["candidate", "canary", "production", "archived"]
 Action = Literal["promote", "rollback"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
-NOTHING_EXPECTED = -1  # any version, or none, may be in the place
-NO_VERSION = 0  # the place is expected to be empty
+NOTHING_EXPECTED = -1  # any version, or none, may be in the stage
+NO_VERSION = 0  # the stage is expected to be empty
 
 
 @dataclass(frozen=True)
 class Change:
-    """One line of the log, as its writer meant it. For a rollback of a canary `version` is the one taken away."""
+    """One line of the log, as requested. For a rollback of a canary, `version` is the one that is removed."""
 
     action: Action
     version: int
@@ -29,11 +31,11 @@ class Change:
     by: str
     at: str  # UTC, ISO 8601
     why: str
-    expected: int = NOTHING_EXPECTED  # the version in the place that changes: production, or canary if `to` is canary
+    expected: int = NOTHING_EXPECTED  # the version in the stage that changes: production, or canary if `to` is canary
     forced: bool = False  # against the gate's verdict, or without one
-    ordinal: int = 0  # place in the log, from 1; given by the store
+    ordinal: int = 0  # position in the log, from 1; assigned by the store
 
-    def to_row(self) -> dict[str, Any]:
+    def to_row(self) -> JsonObject:
         return {name: value for name, value in vars(self).items() if name != "ordinal"}
 
 
@@ -47,8 +49,8 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A change with what came of it. `refused` says why nothing did."""
+class HistoryEntry:
+    """A change with its effect. `refused`: why it had none."""
 
     change: Change
     moves: tuple[Move, ...] = ()
@@ -57,12 +59,14 @@ class Entry:
 
 @dataclass
 class Stages:
-    """Who is where after some changes."""
+    """The version in each stage after some changes."""
 
     production: int = NO_VERSION
     canary: int = NO_VERSION
     archived: set[int] = field(default_factory=set)
-    line: list[int] = field(default_factory=list)  # versions that were put into production; rolled-back ones are gone
+    line: list[int] = field(
+        default_factory=list
+    )  # versions that were put into production; without those that were rolled back
 
     def of(self, version: int) -> Stage:
         if version == self.production:
@@ -72,13 +76,13 @@ class Stages:
         return "archived" if version in self.archived else "candidate"
 
     def previous_production(self) -> int:
-        """Where a rollback goes; `NO_VERSION` if there is nowhere to go."""
+        """The version that a rollback returns to; `NO_VERSION` if there is none."""
         earlier = self.line[:-1] if self.production else self.line
         return next((version for version in reversed(earlier) if version != self.production), NO_VERSION)
 
-    def apply(self, change: Change) -> Entry:
+    def apply(self, change: Change) -> HistoryEntry:
         if refused := self._refusal(change):
-            return Entry(change, refused=refused)
+            return HistoryEntry(change, refused=refused)
         before = {
             version: self.of(version) for version in {change.version, self.production, self.canary} - {NO_VERSION}
         }
@@ -87,7 +91,7 @@ class Stages:
         else:
             self._promote(change)
         moves = (Move(version, stage, self.of(version)) for version, stage in sorted(before.items()))
-        return Entry(change, tuple(move for move in moves if move.before != move.after))
+        return HistoryEntry(change, tuple(move for move in moves if move.before != move.after))
 
     def _refusal(self, change: Change) -> str | None:
         place = "canary" if change.to == "canary" or self._takes_canary_away(change) else "production"
@@ -140,7 +144,7 @@ class Stages:
         self.production = version
 
 
-def replay(changes: Iterable[Change]) -> tuple[Stages, list[Entry]]:
+def replay(changes: Iterable[Change]) -> tuple[Stages, list[HistoryEntry]]:
     """The stages after all changes, and what each of them did."""
     stages = Stages()
     entries = [stages.apply(change) for change in changes]

@@ -1,10 +1,10 @@
-"""MLflow's model registry as the place where versions and changes are kept. Knows no stages and no checksums.
+"""Stores versions and changes in MLflow's model registry. Stages and checksums are computed elsewhere.
 
 A model NAME is a registered model, its versions are model versions, and the record of each is a tag, written with it in
 one transaction. The log of changes is a second registered model, `NAME.history`, with one version per change: the
-database numbers them under a primary key, so that appending is atomic and ordered on every backend, by local file and by
-tracking server alike. Nothing is ever updated or deleted, except for the aliases `production` and `canary`, which are there
-for people who look at MLflow.
+database numbers them under a primary key, so that appending is atomic and ordered on every backend, with a local file and with
+a tracking server. Nothing is updated or deleted, except for the aliases `production` and `canary`, which are for users of
+MLflow's own pages.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.checkpointing import durable
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.registry.errors import RegistryBusy, RegistryError
 from posttrain.registry.locking import exclusive
 
@@ -31,15 +32,15 @@ HISTORY_SUFFIX = ".history"
 EXPERIMENT = "posttrain-registry"
 _MARK = "posttrain.kind"
 _RECORD = "posttrain.record"
-_MAX_TAG_CHARACTERS = 90_000  # MLflow takes 100,000
+_MAX_TAG_CHARACTERS = 90_000  # MLflow accepts 100,000
 _PAGE = 1000
 _RETRY_S = 0.1
 _MLFLOW_SETTINGS = {  # environment variables, unless the user has set them
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # a registry in a folder has no reason to call home
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # a registry in a folder needs no network
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # standard output is for results
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",  # its own 7 wait for minutes before they say that there is no server
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",  # with its default of 7, a missing server is reported after minutes
 }
-_NO_DATABASE = ("file is not a database", "disk image is malformed")  # words of SQLite
+_NO_DATABASE = ("file is not a database", "disk image is malformed")  # messages of SQLite
 _LOCKED = "database is locked"
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class MlflowStore:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """The only writer for the time of the block, where the registry is a local file; the log needs no more than that."""
+        """Exclusive write access inside the block, where the registry is a local file."""
         if self.location.folder:
             try:
                 durable.make_folder(self.location.folder)
@@ -94,7 +95,7 @@ class MlflowStore:
             yield
 
     def _create_database(self) -> None:
-        """Under a name of its own first: nobody sees a database whose tables are still being made."""
+        """Created under a temporary name, so that a database without all of its tables is never visible."""
         folder = self.location.folder
         if folder is None or (folder / DATABASE).exists():
             return
@@ -123,19 +124,19 @@ class MlflowStore:
         models = self._pages(lambda token: self.client.search_registered_models(max_results=_PAGE, page_token=token))
         return sorted(model.name for model in models if model.tags.get(_MARK) == "model")
 
-    def versions(self, name: str) -> dict[int, dict[str, Any]]:
+    def versions(self, name: str) -> dict[int, JsonObject]:
         """The record of each version."""
         return self._records(name)
 
-    def changes(self, name: str) -> dict[int, dict[str, Any]]:
-        """The changes by their place in the log."""
+    def changes(self, name: str) -> dict[int, JsonObject]:
+        """The changes by their position in the log."""
         return self._records(name + HISTORY_SUFFIX)
 
-    def _records(self, name: str) -> dict[int, dict[str, Any]]:
+    def _records(self, name: str) -> dict[int, JsonObject]:
         found = self._pages(
             lambda token: self.client.search_model_versions(f"name='{name}'", max_results=_PAGE, page_token=token)
         )
-        # A version that somebody registered by other means has no record of ours and is none of our business.
+        # A version that was registered by other means has no record of ours and is ignored.
         records = {
             int(one.version): _from_tags(one.tags, f"{name} {one.version}") for one in found if _is_ours(one.tags)
         }
@@ -143,18 +144,18 @@ class MlflowStore:
 
     # -- writing; inside `writing()` -----------------------------------------------------------------------------------
 
-    def add_version(self, name: str, source: str, record: Mapping[str, Any], run_id: str | None = None) -> int:
+    def add_version(self, name: str, source: str, record: JsonMapping, run_id: str | None = None) -> int:
         self._ensure_model(name, "model", "")
         tags = {**_to_tags(record), **_readable(record)}
         return self._append(name, source, tags, run_id)
 
-    def add_change(self, name: str, change: Mapping[str, Any]) -> int:
+    def add_change(self, name: str, change: JsonMapping) -> int:
         log = name + HISTORY_SUFFIX
         self._ensure_model(log, "history", f"Stage changes of {name}, one version each. Written by posttrain.")
         return self._append(log, f"posttrain-change://history/{name}", _to_tags(change))
 
     def set_aliases(self, name: str, places: Mapping[str, int]) -> None:
-        """Bring MLflow's aliases in line with the log; version 0 takes an alias away."""
+        """Bring MLflow's aliases in line with the log; version 0 removes an alias."""
         present = self._call(lambda: self.client.get_registered_model(name)).aliases
         for alias, version in places.items():
             if version and str(present.get(alias)) != str(version):
@@ -171,12 +172,12 @@ class MlflowStore:
 
         try:
             found = self._call(lambda: self.client.get_registered_model(name), raw_if="RESOURCE_DOES_NOT_EXIST")
-            if found.tags.get(_MARK) != kind:  # made in MLflow by somebody; from now on it has versions of ours
+            if found.tags.get(_MARK) != kind:  # created by other means; from now on it has versions of ours
                 self._call(lambda: self.client.set_registered_model_tag(name, _MARK, kind))
             return
         except MlflowException:
             pass
-        with suppress(MlflowException):  # another writer was quicker
+        with suppress(MlflowException):  # another writer created it first
             self._call(
                 lambda: self.client.create_registered_model(name, tags={_MARK: kind}, description=description),
                 raw_if="RESOURCE_ALREADY_EXISTS",
@@ -221,7 +222,7 @@ class MlflowStore:
                 return found
 
     def _call(self, call: Callable[[], T], *, raw_if: str = "") -> T:
-        """`call`, again while the database is locked or a number was taken by another writer, until `wait_s` is over."""
+        """`call`, retried for `wait_s` while the database is locked or another writer took the number."""
         _require_mlflow()
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import DatabaseError
@@ -238,10 +239,10 @@ class MlflowStore:
                 message = str(error).split("\n")[0]
                 is_busy = _LOCKED in str(error) or "Giving up after" in message
                 if "failed with exception" in message:
-                    raise RegistryError(f"{self.location.text}: no answer; is the tracking server there?") from error
+                    raise RegistryError(f"{self.location.text}: no answer; is the tracking server running?") from error
                 if not is_busy:
-                    raise RegistryError(f"{self.location.text}: MLflow says: {message}") from error
-                waited_s = time.monotonic() - start  # SQLite and MLflow wait as well, for some seconds at a time
+                    raise RegistryError(f"{self.location.text}: MLflow: {message}") from error
+                waited_s = time.monotonic() - start  # SQLite and MLflow wait as well, some seconds at a time
                 if waited_s >= self.wait_s:
                     raise RegistryBusy(
                         f"{self.location.text}: another process is writing to the registry; waited {waited_s:.0f} s"
@@ -251,8 +252,8 @@ class MlflowStore:
     def _no_database(self) -> str:
         folder = self.location.folder
         return (
-            f"{folder / DATABASE if folder else self.location.text}: this is no registry database, or a damaged one; bring "
-            "it back from a backup, or name another registry (--registry)"
+            f"{folder / DATABASE if folder else self.location.text}: this is no registry database, or a damaged one; restore "
+            "it from a backup, or name another registry (--registry)"
         )
 
 
@@ -268,7 +269,7 @@ def _require_mlflow() -> None:
             f"the registry needs packages that are not installed ({error.name}): pip install 'posttrain[registry]'"
         ) from error
     for noisy in ("mlflow", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)  # an error comes to us, and is said in one line
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)  # errors are raised and printed in one line
 
 
 def _client(uri: str) -> Any:
@@ -279,18 +280,18 @@ def _client(uri: str) -> Any:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except Exception as error:
         if any(said in str(error) for said in (*_NO_DATABASE, _LOCKED)):
-            raise  # said in one line, with the name of the file, by whoever calls
+            raise  # the caller reports it in one line with the name of the file
         first_line = str(error).split("\n")[0]
         raise RegistryError(f"{uri}: not a registry that MLflow can open ({first_line})") from error
 
 
-def _to_tags(record: Mapping[str, Any]) -> dict[str, str]:
+def _to_tags(record: JsonMapping) -> dict[str, str]:
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     pieces = [text[start : start + _MAX_TAG_CHARACTERS] for start in range(0, len(text), _MAX_TAG_CHARACTERS)]
     return {f"{_RECORD}.{place}": piece for place, piece in enumerate(pieces)}
 
 
-def _from_tags(tags: Mapping[str, str], what: str) -> dict[str, Any]:
+def _from_tags(tags: Mapping[str, str], what: str) -> JsonObject:
     places = sorted(int(key.removeprefix(f"{_RECORD}.")) for key in tags if key.startswith(f"{_RECORD}."))
     try:
         record = json.loads("".join(tags[f"{_RECORD}.{place}"] for place in places))
@@ -306,8 +307,8 @@ def _is_ours(tags: Mapping[str, str]) -> bool:
     return f"{_RECORD}.0" in tags
 
 
-def _readable(record: Mapping[str, Any]) -> dict[str, str]:
-    """What people want to see in MLflow's own pages."""
+def _readable(record: JsonMapping) -> dict[str, str]:
+    """What is shown in MLflow's own pages."""
     lineage = record["lineage"]
     shown = {"base_model": lineage.get("base_model"), "code_version": lineage.get("code_version")}
     shown["gate"] = (lineage.get("gate") or {}).get("verdict")

@@ -1,13 +1,12 @@
-"""A registered version as a value, and its record: the plain values that the store keeps of it."""
+"""A registered version, the record that the store keeps of it, and the differences between two versions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.hashing import cache_folder
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.registry.artifacts import FileRecord, Files, content_digest
 from posttrain.registry.lineage import Lineage
 from posttrain.registry.stages import Stage, Stages
@@ -15,7 +14,7 @@ from posttrain.registry.stages import Stage, Stages
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """A registered version. `path` is its folder; on a tracking server, where the files are put when they are needed."""
+    """A registered version. `path` is its folder; for a tracking server, the cache that files are downloaded to."""
 
     name: str
     version: int
@@ -38,10 +37,8 @@ class ModelVersion:
         return sum(file.size for file in self.files.values())
 
 
-def version_from_record(
-    name: str, number: int, record: Mapping[str, Any], stages: Stages, home: Path | None
-) -> ModelVersion:
-    """`home` is the registry's folder: what lies in it is recorded relative to it, so that the folder can be moved."""
+def version_from_record(name: str, number: int, record: JsonMapping, stages: Stages, home: Path | None) -> ModelVersion:
+    """`home` is the registry's folder: paths inside it are stored relative to it, so that the folder can be moved."""
     files = {key: FileRecord(**file) for key, file in record["files"].items()}
     uploaded_to = record["uploaded_to"]
     return ModelVersion(
@@ -61,7 +58,7 @@ def version_from_record(
     )
 
 
-def record_of(version: ModelVersion, home: Path | None) -> dict[str, Any]:
+def record_of(version: ModelVersion, home: Path | None) -> JsonObject:
     """What the store keeps of a version: everything that never changes."""
     is_inside = home is not None and version.path.is_relative_to(home)
     return {
@@ -76,6 +73,51 @@ def record_of(version: ModelVersion, home: Path | None) -> dict[str, Any]:
     }
 
 
-def as_row(version: ModelVersion) -> dict[str, Any]:
+def as_row(version: ModelVersion) -> JsonObject:
     """A version as plain values, for JSON."""
     return {"name": version.name, "version": version.version, "stage": version.stage, **record_of(version, None)}
+
+
+# -- differences -------------------------------------------------------------------------------------------------------
+
+ABSENT = "–"
+
+
+@dataclass(frozen=True)
+class Difference:
+    section: str  # lineage, metrics, data, config, files
+    key: str
+    left: object  # None: absent
+    right: object
+
+
+def differences(left: ModelVersion, right: ModelVersion) -> list[Difference]:
+    """Everything that differs: lineage, metrics, data, config, files."""
+    found: list[Difference] = []
+    for section, read in _SECTIONS.items():
+        found += _differing(section, read(left), read(right))
+    return found
+
+
+def _lineage(version: ModelVersion) -> JsonObject:
+    lineage = version.lineage
+    return {
+        "base_model": lineage.base_model,
+        "data_hash": lineage.data_hash,
+        "code_version": lineage.code_version,
+        "gate": lineage.verdict,
+    }
+
+
+_SECTIONS = {
+    "lineage": _lineage,
+    "metrics": lambda version: version.lineage.metrics,
+    "data": lambda version: version.lineage.data,
+    "config": lambda version: version.lineage.config,
+    "files": lambda version: {name: f"{file.size} B {file.sha256[:12]}" for name, file in version.files.items()},
+}
+
+
+def _differing(section: str, left: JsonMapping, right: JsonMapping) -> list[Difference]:
+    keys = [*left, *(key for key in right if key not in left)]
+    return [Difference(section, key, left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)]

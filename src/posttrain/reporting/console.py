@@ -1,8 +1,7 @@
-"""Where a run's words go: a terminal, with colours and live progress bars, or a log file, as plain lines.
+"""Console output: a terminal gets colours and live progress bars, a log file plain lines.
 
-A log file never gets a control character: no colours, no carriage returns, progress as a line every half minute. Text may
-come from a model or a traceback; here is the one place that makes it harmless.
-What is said is decided by the caller; this module knows no metric.
+A log file gets no control characters: no colours, no carriage returns, progress as a line every half minute. Text from models
+and tracebacks is sanitised here.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ RICH_STYLES: dict[Style, str] = {
     "good": "green",
     "warning": "yellow",
 }
-# For terminals and files that cannot write them.
+# For streams whose encoding lacks them.
 ASCII_FORMS = str.maketrans({"▶": ">", "•": "-", "│": "|", "→": "->", "…": "...", "×": "x"})
 PLAIN_PROGRESS_PERIOD_S = 30.0
 
@@ -42,9 +41,9 @@ class Console:
         self._lock = threading.Lock()
         self._bars: _LiveBars | None = None
         if self.is_terminal:
-            from rich.console import Console as RichConsole  # a log file does not need it
+            from rich.console import Console as RichConsole  # not needed for a log file
 
-            # Nothing is interpreted: a model's answer may hold what looks like markup or an emoji code.
+            # No interpretation: an answer of a model may contain markup or emoji codes.
             self._rich = RichConsole(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True)
             self._bars = None if quiet else _LiveBars(self._rich)
 
@@ -70,7 +69,7 @@ class Console:
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Yields a function to call with the number of units just finished; it may be called from any thread."""
+        """Yields a thread-safe function to call with the number of finished units."""
         if self.quiet:
             yield lambda _count: None
         elif self._bars is not None:
@@ -81,7 +80,7 @@ class Console:
 
 
 class _PlainProgress:
-    """Progress for a log file: a line now and then, none for what is over quickly."""
+    """Progress for a log file: a line every PLAIN_PROGRESS_PERIOD_S."""
 
     def __init__(self, console: Console, label: str, total: int, clock: Callable[[], float]) -> None:
         self._console, self._label, self._total, self._clock = console, label, total, clock
@@ -103,7 +102,7 @@ class _PlainProgress:
 
 
 class _LiveBars:
-    """The bars at the bottom of a terminal. One display holds them all: a terminal has room for one only."""
+    """The bars at the bottom of a terminal, all in one display: rich allows only one at a time."""
 
     def __init__(self, rich_console: RichConsole) -> None:
         self._rich = rich_console

@@ -1,8 +1,8 @@
-"""The recorder of a run: writes what happened to the run folder and shows it to the person who waits for it.
+"""The recorder of a run: writes each step to the run folder and shows it on the console.
 
-The folder is the truth and the console a view of it. Everything of a step is on the disk when `record_step` returns, the
-row of `metrics.jsonl` last, so a row that exists has its rollouts. The loop must therefore record a step before it saves
-the checkpoint of that step: then a resumed run finds a row for every step that it does not repeat.
+Everything of a step is on disk when `record_step` returns. The row of `metrics.jsonl` is written last, so a row that exists
+has its rollouts. The loop records a step before it saves the checkpoint of that step, so a resumed run finds a row for
+every step that it does not repeat.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -21,12 +21,20 @@ from typing import TYPE_CHECKING, TextIO
 
 from posttrain.reporting import wording
 from posttrain.reporting.console import Console
-from posttrain.reporting.html import write_report
-from posttrain.reporting.metric_rows import TOTAL_STEP, Hardware, training_row, validation_row, without_non_finite
-from posttrain.reporting.rollout_rows import write_rollouts
+from posttrain.reporting.presentation import Presentation
+from posttrain.reporting.report import write_report
+from posttrain.reporting.rows import (
+    TOTAL_STEP,
+    Hardware,
+    training_row,
+    validation_row,
+    without_non_finite,
+    write_rollouts,
+)
 from posttrain.reporting.run_data import load_run
 from posttrain.reporting.run_files import (
     CONFIG_FILE,
+    FINISHED,
     INFO_FILE,
     METRICS_FILE,
     REPORT_FILE,
@@ -34,19 +42,22 @@ from posttrain.reporting.run_files import (
     UNSCORED_FILE,
     Row,
     append_rows,
+    config_files,
+    config_from_step,
     open_run,
     read_info,
     write_whole,
 )
-from posttrain.reporting.wording import Algorithm, Line
+from posttrain.reporting.wording import Line
 
 if TYPE_CHECKING:
+    from posttrain.config.changes import ConfigChange
     from posttrain.types import Group, StepReport
 
 SHORT_STEP_S = 2.0  # steps under this get one line
-FULL_BLOCK_PERIOD_S = 10.0  # … except once in a while
+FULL_BLOCK_PERIOD_S = 10.0  # but a full block this often
 REPORT_PERIOD_S = 10.0
-REPORT_TIME_SHARE = 0.02  # rendering the report may not take more than this part of the run
+REPORT_TIME_SHARE = 0.02  # of the run time that rendering the report may take
 MAX_KEPT_WARNINGS = 100
 MAX_REASONS_PER_STEP = 20
 
@@ -56,12 +67,13 @@ class RunRecorder:
         self,
         folder: Path,
         *,
-        algorithm: Algorithm,
+        presentation: Presentation,
         max_steps: int,
         num_devices: int,
         peak_flops_per_device: float | None,
         flops_per_token: float | None,
         config_yaml: str,
+        changes_since: Callable[[str], Sequence[ConfigChange]] = lambda config_yaml: (),
         quiet: bool = False,
         title: str = "",
         num_val_samples_to_print: int = 0,
@@ -70,10 +82,11 @@ class RunRecorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = Path(folder)
-        self._algorithm = algorithm
+        self._presentation = presentation
         self._max_steps = max_steps
         self._hardware = Hardware(num_devices, peak_flops_per_device, flops_per_token)
         self._config_yaml = config_yaml
+        self._changes_since = changes_since  # the settings that differ from those of another config.yaml
         self._title = title
         self._num_val_samples_to_print = num_val_samples_to_print
         self._device_word = device_word
@@ -94,30 +107,38 @@ class RunRecorder:
         self._reasons_written: set[str] = set()
         self._unscored_shown = False
         self._traceback_shown = False
+        self._is_complete = False  # the run in the folder needs no more steps, so no file is changed
 
     # ------------------------------------------------------------------ the life of a run
 
     def start(self, resumed_step: int) -> None:
-        """Makes the folder ready for step `resumed_step` + 1; 0 is a fresh run."""
-        notes = open_run(self.folder, resumed_step)
+        """Prepare the folder for step `resumed_step` + 1; 0 is a fresh run."""
         self._started = self._clock()
         self._step = resumed_step
+        is_finished = read_info(self.folder).get("status") == FINISHED
+        if resumed_step > self._max_steps or (resumed_step == self._max_steps and is_finished):
+            self._is_complete = True
+            return
+        notes = open_run(self.folder, resumed_step)
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
-        self._write_config(resumed_step)
+        changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
+        changes += self._write_config(resumed_step)
         self._earlier_wall_s = float(before.get("wall_s", 0.0))
         for row in before.get("warnings", []):
             if row["step"] <= resumed_step:
-                again = self._warnings.get(_kind_of(row["text"]), {"count": 0})  # said before start, in this process
+                again = self._warnings.get(_kind_of(row["text"]), {"count": 0})  # given before start, in this process
                 self._warnings[_kind_of(row["text"])] = {**row, "count": row["count"] + again["count"]}
         resumed_at = [*before.get("resumed_at_steps", []), *([resumed_step] if resumed_step else [])]
         self._info = {
             "title": self._title,
-            "algorithm": self._algorithm,
+            "algorithm": self._presentation.kind,
+            "headline": asdict(self._presentation.headline),
             "max_steps": self._max_steps,
             "device_word": self._device_word,
             **asdict(self._hardware),
             "started_at": before.get("started_at", _now()),
             "resumed_at_steps": resumed_at,
+            "config_changes": changes,
         }
         self._write_info("running")
         for note in notes:
@@ -125,7 +146,7 @@ class RunRecorder:
         self.say(f"run folder: {self.folder}" + (f", resumed after step {resumed_step}" if resumed_step else ""))
 
     def begin_step(self, step: int) -> None:
-        """Shows the header of a step above its stages. Optional: without it the header comes with the results."""
+        """Show the header of a step above its stages. Without this call the header comes with the results."""
         if not self._steps_are_short:
             self._show_header(step)
 
@@ -150,14 +171,15 @@ class RunRecorder:
         self._refresh_report()
 
     def finish(self, reason: str) -> None:
-        """Says how the run ended and writes the report for good."""
-        self._write_info("finished" if self._step >= self._max_steps else "ended early", reason)
-        self._refresh_report(now=True)
+        """Write the final state of the run and show how it ended."""
+        if not self._is_complete:
+            self._write_info(FINISHED if self._step >= self._max_steps else "ended early", reason)
+            self._refresh_report(now=True)
         rows = load_run(self.folder).rows
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
         report = str(self.folder / REPORT_FILE)
-        lines = wording.final_lines(self._algorithm, rows, reason, self._wall_s(), report) + lines
+        lines = wording.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report) + lines
         self._console.show(lines, even_if_quiet=True)
 
     # ------------------------------------------------------------------ single lines and progress
@@ -166,7 +188,7 @@ class RunRecorder:
         return self._console.progress(label, total)
 
     def stage(self, text: str) -> None:
-        """One line when a stage begins, unless steps are so short that nobody could read it."""
+        """One line when a stage begins, unless steps are too short to read it."""
         if not self._steps_are_short:
             ending = "" if text.endswith((".", "!", "…")) else "..."
             self._console.show([Line(f"▶ {text}{ending}", "muted")])
@@ -175,7 +197,7 @@ class RunRecorder:
         self._console.show([Line(text)])
 
     def warn(self, text: str) -> None:
-        """Shown once, however often it is said; the report keeps the count.
+        """Show a warning once; the report has the count.
 
         Warnings that differ in their numbers only, as in "step 7: 3 of 64 ...", are the same warning.
         """
@@ -191,8 +213,8 @@ class RunRecorder:
     # ------------------------------------------------------------------ files
 
     def _write(self, row: Row, *, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> Row:
-        """Everything of one step goes to the disk, the row of metrics last. Returns the row as written."""
-        assert self._started is not None, "start() comes before the first record"
+        """Write everything of one step, the row of metrics last. Returns the row as written."""
+        assert self._started is not None, "start() was not called"
         row, non_finite = without_non_finite(row)
         step, rollouts = row["step"], self.folder / ROLLOUTS_FOLDER
         for name, stage, groups in (
@@ -210,7 +232,7 @@ class RunRecorder:
         return row
 
     def _write_unscored(self, step: int, stage: str, groups: tuple[Group, ...]) -> None:
-        """Counts per reason. A reward function may fail with another message each time: the rare ones are summed up."""
+        """Write the counts per reason. Rare reasons are summed up: a reward function may fail with a new message each time."""
         scores = [rollout.score for group in groups for rollout in group.rollouts]
         tracebacks = {
             score.error: score.traceback for score in reversed(scores) if not score.scored and score.traceback
@@ -221,7 +243,7 @@ class RunRecorder:
             traceback = tracebacks.get(reason)
             self._show_unscored(reason, traceback)
             if reason in self._reasons_written:
-                traceback = None  # the file has it already
+                traceback = None  # already in the file
             elif len(self._reasons_written) < MAX_KEPT_WARNINGS:
                 self._reasons_written.add(reason)
             rows.append({"step": step, "stage": stage, "reason": reason, "count": count, "traceback": traceback})
@@ -231,13 +253,24 @@ class RunRecorder:
         if rows:
             append_rows(self.folder / UNSCORED_FILE, rows)
 
-    def _write_config(self, resumed_step: int) -> None:
+    def _write_config(self, resumed_step: int) -> list[Row]:
+        """Write the config unless it equals the one in force. A config that steps were trained with is never replaced.
+
+        Returns the settings that differ from those of the step before.
+        """
         path, content = self.folder / CONFIG_FILE, self._config_yaml.encode("utf-8", "backslashreplace")
-        if resumed_step and path.exists() and path.read_bytes() != content:
-            # The steps so far were made with another config; whoever reads their curves needs to see it.
-            path.rename(path.with_name(f"config_until_step_{resumed_step}.yaml"))
-            self.say(f"the config differs from that of the steps so far, kept as config_until_step_{resumed_step}.yaml")
-        write_whole(path, content)
+        files = config_files(self.folder) if resumed_step else {}
+        for from_step in [step for step in files if step > resumed_step]:
+            files.pop(from_step).unlink()  # no remaining step was trained with it
+        if not files:
+            write_whole(path, content)
+            return []
+        changes = self._changes_since(next(reversed(files.values())).read_text("utf-8", "replace"))
+        from_step = resumed_step + 1
+        if changes:
+            write_whole(self.folder / config_from_step(from_step), content)
+            self.say(f"the config differs from that of the steps so far: see {config_from_step(from_step)}")
+        return [{"from_step": from_step, "key": row.key, "old": row.old, "new": row.new} for row in changes]
 
     def _write_info(self, status: str, reason: str = "") -> None:
         self._info |= {
@@ -260,7 +293,7 @@ class RunRecorder:
             if not now:
                 self._write_info("running")
             write_report(self.folder)
-        except Exception as error:  # a view of the run must never end the run
+        except Exception as error:  # a failing report must not end the run
             self.warn(f"{REPORT_FILE} could not be written: {type(error).__name__}: {error}")
         took_s = self._clock() - started
         self._next_report = started + max(REPORT_PERIOD_S, took_s / REPORT_TIME_SHARE)
@@ -283,7 +316,7 @@ class RunRecorder:
             if validation is not None:
                 self._show_validation(row, validation)
             block = wording.step_block(
-                self._algorithm,
+                self._presentation.results,
                 row,
                 report.groups,
                 device_word=self._device_word,
@@ -292,14 +325,14 @@ class RunRecorder:
             )
             self._console.show(block)
         else:
-            self._console.show([wording.step_line(self._algorithm, row, self._max_steps, eta_s)])
+            self._console.show([wording.step_line(self._presentation.results, row, self._max_steps, eta_s)])
 
     def _show_validation(self, row: Row, validation: StepReport) -> None:
         self._console.show(wording.validation_block(row, validation.num_samples))
         self._console.show(wording.sample_lines(validation.groups, self._num_val_samples_to_print))
 
     def _show_unscored(self, reason: str, traceback: str | None) -> None:
-        """The first rollout that could not be scored is announced, and the first traceback shown; the rest is counted."""
+        """Show the first rollout that could not be scored and the first traceback; the others are counted."""
         if self._traceback_shown or (self._unscored_shown and not traceback):
             return
         self._unscored_shown = True
@@ -311,7 +344,7 @@ class RunRecorder:
         self._console.show(lines, even_if_quiet=True)
 
     def _eta_s(self, step_s: float) -> float | None:
-        """Time left at the pace of the latest steps, validation and checkpoints included."""
+        """Remaining time at the pace of the latest steps, validation and checkpoints included."""
         steps_left = self._max_steps - self._step
         if steps_left <= 0:
             return None

@@ -1,6 +1,6 @@
-"""A run folder as the views of it read it: rows merged by step, the series of one metric, where the samples are.
+"""A run folder as views read it: rows merged by step, the series of one metric, the files of samples.
 
-Reading never fails because of the state of a run: it may be young, still being written, killed, or of an older version.
+Reading works in every state of a run: young, still being written, killed, or written by an older version.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from posttrain.reporting.metric_rows import TOTAL_STEP, TOTAL_VALIDATION, top_level_stages
-from posttrain.reporting.rollout_rows import read_rollouts
+from posttrain.json_files import JsonMapping
+from posttrain.reporting.presentation import Headline, headline_from_json
+from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, read_rollouts, top_level_stages
 from posttrain.reporting.run_files import (
-    CONFIG_FILE,
     METRICS_FILE,
     ROLLOUTS_FOLDER,
     UNSCORED_FILE,
     Row,
+    config_files,
     read_info,
     read_rows,
     rollout_step,
@@ -33,7 +33,7 @@ class Series:
     name: str
     steps: Sequence[int]
     values: Sequence[float | None]
-    smooth: bool = True  # training steps are noisy; a validation is a measurement, a schedule has no noise
+    smooth: bool = True  # false for validations, which are sparse, and schedules, which have no noise
 
     @property
     def is_empty(self) -> bool:
@@ -48,8 +48,8 @@ class Series:
 class RunData:
     folder: Path
     rows: Sequence[Row]  # one per step, in order; every value is a number or None
-    info: Mapping[str, Any]  # run.json
-    config: str
+    info: JsonMapping  # run.json
+    configs: Mapping[str, str]  # the text of every config file of the run, by its name, the first one first
     unscored: Sequence[Row]
 
     @cached_property
@@ -65,15 +65,9 @@ class RunData:
         smooth = not key.startswith(("validation", "train/lr"))
         return Series(name or key, [row["step"] for row in rows], [row[key] for row in rows], smooth)
 
-    @property
-    def algorithm(self) -> str:
-        if "algorithm" in self.info:
-            return str(self.info["algorithm"])
-        if "train/reward" in self.keys:
-            return "grpo"
-        if "train/rewards_std" in self.keys:
-            return "rm"
-        return "dpo" if "train/rewards_chosen_mean" in self.keys else "sft"
+    @cached_property
+    def headline(self) -> Headline:
+        return headline_from_json(self.info.get("headline"), self.keys)
 
     @property
     def title(self) -> str:
@@ -94,7 +88,7 @@ class RunData:
 
     @property
     def logged_seconds(self) -> float:
-        """Time of all training steps and validations, over every process that worked on the run."""
+        """Time of all training steps and validations, over all processes of the run."""
         totals = (f"timing/train/{TOTAL_STEP}", f"timing/validation/{TOTAL_VALIDATION}")
         return float(sum(row.get(key) or 0.0 for row in self.rows for key in totals))
 
@@ -107,12 +101,11 @@ class RunData:
 
 
 def load_run(folder: Path) -> RunData:
-    config_file = folder / CONFIG_FILE
     return RunData(
         folder=folder,
         rows=_merged_by_step(read_rows(folder / METRICS_FILE)),
         info=read_info(folder),
-        config=config_file.read_text("utf-8", "replace") if config_file.exists() else "",
+        configs={path.name: path.read_text("utf-8", "replace") for path in config_files(folder).values()},
         unscored=read_rows(folder / UNSCORED_FILE),
     )
 
@@ -125,13 +118,13 @@ def _merged_by_step(rows: Sequence[Row]) -> list[Row]:
     return [merged[step] for step in sorted(merged)]
 
 
-def _drawable(value: Any) -> float | None:
-    """Numbers of any sensible size; the maths of the pictures need not survive the edge of what a float can hold."""
+def _drawable(value: object) -> float | None:
+    """Numbers of a size that the arithmetic of charts can handle; others are left out."""
     return value if isinstance(value, int | float) and abs(value) < 1e100 else None
 
 
 def groups_of(path: Path) -> list[Row]:
-    """The groups in a rollout file, none where it cannot be read: a view shows what there is."""
+    """The groups in a rollout file; none if it cannot be read."""
     try:
         return read_rollouts(path)
     except (OSError, ValueError, EOFError):

@@ -1,15 +1,16 @@
-"""The files of a run folder: how they are written so that `kill -9` cannot spoil them, cut back, put aside and read.
+"""The files of a run folder: written so that `kill -9` cannot corrupt them, truncated on resume, archived and read.
 
     metrics.jsonl                         one JSON object per step, appended and fsynced
     unscored.jsonl                        one JSON object per step and reason for which rollouts could not be scored
     rollouts/step_N.jsonl.gz              the groups of training step N, one per line
     rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
-    config.yaml, run.json, report.html    written to a temporary name and renamed
+    config.yaml                           the config that the run began with
+    config_from_step_N.yaml               the config from step N on, where it differs from the one before
+    run.json, report.html                 like the configs, written to a temporary name and renamed
     earlier_NNN/                          the same files of a run that used this folder before
 
-Two kinds of writing are used: appending lines, of which a kill can leave at most a torn last line, and writing a whole
-file aside and renaming it, of which a kill can leave at most a temporary file. `open_run` repairs both. What the
-numbers mean is not known here.
+Files are either appended to line by line, or written under a temporary name and renamed. A kill leaves at most a torn last
+line or a temporary file, and `open_run` repairs both.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+from posttrain.json_files import JsonMapping, JsonObject
 
 METRICS_FILE = "metrics.jsonl"
 UNSCORED_FILE = "unscored.jsonl"
@@ -27,16 +29,17 @@ ROLLOUTS_FOLDER = "rollouts"
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "run.json"
 REPORT_FILE = "report.html"
+FINISHED = "finished"  # the status in run.json of a run that has all its steps
 
-# Moved aside in this order. metrics.jsonl goes last: as long as it is here, the move is not finished.
+# Moved in this order. metrics.jsonl is last: as long as it is here, the move is not finished.
 FILES_OF_A_RUN = (REPORT_FILE, INFO_FILE, CONFIG_FILE, ROLLOUTS_FOLDER, UNSCORED_FILE, METRICS_FILE)
 TEMPORARY_SUFFIX = ".partial"
 
-Row = dict[str, Any]
+Row = JsonObject
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replaces `path` in one go: readers see the old content or the new, never half of it."""
+    """Replace `path` atomically: readers see the old content or the new."""
     aside = path.with_name(path.name + TEMPORARY_SUFFIX)
     with aside.open("wb") as file:
         file.write(content)
@@ -45,8 +48,8 @@ def write_whole(path: Path, content: bytes) -> None:
     os.replace(aside, path)
 
 
-def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Appends JSON objects, one per line; they are on the disk when this returns.
+def append_rows(path: Path, rows: Sequence[JsonMapping]) -> None:
+    """Append JSON objects, one per line. They are on disk when this returns.
 
     Python writes a float as the shortest text that reads back as the same float, so equal numbers give equal bytes.
     """
@@ -76,7 +79,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_info(folder: Path) -> Row:
-    """`run.json`, or nothing at all where it is missing or unreadable: the report has to work without it."""
+    """`run.json`; empty if it is missing or unreadable, because the report has to work without it."""
     try:
         info = json.loads((folder / INFO_FILE).read_bytes())
     except (OSError, ValueError):
@@ -84,47 +87,66 @@ def read_info(folder: Path) -> Row:
     return info if isinstance(info, dict) else {}
 
 
-def open_run(folder: Path, resumed_step: int) -> list[str]:
-    """Makes the folder ready for steps after `resumed_step` and returns, in words, what had to be done.
+def config_from_step(step: int) -> str:
+    """The name of the config that holds from `step` on."""
+    return f"config_from_step_{step}.yaml"
 
-    A fresh run (`resumed_step` 0) puts aside what an earlier run left; a resumed one cuts it back to where it resumes,
-    because the steps after that are about to happen again.
+
+def config_files(folder: Path) -> dict[int, Path]:
+    """Every config of the run by the first step that was trained with it, in order."""
+    found = {1: folder / CONFIG_FILE} if (folder / CONFIG_FILE).exists() else {}
+    for path in folder.glob("config_from_step_*.yaml"):
+        if match := re.fullmatch(r"config_from_step_(\d+)\.yaml", path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def newest_config(folder: Path) -> Path:
+    """The config that the newest steps were trained with."""
+    return next(reversed(config_files(folder).values()), folder / CONFIG_FILE)
+
+
+def open_run(folder: Path, resumed_step: int) -> list[str]:
+    """Prepare the folder for the steps after `resumed_step`. Returns a line for each thing that had to be done.
+
+    A fresh run (`resumed_step` 0) moves the files of an earlier run to `earlier_NNN/`. A resumed one truncates them to
+    `resumed_step`, because the steps after it run again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     notes = []
     if resumed_step == 0 and (folder / METRICS_FILE).exists():
-        notes.append(f"{folder} held an earlier run; its files are now in {_put_aside(folder).name}/")
-    notes += _cut_back(folder / METRICS_FILE, resumed_step)
-    _cut_back(folder / UNSCORED_FILE, resumed_step)
-    _cut_rollouts(folder / ROLLOUTS_FOLDER, resumed_step)
+        notes.append(f"{folder} held an earlier run; its files are now in {_archive(folder).name}/")
+    notes += _truncate(folder / METRICS_FILE, resumed_step)
+    _truncate(folder / UNSCORED_FILE, resumed_step)
+    _remove_rollouts(folder / ROLLOUTS_FOLDER, resumed_step)
     for place in (folder, folder / ROLLOUTS_FOLDER):
         for torn in place.glob(f"*{TEMPORARY_SUFFIX}"):
             torn.unlink()
     return notes
 
 
-def _put_aside(folder: Path) -> Path:
+def _archive(folder: Path) -> Path:
     numbers = [int(path.name[8:]) for path in folder.glob("earlier_*") if path.name[8:].isdigit()]
     newest = max(numbers, default=0)
-    # An earlier folder without metrics is one whose move was interrupted: this call finishes it.
+    # A folder without metrics is an interrupted move, which this call finishes.
     interrupted = newest > 0 and not (folder / f"earlier_{newest:03d}" / METRICS_FILE).exists()
     target = folder / f"earlier_{newest if interrupted else newest + 1:03d}"
     target.mkdir(exist_ok=True)
-    names = [path.name for path in folder.glob("config_until_step_*.yaml")]
+    names = [path.name for which in ("until", "from") for path in folder.glob(f"config_{which}_step_*.yaml")]
     for name in [*names, *FILES_OF_A_RUN]:
         if (folder / name).exists():
             os.replace(folder / name, target / name)
     return target
 
 
-def _cut_back(path: Path, last_step: int) -> list[str]:
-    """Keeps the rows up to `last_step`, byte for byte. Rewrites the file only when something has to go."""
+def _truncate(path: Path, last_step: int) -> list[str]:
+    """Keep the rows up to `last_step`, byte for byte. The file is only rewritten if rows are removed."""
     if not path.exists():
         return []
     notes, kept, last_kept_step, dropped = [], [], 0, 0
     for number, (line, row) in enumerate(parse_lines(path), start=1):
         if row is None:
-            notes.append(f"{path.name} line {number} was torn or unreadable; it is dropped")
+            notes.append(f"{path.name} line {number} was torn or unreadable; it is removed")
         elif row["step"] > last_step:
             dropped += 1
         else:
@@ -134,7 +156,7 @@ def _cut_back(path: Path, last_step: int) -> list[str]:
     if content != path.read_bytes():
         write_whole(path, content)
     if dropped:
-        notes.append(f"{path.name}: {dropped} rows after step {last_step} are cut; those steps run again")
+        notes.append(f"{path.name}: {dropped} rows after step {last_step} are removed; those steps run again")
     if path.name == METRICS_FILE and last_kept_step < last_step:
         notes.append(f"{path.name} ends at step {last_kept_step} although the run resumes at step {last_step}")
     return notes
@@ -146,7 +168,7 @@ def rollout_step(path: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _cut_rollouts(folder: Path, last_step: int) -> None:
+def _remove_rollouts(folder: Path, last_step: int) -> None:
     for path in folder.glob("*.jsonl.gz"):
         step = rollout_step(path)
         if step is not None and step > last_step:

@@ -1,4 +1,4 @@
-"""From numbers to a picture, before any drawing: axis ranges, round ticks, labels, smoothing, down-sampling. Pure maths."""
+"""The arithmetic of charts: axis ranges, round ticks, labels, smoothing, down-sampling."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[f
 
 
 def value_range(values: Sequence[float], *, count: int = 5) -> tuple[float, float]:
-    """The range of a value axis: round at both ends, and from zero where zero is not far from the data."""
+    """The range of a value axis: round at both ends, and from zero if zero is close to the data."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if low >= 0 and low <= 0.6 * high:
         low = 0.0
-    if high - low <= 1e-9 * max(abs(high), abs(low)):  # a constant is best seen against zero
+    if high - low <= 1e-9 * max(abs(high), abs(low)):  # a constant is shown against zero
         low, high = (min(low, 0.0), max(high, 0.0)) if high else (0.0, 1.0)
     size = tick_size(high - low, count)
     return math.floor(low / size + 1e-9) * size, math.ceil(high / size - 1e-9) * size
 
 
 def outlier_limits(values: Sequence[float]) -> tuple[float, float]:
-    """The limits within which a curve is worth reading: a spike of fifty times the usual spread would flatten the rest.
+    """The range to draw, without extreme spikes, which would flatten the rest of the curve.
 
-    Returns the true minimum and maximum unless there are such spikes; then what lies outside is marked, not drawn to scale.
+    Without such spikes it is the minimum and maximum. Values outside are clipped and reported.
     """
     ordered = sorted(values)
     low, high = ordered[0], ordered[-1]
@@ -91,9 +91,9 @@ def label(value: float) -> str:
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
-    """A line through the noise: at each point the weighted straight-line fit of its neighbours. Gaps stay gaps.
+    """Local linear regression with Gaussian weights. Gaps stay gaps.
 
-    It looks to both sides, so unlike a running average it does not lag behind a trend and does not bend at the ends.
+    The window is symmetric, so unlike a running average it does not lag behind a trend or bend at the ends.
     """
     present = np.array([index for index, value in enumerate(values) if value is not None], dtype=float)
     y = np.array([value for value in values if value is not None], dtype=float)

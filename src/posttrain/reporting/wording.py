@@ -1,7 +1,7 @@
-"""What a run says in words: the step block, the one-line form, validation, samples, the final summary.
+"""The text of a run's console output: step blocks, one-line steps, validation, samples, the final summary.
 
-Pure functions from rows and groups to lines of text; where and in which colours they are shown is `console.py`'s business.
-The block follows the order that NeMo RL's users know: results, timing with percent, performance.
+Pure functions from rows and groups to lines of text; `console.py` shows them. A block has NeMo RL's order: results, timing with
+percentages, performance.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.reporting.metric_rows import TOTAL_STEP, TOTAL_VALIDATION
+from posttrain.reporting.presentation import Headline, ShownMetric
+from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION
 from posttrain.reporting.run_files import Row
 
 if TYPE_CHECKING:
     from posttrain.types import Completion, Group
 
 Style = Literal["header", "title", "plain", "muted", "good", "warning"]
-Algorithm = Literal["grpo", "dpo", "rm", "sft"]
 
 
 @dataclass(frozen=True)
@@ -29,44 +29,6 @@ class Line:
     style: Style = "plain"
 
 
-# Metric, its words in the block, its word in the one-line form ("" leaves it out there).
-RESULTS: Mapping[Algorithm, tuple[tuple[str, str, str], ...]] = {
-    "grpo": (
-        ("loss", "Loss", "loss"),
-        ("reward", "Avg Reward", "reward"),
-        ("filtered_reward", "Avg Reward of Kept Groups", "kept"),
-        ("dynamic_sampling_num_gen_batches", "Generation Batches", ""),
-        ("mean_generation_length", "Mean Generation Length", "length"),
-        ("kl_penalty", "KL", "kl"),
-        ("gen_kl_error", "Generation KL Error", ""),
-        ("grad_norm", "Grad Norm", "grad"),
-        ("lr", "Learning Rate", ""),
-    ),
-    "dpo": (
-        ("loss", "Loss", "loss"),
-        ("preference_loss", "Preference Loss", ""),
-        ("sft_loss", "SFT Loss", ""),
-        ("accuracy", "Accuracy", "accuracy"),
-        ("rewards_chosen_mean", "Chosen Reward", "chosen"),
-        ("rewards_rejected_mean", "Rejected Reward", "rejected"),
-        ("grad_norm", "Grad Norm", "grad"),
-        ("lr", "Learning Rate", ""),
-    ),
-    "rm": (
-        ("loss", "Loss", "loss"),
-        ("accuracy", "Accuracy", "accuracy"),
-        ("rewards_chosen_mean", "Chosen Reward", "chosen"),
-        ("rewards_rejected_mean", "Rejected Reward", "rejected"),
-        ("rewards_std", "Spread of Rewards", ""),
-        ("grad_norm", "Grad Norm", "grad"),
-        ("lr", "Learning Rate", ""),
-    ),
-    "sft": (
-        ("loss", "Loss", "loss"),
-        ("grad_norm", "Grad Norm", "grad"),
-        ("lr", "Learning Rate", "lr"),
-    ),
-}
 SHIFTS = (
     ("train/policy_shift_kl", "Policy Shift (KL)"),
     ("train/advantage_weighted_shift", "Advantage-Weighted Shift"),
@@ -90,7 +52,7 @@ THROUGHPUTS = (
 
 
 def number(value: float | None) -> str:
-    """Four decimals where they say something, an exponent where they would not."""
+    """Four decimals, or an exponent for very small and very large numbers."""
     if value is None or not math.isfinite(value):
         return "n/a"
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
@@ -113,7 +75,7 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of a model or a traceback, with everything that would steer a terminal shown instead of obeyed."""
+    """Text with control characters replaced by their escape sequences."""
     return "".join(
         char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else _visible(char)
         for char in text
@@ -134,15 +96,21 @@ def unscored_reasons(groups: Sequence[Group]) -> Counter[str]:
 
 
 def step_block(
-    algorithm: Algorithm, row: Row, groups: Sequence[Group], *, device_word: str, num_devices: int, eta_s: float | None
+    results: Sequence[ShownMetric],
+    row: Row,
+    groups: Sequence[Group],
+    *,
+    device_word: str,
+    num_devices: int,
+    eta_s: float | None,
 ) -> list[Line]:
     lines = [Line("Training Results:", "title")]
-    for metric, words, _ in RESULTS[algorithm]:
-        if f"train/{metric}" in row:
-            lines.append(Line(f"  • {words}: {number(row[f'train/{metric}'])}"))
-        if metric == "reward":
+    for metric in results:
+        if f"train/{metric.key}" in row:
+            lines.append(Line(f"  • {metric.name}: {number(row[f'train/{metric.key}'])}"))
+        if metric.key == "reward":
             lines += _part_lines(row, "train/")
-    # Zero where the policy learns from its own fresh answers; what to watch where it learns from a record.
+    # Zero on-policy; worth watching when training on recorded answers.
     lines += [Line(f"  • {words}: {number(row[key])}") for key, words in SHIFTS if row.get(key)]
     lines += _unscored_lines(row, groups)
     lines += _timing_lines(row, eta_s)
@@ -167,8 +135,8 @@ def _unscored_lines(row: Row, groups: Sequence[Group]) -> list[Line]:
     return [Line(text, "warning" if count else "plain")]
 
 
-# A save follows the row of its step and is told with the next one.
-_NO_PART_OF_A_STEP = {"checkpointing": "after the step before", "checkpoint_write": "in the background"}
+# A save follows the row of its step, so its time is in the next row.
+_OUTSIDE_A_STEP = {"checkpointing": "after the step before", "checkpoint_write": "in the background"}
 
 
 def _timing_lines(row: Row, eta_s: float | None) -> list[Line]:
@@ -178,7 +146,7 @@ def _timing_lines(row: Row, eta_s: float | None) -> list[Line]:
     lines = [Line("Timing:", "title"), Line(f"  • Total step time: {duration(total)}")]
     for stage, seconds in sorted(timings.items(), key=lambda item: -item[1]):
         percent = 100 * seconds / total if total > 0 else 0.0
-        share = _NO_PART_OF_A_STEP.get(stage, f"{percent:.1f}%")
+        share = _OUTSIDE_A_STEP.get(stage, f"{percent:.1f}%")
         lines.append(Line(f"  • {stage}: {duration(seconds)} ({share})"))
     if eta_s is not None:
         lines.append(Line(f"  • Left for the run: about {duration(eta_s)}"))
@@ -209,15 +177,15 @@ def _rate(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.3g}"
 
 
-def step_line(algorithm: Algorithm, row: Row, max_steps: int, eta_s: float | None) -> Line:
-    """One short step on one line; columns keep their width so that the eye can run down them."""
+def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: float | None) -> Line:
+    """One short step on one line, in columns of fixed width."""
     width = len(str(max_steps))
     parts = [f"step {row['step']:>{width}}/{max_steps}"]
-    for metric, _, word in RESULTS[algorithm]:
-        if word and f"train/{metric}" in row:
-            value = row[f"train/{metric}"]
-            text = f"{value:.1f}" if word == "length" and value is not None else number(value)
-            parts.append(f"{word} {text:>8}")
+    for metric in results:
+        if metric.short_name and f"train/{metric.key}" in row:
+            value = row[f"train/{metric.key}"]
+            text = f"{value:.1f}" if metric.short_name == "length" and value is not None else number(value)
+            parts.append(f"{metric.short_name} {text:>8}")
     if row.get("train/unscored"):
         parts.append(f"unscored {row['train/unscored']:.0f}")
     parts.append(duration(row.get(f"timing/train/{TOTAL_STEP}") or 0.0))
@@ -227,13 +195,13 @@ def step_line(algorithm: Algorithm, row: Row, max_steps: int, eta_s: float | Non
 
 
 def validation_block(row: Row, num_samples: int) -> list[Line]:
-    """What a validation is read for; all of its metrics are in the file."""
+    """The main results of a validation; all of its metrics are in the file."""
     found = {key.removeprefix("validation/"): value for key, value in row.items() if key.startswith("validation/")}
     lines = [Line(f"Validation Results (step {row['step']}):", "title")]
     for name, words in VALIDATION_RESULTS:
         if name in found and not (name == "reward" and "accuracy" in found):
             parts = _part_lines(row, "validation/")
-            # A weighted sum of several parts is no share of right answers.
+            # A weighted sum of several parts is not an accuracy.
             words = "Avg Reward" if name == "accuracy" and parts else words
             lines.append(Line(f"  • {words}: {number(found[name])}", "good" if name == "accuracy" else "plain"))
             lines += parts if name in ("accuracy", "reward") else []
@@ -253,7 +221,7 @@ def validation_block(row: Row, num_samples: int) -> list[Line]:
 
 
 def sample_lines(groups: Sequence[Group], count: int, max_characters: int = 600) -> list[Line]:
-    """The first rollout of the first `count` groups: what the model was asked, what it said, what that was worth."""
+    """Prompt, answer and reward of the first rollout of the first `count` groups."""
     lines: list[Line] = []
     for index, group in enumerate(groups[:count], start=1):
         if not group.rollouts:
@@ -262,19 +230,19 @@ def sample_lines(groups: Sequence[Group], count: int, max_characters: int = 600)
         verdict = number(rollout.score.reward) if rollout.score.scored else f"unscored: {rollout.score.error}"
         lines.append(Line(f"Sample {index} ({group.task.id}), reward {verdict}", "title"))
         lines += _quoted("prompt", group.task.prompt, max_characters)
-        for label, text in _said(rollout.completion):
+        for label, text in _texts(rollout.completion):
             lines += _quoted(label, text, max_characters)
         if group.task.reference is not None:
             lines += _quoted("expected", str(group.task.reference), max_characters)
     return lines
 
 
-def _said(completion: Completion) -> list[tuple[str, str]]:
-    """The answer; where the environment took turns with the model, turn by turn."""
+def _texts(completion: Completion) -> list[tuple[str, str]]:
+    """The answer, or each turn of a conversation with the environment, with a label."""
     if completion.conversation is None:
         return [("answer", completion.text)]
-    said = completion.conversation.utterances
-    return [("answer" if utterance.role == "assistant" else utterance.role[:8], utterance.text) for utterance in said]
+    turns = completion.conversation.utterances
+    return [("answer" if turn.role == "assistant" else turn.role[:8], turn.text) for turn in turns]
 
 
 def _quoted(label: str, text: str, max_characters: int) -> list[Line]:
@@ -285,8 +253,8 @@ def _quoted(label: str, text: str, max_characters: int) -> list[Line]:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """First, last and best of what a run is about, from its rows. `metric` is empty when there is no row with it."""
+class MetricSummary:
+    """First, last and best value of a metric. `metric` is empty if no row has it."""
 
     metric: str
     first: float = math.nan
@@ -295,22 +263,16 @@ class Summary:
     best_step: int = 0
 
 
-def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False) -> Summary:
+def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False) -> MetricSummary:
     points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     if not points:
-        return Summary("")
+        return MetricSummary("")
     best_step, best = min(points, key=lambda point: point[1] if lower_is_better else -point[1])
-    return Summary(metric, points[0][1], points[-1][1], best, best_step)
-
-
-def headline_metric(algorithm: str) -> tuple[str, bool]:
-    """The one training metric a run is judged by, and whether less of it is better."""
-    known = {"grpo": ("train/reward", False), "dpo": ("train/accuracy", False), "rm": ("train/accuracy", False)}
-    return known.get(algorithm, ("train/loss", True))
+    return MetricSummary(metric, points[0][1], points[-1][1], best, best_step)
 
 
 def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
-    """The validation metric to put first: accuracy where there is one."""
+    """The main validation metric, and whether less is better: accuracy if it was measured."""
     keys = {key for row in rows for key, value in row.items() if key.startswith("validation/") and value is not None}
     for name, lower_is_better in (("accuracy", False), ("reward", False), ("loss", True)):
         if f"validation/{name}" in keys:
@@ -318,11 +280,11 @@ def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
     return "", False
 
 
-def final_lines(algorithm: Algorithm, rows: Sequence[Row], reason: str, wall_s: float, report: str) -> list[Line]:
+def final_lines(headline: Headline, rows: Sequence[Row], reason: str, wall_s: float, report: str) -> list[Line]:
     steps = [row["step"] for row in rows if any(key.startswith("train/") for key in row)]
     steps_done = f"{max(steps, default=0)} steps, {duration(wall_s)} in this process."
     lines = [Line(""), Line(f"{reason.rstrip('.')}. {steps_done}", "title")]
-    for metric, lower_is_better in (headline_metric(algorithm), validation_metric(rows)):
+    for metric, lower_is_better in ((headline.metric, headline.lower_is_better), validation_metric(rows)):
         found = summarise(rows, metric, lower_is_better=lower_is_better)
         if found.metric:
             trend = f"{number(found.first)} → {number(found.last)}"

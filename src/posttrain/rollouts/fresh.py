@@ -1,46 +1,115 @@
-"""Where groups come from: prompts from the data stream, completions from a generator, scores from an environment."""
+"""Groups sampled when they are asked for: prompts from the data stream, completions from an engine, scores from an
+environment. A request that failed, and a completion that could not be scored, is an unscored rollout with the reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from posttrain.roles import Environment, Generator, ShowProgress, no_progress
-from posttrain.types import Completion, Group, NoiseKey, Rollout, Sampling, Task
+from posttrain.algorithms.step_reports import StageClock
+from posttrain.roles import Engine, Environment, ShowProgress, no_progress
+from posttrain.types import Completion, Group, NoiseKey, Rollout, Sampling, Score, TakenGroups, Task
 
 
 class TaskStream(Protocol):
     def take(self, count: int) -> Sequence[Task]: ...
 
 
+@dataclass(frozen=True)
+class FixedTasks:
+    """The same tasks in every call, from the first: for validation."""
+
+    tasks: Sequence[Task]
+
+    def take(self, count: int) -> Sequence[Task]:
+        return self.tasks[:count]
+
+
+@dataclass(frozen=True)
+class UnscoredRollout:
+    """A sampled completion, and what its environment has yet to judge."""
+
+    completion: Completion
+    to_judge: Completion | None  # None: `score` is final
+    score: Score | None = None  # of the turns of a conversation; the judge's score is added to it
+
+    @classmethod
+    def of(cls, completion: Completion) -> UnscoredRollout:
+        """A single turn."""
+        if completion.error is not None:
+            return cls(completion, None, Score(None, error=completion.error))
+        return cls(completion, completion)
+
+    def with_verdict(self, verdict: Score) -> Score:
+        turns = self.score
+        if turns is None or turns.reward is None or verdict.reward is None:
+            return verdict
+        parts = {**turns.parts, **verdict.parts}
+        if turns.reward:
+            parts |= {"turns": turns.reward, "answer": verdict.reward}
+        return replace(verdict, reward=turns.reward + verdict.reward, parts=parts)
+
+
 @dataclass
 class FreshRollouts:
-    """Samples and scores when asked, from the policy as it is now."""
+    """A `RolloutSource` that samples with the current weights and scores at once."""
 
     stream: TaskStream
-    generator: Generator
+    engine: Engine
     environment: Environment
     num_samples: int
     sampling: Sampling
     seed: int
     show_progress: ShowProgress = no_progress
     label: str = "generation"
+    after_step: bool = False  # the weights are those after step `step`, not those that it starts from
 
-    def sample(self, num_groups: int, step: int) -> tuple[list[Task], list[list[Completion]]]:
-        tasks = list(self.stream.take(num_groups))
-        return tasks, self.complete(tasks, step)
+    def take(self, num_groups: int, step: int) -> TakenGroups:
+        clock = StageClock()
+        with clock("generation"):
+            tasks = list(self.stream.take(num_groups))
+        groups = tuple(self.roll_out(tasks, step, clock))
+        return TakenGroups(groups, groups, clock.spans)
 
-    def complete(self, tasks: Sequence[Task], step: int) -> list[list[Completion]]:
-        with self.show_progress(self.label, len(tasks) * self.num_samples) as progress:
-            return self.generator.generate(tasks, self.num_samples, self.sampling, NoiseKey(self.seed, step), progress)
+    def roll_out(self, tasks: Sequence[Task], step: int, clock: StageClock) -> list[Group]:
+        """A scored group for each of these tasks."""
+        with clock("generation"):
+            unscored = self.sample(tasks, step)
+        with clock("reward_calculation"):
+            return self._score(tasks, unscored)
 
-    def score(self, tasks: Sequence[Task], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        flat_tasks = [task for task, samples in zip(tasks, completions, strict=True) for _ in samples]
-        flat = [completion for samples in completions for completion in samples]
+    def sample(self, tasks: Sequence[Task], step: int) -> list[list[UnscoredRollout]]:
+        sampled = self._generate(self.label, tasks, self.num_samples, NoiseKey(self.seed, step))
+        return [[UnscoredRollout.of(completion) for completion in completions] for completions in sampled]
+
+    def _generate(self, label: str, tasks: Sequence[Task], num_samples: int, key: NoiseKey) -> list[list[Completion]]:
+        versions = self.versions(key.step)
+        with self.show_progress(label, len(tasks) * num_samples) as progress:
+            sampled = self.engine.generate(tasks, num_samples, self.sampling, key, progress)
+        return [[replace(completion, versions=versions) for completion in samples] for samples in sampled]
+
+    def versions(self, step: int) -> tuple[tuple[int, int], ...]:
+        """`Completion.versions` of everything sampled in one call: the weights do not change during it."""
+        return ((0, step if self.after_step else step - 1),)
+
+    def _score(self, tasks: Sequence[Task], unscored: Sequence[Sequence[UnscoredRollout]]) -> list[Group]:
+        flat = [(task, rollout) for task, samples in zip(tasks, unscored, strict=True) for rollout in samples]
+        to_judge = [(task, rollout.to_judge) for task, rollout in flat if rollout.to_judge is not None]
         with self.show_progress("scoring", len(flat)) as progress:
-            scores = iter(self.environment.score(flat_tasks, flat, progress))
+            if len(to_judge) < len(flat):
+                progress(len(flat) - len(to_judge))
+            judged = self.environment.score([task for task, _ in to_judge], [c for _, c in to_judge], progress)
+        verdicts = iter(judged)
         return [
-            Group(task, tuple(Rollout(completion, next(scores)) for completion in samples))
-            for task, samples in zip(tasks, completions, strict=True)
+            Group(task, tuple(_rollout(rollout, verdicts) for rollout in samples))
+            for task, samples in zip(tasks, unscored, strict=True)
         ]
+
+
+def _rollout(rollout: UnscoredRollout, verdicts: Iterator[Score]) -> Rollout:
+    if rollout.to_judge is not None:
+        return Rollout(rollout.completion, rollout.with_verdict(next(verdicts)))
+    assert rollout.score is not None, "a rollout that is not judged has its score"
+    return Rollout(rollout.completion, rollout.score)

@@ -1,11 +1,12 @@
 """Rollouts of several turns: the model and an environment take turns until one of them, or a limit, ends the conversation.
 
-In each round all open conversations of all groups are sampled in one call, then stepped in one call. A conversation is one
-completion: its tokens are everything after the first prompt, and its mask tells the model's from the environment's. Sampling
-noise is keyed by the place of a token in that completion, so it neither repeats in a later turn nor depends on the others.
+In each turn all open conversations of all groups are sampled in one call, then stepped in one call. A conversation is one
+completion: its tokens are everything after the first prompt, and its mask separates the model's from the environment's.
+Sampling noise is keyed by the position of a token in that completion, so it neither repeats in a later turn nor depends on
+the other conversations.
 
-Rewards given on the way are added up. A final answer that the environment hands on is judged when all rollouts are scored, by
-the judge of the block under `env:`, and added too. A conversation whose environment failed is unscored, with the reason.
+The rewards of the turns are added up. A final answer that the environment returns is scored together with all rollouts, by
+the judge of its block under `env:`, and added as well. A conversation whose environment failed is unscored, with the reason.
 """
 
 from __future__ import annotations
@@ -15,18 +16,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from posttrain.environments.turns.interface import EndReason, TurnTask
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.interface import EndReason, TurnItem, TurnTask
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
-from posttrain.roles import Environment, Progress
-from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.next_turn import Exchange, NextTurn
 from posttrain.types import Completion, Conversation, FinishReason, NoiseKey, Score, Task, Utterance
 
 
 @dataclass(eq=False)
 class Dialogue:
-    """One sample's conversation in the making."""
+    """The open conversation of one sample."""
 
     task: Task
     sample: int
@@ -35,7 +34,7 @@ class Dialogue:
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     utterances: list[Utterance] = field(default_factory=list)
-    said: list[Exchange] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     parts: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=lambda: Counter(out_of_turns=0, out_of_tokens=0))
@@ -48,7 +47,7 @@ class Dialogue:
         self.finish_reason = turn.finish_reason
 
     def add_observation(self, exchange: Exchange, token_ids: Sequence[int], default_role: str) -> None:
-        self.said.append(exchange)
+        self.exchanges.append(exchange)
         role = exchange.messages[0]["role"] or default_role
         text = "\n".join(message["content"] for message in exchange.messages)
         self._add(token_ids, [0.0] * len(token_ids), role, text, is_model=False)
@@ -68,7 +67,7 @@ class Dialogue:
             self.counts[name] += value  # type: ignore[assignment]
 
     def next_task(self) -> Task:
-        """The request for the next turn: all tokens so far, and the names of its noise."""
+        """The request for the next turn: all tokens so far, and the key of its noise."""
         ids = (*self.task.prompt_ids, *self.token_ids)
         return replace(self.task, prompt_ids=ids, first_sample=self.sample, first_token=len(self.token_ids))
 
@@ -82,18 +81,26 @@ class Dialogue:
             return Score(None, error=f"the rewards of the turns add up to {total}: a finite number is needed")
         return Score(total, parts=dict(self.parts))
 
-    def completion(self, renderer: NextTurn) -> Completion:
-        score = self.score()
-        return Completion(
+    def unscored(
+        self, renderer: NextTurn, versions: tuple[tuple[int, int], ...], *, has_judge: bool
+    ) -> UnscoredRollout:
+        completion = Completion(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             text=renderer.decode(self.token_ids),
             finish_reason=self.finish_reason,
             mask=() if all(self.mask) else tuple(self.mask),
-            conversation=Conversation(
-                tuple(self.utterances), score, dict(self.counts), self.answer if score.scored else None
-            ),
+            conversation=Conversation(tuple(self.utterances), dict(self.counts)),
+            versions=versions,
         )
+        score = self.score()
+        if self.answer is None or not score.scored:
+            return UnscoredRollout(completion, None, score)
+        if not has_judge:
+            name = self.task.environment
+            problem = f"env.{name} has no judge for the final answer: set its `type` or `function`"
+            return UnscoredRollout(completion, None, Score(None, error=problem))
+        return UnscoredRollout(completion, replace(completion, text=self.answer), score)
 
 
 @dataclass
@@ -104,8 +111,9 @@ class MultiTurnRollouts(FreshRollouts):
     renderer: NextTurn = field(kw_only=True)
     max_turns: int = field(kw_only=True)  # of the model, in one conversation
     max_total_tokens: int = field(kw_only=True)  # of first prompt and conversation
+    judged: frozenset[str] = field(kw_only=True)  # environments with a judge for the final answer
 
-    def complete(self, tasks: Sequence[Task], step: int) -> list[list[Completion]]:
+    def sample(self, tasks: Sequence[Task], step: int) -> list[list[UnscoredRollout]]:
         key = NoiseKey(self.seed, step)
         dialogues = [
             [Dialogue(task, sample) for sample in range(self.num_samples)]
@@ -115,22 +123,25 @@ class MultiTurnRollouts(FreshRollouts):
         ]
         self._reset([group for group in dialogues if group], key)
         sampled = [place for place, group in enumerate(dialogues) if not group or group[0].failure is None]
-        completions: list[list[Completion]] = [[] for _ in tasks]
-        with self.show_progress(self.label, len(sampled) * self.num_samples) as progress:
-            first = self.generator.generate(
-                [tasks[place] for place in sampled], self.num_samples, self.sampling, key, progress
-            )
+        single: dict[int, list[Completion]] = {}
+        first = self._generate(self.label, [tasks[place] for place in sampled], self.num_samples, key)
         for place, group in zip(sampled, first, strict=True):
-            completions[place] = group
+            single[place] = group
             for dialogue, turn in zip(dialogues[place], group, strict=False):
                 dialogue.add_turn(turn)
         self._converse([d for group in dialogues for d in group if d.failure is None], key)
         return [
-            [dialogue.completion(self.renderer) for dialogue in group] if group else completions[place]
+            [self._unscored(dialogue, step) for dialogue in group]
+            if group
+            else [UnscoredRollout.of(c) for c in single[place]]
             for place, group in enumerate(dialogues)
         ]
 
-    # -- rounds --------------------------------------------------------------------------------------------------------
+    def _unscored(self, dialogue: Dialogue, step: int) -> UnscoredRollout:
+        has_judge = dialogue.task.environment in self.judged
+        return dialogue.unscored(self.renderer, self.versions(step), has_judge=has_judge)
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
 
     def _reset(self, groups: Sequence[list[Dialogue]], key: NoiseKey) -> None:
         """One state for all samples of a task."""
@@ -139,7 +150,8 @@ class MultiTurnRollouts(FreshRollouts):
             length = len(group[0].task.prompt_ids)
             if length >= self.max_total_tokens:
                 problem = (
-                    f"the prompt with its tools has {length} tokens: policy.max_total_sequence_length leaves no room"
+                    f"the prompt with its tools has {length} tokens, which leaves no room in {self.max_total_tokens} "
+                    "(policy.max_total_sequence_length; in an evaluation generation.vllm_cfg.max_model_len)"
                 )
                 outcome = Score(None, error=problem)
             for dialogue in group:
@@ -149,7 +161,7 @@ class MultiTurnRollouts(FreshRollouts):
                     dialogue.failure = outcome
 
     def _converse(self, active: list[Dialogue], key: NoiseKey) -> None:
-        """Environment and model by turns, until no conversation is open. The model has had its first turn."""
+        """Environment and model take turns until no conversation is open. The model has had its first turn."""
         for turn in range(1, self.max_turns + 1):
             limits = [
                 (dialogue, self._continue(dialogue, exchange, turn))
@@ -159,13 +171,12 @@ class MultiTurnRollouts(FreshRollouts):
             self._end([(dialogue, reason) for dialogue, reason in limits if reason is not None], key)
             if not active:
                 return
-            with self.show_progress(f"{self.label}, turn {turn + 1}", len(active)) as progress:
-                turns = self.generator.generate([d.next_task() for d in active], 1, self.sampling, key, progress)
+            turns = self._generate(f"{self.label}, turn {turn + 1}", [d.next_task() for d in active], 1, key)
             for dialogue, (answer,) in zip(active, turns, strict=True):
                 dialogue.add_turn(answer)
 
     def _step(self, active: Sequence[Dialogue], turn: int, key: NoiseKey) -> list[tuple[Dialogue, Exchange]]:
-        """Let the environments answer. Those that want to go on, with what the model is to read."""
+        """Let the environments answer. Returns the conversations that go on, with what the model reads next."""
         calls = [
             (d.task.environment, TurnItem("step", _noise_key(d, turn, key), None, d.state, d.utterances[-1].text))
             for d in active
@@ -184,13 +195,13 @@ class MultiTurnRollouts(FreshRollouts):
         return unfinished
 
     def _continue(self, dialogue: Dialogue, exchange: Exchange, turn: int) -> EndReason | None:
-        """Append the observation, or say which limit forbids it."""
-        if dialogue.finish_reason == "length":  # the turn was cut off: the model has not finished what it wanted to say
+        """Append the observation, or return the limit that forbids it."""
+        if dialogue.finish_reason == "length":  # the turn was cut off
             return "tokens"
         if turn == self.max_turns:
             return "turns"
         sampled = dialogue.token_ids[len(dialogue.token_ids) - dialogue.utterances[-1].num_tokens :]
-        ids = self.renderer.ids(dialogue.task.messages, [*dialogue.said, exchange], sampled)
+        ids = self.renderer.ids(dialogue.task.messages, [*dialogue.exchanges, exchange], sampled)
         if len(dialogue.task.prompt_ids) + len(dialogue.token_ids) + len(ids) >= self.max_total_tokens:
             dialogue.finish_reason = "length"
             return "tokens"
@@ -198,7 +209,7 @@ class MultiTurnRollouts(FreshRollouts):
         return None
 
     def _end(self, stopped: Sequence[tuple[Dialogue, EndReason]], key: NoiseKey) -> None:
-        """The environments wanted to go on and may not: what is it worth so far?"""
+        """A limit ends conversations that their environments would continue: their rewards so far."""
         calls = [
             (d.task.environment, TurnItem("end", _noise_key(d, 0, key), None, d.state, reason=reason))
             for d, reason in stopped
@@ -211,55 +222,11 @@ class MultiTurnRollouts(FreshRollouts):
                 dialogue.failure = outcome
 
 
-@dataclass(frozen=True)
-class ConversationScores:
-    """Implements `roles.Environment`: a conversation brings its score along, and a judge sees the answer it came to."""
-
-    judge: Environment
-    judged: frozenset[str]  # the environments that the judge knows
-
-    def score(
-        self, tasks: Sequence[Task], completions: Sequence[Completion], progress: Progress | None = None
-    ) -> list[Score]:
-        scores: dict[int, Score] = {}
-        to_judge: dict[int, Completion] = {}
-        for row, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
-            conversation = completion.conversation
-            if conversation is None:
-                to_judge[row] = completion
-            elif conversation.to_judge is None:
-                scores[row] = conversation.score
-            elif task.environment in self.judged:
-                to_judge[row] = replace(completion, text=conversation.to_judge)
-            else:
-                problem = f"env.{task.environment} has no judge for the final answer: set its `type` or `function`"
-                scores[row] = Score(None, error=problem)
-        if progress is not None and scores:
-            progress(len(scores))
-        verdicts = self.judge.score([tasks[row] for row in to_judge], list(to_judge.values()), progress)
-        for (row, completion), verdict in zip(to_judge.items(), verdicts, strict=True):
-            scores[row] = _added(completion.conversation, verdict)
-        return [scores[row] for row in range(len(completions))]
-
-    def close(self) -> None:
-        self.judge.close()
-
-
-def _added(conversation: Conversation | None, verdict: Score) -> Score:
-    """The judge's verdict with what the turns were worth already."""
-    if conversation is None or verdict.reward is None or conversation.score.reward is None:
-        return verdict
-    parts = {**conversation.score.parts, **verdict.parts}
-    if conversation.score.reward:
-        parts |= {"turns": conversation.score.reward, "answer": verdict.reward}
-    return replace(verdict, reward=conversation.score.reward + verdict.reward, parts=parts)
-
-
 def _reset_item(task: Task, key: NoiseKey) -> TurnItem:
     about = TurnTask(task.prompt, [dict(message) for message in task.messages], task.reference, dict(task.metadata))
     return TurnItem("reset", f"{key.seed}\0{key.step}\0{task.draw}", about)
 
 
 def _noise_key(dialogue: Dialogue, turn: int, key: NoiseKey) -> str:
-    """Noise in an environment has a name too: a resumed run sees the same."""
+    """Randomness in an environment is keyed as well, so that a resumed run repeats it."""
     return f"{key.seed}\0{key.step}\0{dialogue.task.draw}\0{dialogue.sample}\0{turn}"

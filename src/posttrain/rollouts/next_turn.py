@@ -1,12 +1,12 @@
-"""What stands between two turns of the model, in tokens: the end of its turn, what it is told, the opening of its next.
+"""The tokens between two turns of the model: the end of its turn, the observation, the opening of its next turn.
 
 Token in, token out: the prompt of the next turn is the tokens of the last prompt, the tokens that the model sampled, and
-the tokens made here. Nothing that the model has seen or said is written or tokenised again. What the chat template prints
-around an observation is found by writing the conversation with a placeholder for each of the model's turns and keeping
-what follows the last one. So it does not matter what the model said, nor how a template would write it now.
+the tokens made here. Nothing that the model has read or sampled is rendered or tokenised again. What the chat template
+prints around an observation is found by rendering the conversation with a placeholder for each of the model's turns and
+keeping what follows the last one. So neither the model's text nor how a template would render it now matters.
 
-Some templates do write an earlier turn in another way once the conversation goes on: they drop its chain of thought, or
-move the tools. Training on such a text would be training on what nobody sampled. `caution` says so where a template does it.
+Some templates render an earlier turn in another way once the conversation goes on: they drop its chain of thought, or
+move the tools. Training on such a text would be training on tokens that were not sampled. `caution` is set for them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from posttrain.data.errors import DataError
 from posttrain.types import Message
 
 # Letters and digits only, as in chat.py: no template trims or escapes it, and no observation holds it by chance.
-_PLACEHOLDER = "posttrain5d0c8e17b2said"
+_PLACEHOLDER = "posttrain5d0c8e17b2turn"
 _THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the environment said after one of the model's turns. An empty role is the template's for tools."""
+    """The environment's messages after one of the model's turns. An empty role is the template's for tools."""
 
     messages: tuple[Message, ...]
 
@@ -39,12 +39,12 @@ class NextTurn:
         self.role = self._find_role()
         self._after_turn(
             [{"role": "user", "content": "?"}], [Exchange(({"role": "", "content": "?"},))]
-        )  # or refuse now
+        )  # a template that cannot render it is refused here
         self.caution = self._find_caution()
 
-    def ids(self, prompt: Sequence[Message], said: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
-        """The tokens to append to `sampled`, the model's last turn. `said` holds all exchanges, the new one last."""
-        body = self._after_turn(prompt, said)
+    def ids(self, prompt: Sequence[Message], exchanges: Sequence[Exchange], sampled: Sequence[int]) -> Ids:
+        """The tokens to append to `sampled`, the model's last turn. `exchanges` are all so far, the new one last."""
+        body = self._after_turn(prompt, exchanges)
         if not self._end or not body.startswith(self._end):  # contents one after another: nothing ends a turn
             return self._chat.encode_prompts([body])[0]
         body = body[len(self._end) :]
@@ -55,15 +55,15 @@ class NextTurn:
         text: str = self._chat.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def _after_turn(self, prompt: Sequence[Message], said: Sequence[Exchange]) -> str:
+    def _after_turn(self, prompt: Sequence[Message], exchanges: Sequence[Exchange]) -> str:
         """All that the template prints after the last of the model's turns, the opening of the next included."""
         turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
-        answers = ([turn, *self._with_roles(exchange)] for exchange in said)
+        answers = ([turn, *self._with_roles(exchange)] for exchange in exchanges)
         whole = self._chat.render([*prompt, *chain.from_iterable(answers)])
         _, found, after = whole.rpartition(_PLACEHOLDER)
         if not found:
             raise DataError(
-                "the chat template leaves out what the assistant has said before, so no conversation of several turns can be "
+                "the chat template leaves out earlier turns of the assistant, so no conversation of several turns can be "
                 "written with it; use another one (policy.tokenizer.chat_template)"
             )
         return after
@@ -80,7 +80,7 @@ class NextTurn:
         return bool(sampled) and sampled[-1] == last and last in self._chat.stop_token_ids
 
     def _following_end(self, body: str) -> Ids:
-        """Tokens of a text that follows the end of a turn: some tokenizers treat the start of a text in their own way."""
+        """Tokens of a text after the end of a turn: some tokenizers encode the start of a text differently."""
         whole, alone = self._chat.encode_prompts([self._end + body, body])
         return whole[len(self._end_ids) :] if whole[: len(self._end_ids)] == self._end_ids else alone
 
@@ -101,14 +101,14 @@ class NextTurn:
         )
 
     def _find_caution(self) -> str | None:
-        """What the template would do to earlier turns, if it would do anything."""
+        """How the template changes earlier turns; None if it does not."""
         asked: Message = {"role": "user", "content": "?"}
         before = self._chat.render([asked])
         for opening, what in (("", "writes an answer"), (_THOUGHT, "writes an answer with a chain of thought")):
-            said = opening + _PLACEHOLDER
-            turn: Message = {"role": "assistant", "content": said}
+            text = opening + _PLACEHOLDER
+            turn: Message = {"role": "assistant", "content": text}
             after: Message = {"role": self.role, "content": "?"}
-            if not self._chat.render([asked, turn, after]).startswith(before + said):
+            if not self._chat.render([asked, turn, after]).startswith(before + text):
                 return (
                     f"the chat template {what} in another way once the conversation goes on; posttrain keeps the tokens that "
                     "were sampled, so a server that renders the whole conversation again shows the model another text"

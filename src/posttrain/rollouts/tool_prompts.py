@@ -1,7 +1,7 @@
-"""Prompts that name the tools of their environment, whatever the dataset wrote.
+"""Prompts with the tools of their environment, which the dataset need not mention.
 
-A chat template with tools of its own (it prints something else when it is given some) writes them in the way its model was
-taught. For any other, a system message describes them and the format of a call (environments/turns/tool_calls.py).
+A chat template that supports tools (it prints something else when it is given some) writes them as its model has learnt
+them. For any other, a system message describes them and the format of a call (environments/turns/tool_calls.py).
 """
 
 from __future__ import annotations
@@ -9,24 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from posttrain.data.chat import ChatFormat
 from posttrain.rollouts.fresh import TaskStream
 from posttrain.types import Message, Task
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, object]]  # JSON schemas, OpenAI's format
 
 
 class ToolPrompts:
-    """The tasks of a stream; those of an environment with tools get a prompt that names them."""
+    """The tasks of a stream; those of an environment with tools get a prompt that describes them."""
 
     def __init__(
         self, stream: TaskStream, chat: ChatFormat, names: frozenset[str], tools_of: Callable[[str], Tools]
     ) -> None:
         self.stream = stream
         self._chat = chat
-        self._names = names  # of the environments that may have tools; `tools_of` is asked once for each
+        self._names = names  # of the environments that may have tools; `tools_of` is called once for each
         self._tools_of = tools_of
         self._writers: dict[str, ToolWriter | None] = {}
 
@@ -59,7 +58,7 @@ class ToolWriter:
             if aware.render(question) != chat.render(question):
                 self.chat = aware
                 return
-        # Without a template nothing would part it from the question.
+        # Without a template, only this separates it from the question.
         self._described = describe(tools) + ("" if chat.template is not None else "\n\n")
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:

@@ -1,12 +1,11 @@
-"""The HTTP side: routes, keys, sizes, streams. What is served is in `service.py`."""
+"""The HTTP layer: routes, API keys, body limits, streams. The models are in `service.py`."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -14,24 +13,30 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from posttrain.serve.bodies import DONE, ResponseWriter, server_sent
 from posttrain.serve.canary import CANARY
-from posttrain.serve.choices import Piece
-from posttrain.serve.errors import ApiError, failed
 from posttrain.serve.jobs import chat_job, choices_of, completion_job
-from posttrain.serve.protocol import ChatBody, CompletionBody, parse_chat, parse_completion, parse_feedback
+from posttrain.serve.protocol import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    failed,
+    parse_chat,
+    parse_completion,
+    parse_feedback,
+)
+from posttrain.serve.responses import DONE, JsonObject, Piece, ResponseWriter, server_sent
 from posttrain.serve.service import Job, Service, Ticket
 
 log = logging.getLogger("posttrain.serve")
 
-# Of a body that is too large, so much is read and thrown away: a client that is still sending would not hear why.
+# Bytes of an oversized body that are read and discarded: a client that is still sending would miss the error.
 MOST_BYTES_TO_DISCARD = 32 * 2**20
-SLOW_READER_S = 30.0  # beyond the time limit of a request, for a client to read the end of its stream
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is what logs call a client that went away
+SLOW_READER_S = 30.0  # after the time limit of a request, for a client to read the end of its stream
+CLIENT_CLOSED_REQUEST = 499  # for logs only: the client has disconnected
 
 
 def create_app(service: Service) -> FastAPI:
-    """The caller starts and stops the engine of `service`."""
+    """The caller starts and stops `service.engine`."""
     app = FastAPI(title="posttrain", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def api_error(_request: Request, error: Exception) -> Response:
@@ -56,7 +61,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    @app.api_route("/health", methods=["GET", "HEAD"])  # load balancers ask either way
+    @app.api_route("/health", methods=["GET", "HEAD"])  # load balancers use either
     async def health() -> Response:
         return _health(service)
 
@@ -72,7 +77,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Response:
         _authorise(service, request)
-        service.version_for(name, "")  # raises if there is none
+        service.version_for(name, "")  # raises if it does not exist
         return JSONResponse(_model(service, name))
 
     @app.post("/v1/chat/completions")
@@ -91,7 +96,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({"id": body.id, "version": service.rate(body.id, body.score), "score": body.score})
 
 
-# -- before an answer --------------------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 def _authorise(service: Service, request: Request) -> None:
@@ -110,7 +115,7 @@ def _authorise(service: Service, request: Request) -> None:
 
 
 async def _read(service: Service, request: Request) -> bytes:
-    """The body, once the key is right, and no more of it than is allowed."""
+    """The body, after the API key was checked, up to the size limit."""
     _authorise(service, request)
     limit = service.limits.max_body_bytes
     parts, size = [], 0
@@ -134,7 +139,7 @@ async def _read(service: Service, request: Request) -> bytes:
 
 
 def _key(request: Request) -> str | None:
-    """Who asks, where the body does not name a user."""
+    """The client, if the body does not name a user."""
     return request.headers.get("x-request-id")
 
 
@@ -166,28 +171,28 @@ async def _answer(service: Service, request: Request, body: ChatBody | Completio
 
 
 async def _pieces(ticket: Ticket) -> AsyncIterator[Piece]:
-    """What the client is to hear, in order of arrival."""
+    """Pieces of the choices in order of arrival."""
     choices = choices_of(ticket.job)
     async for batch in ticket.batches():
         pieces: dict[int, Piece] = {}
         for event in batch:
             choice = choices[event.request_id, event.sample]
             if choice.finish_reason is not None:
-                continue  # its stop string was seen in the text before the engine saw it
+                continue  # its stop string was found in the text before the engine found it
             piece = choice.push(event)
             ticket.num_completion_tokens += 1
             pieces[choice.index] = pieces[choice.index].then(piece) if choice.index in pieces else piece
         for piece in pieces.values():
-            if piece.says_something:
+            if not piece.is_empty:
                 yield piece
         if all(choice.finish_reason is not None for choice in choices.values()):
             ticket.finished()
             return
 
 
-async def _whole(ticket: Ticket, writer: ResponseWriter) -> dict[str, Any]:
+async def _whole(ticket: Ticket, writer: ResponseWriter) -> JsonObject:
     async for piece in _pieces(ticket):
-        writer.tell(piece)
+        writer.add(piece)
     return writer.whole(ticket.num_completion_tokens)
 
 
@@ -196,7 +201,7 @@ async def _events(ticket: Ticket, writer: ResponseWriter, includes_usage: bool) 
         async for piece in _pieces(ticket):
             yield writer.chunk(piece)
     except ApiError as error:
-        # The status has been sent long ago. OpenAI's clients raise on an event that holds an error.
+        # The status was sent already. OpenAI's clients raise on an event with an error.
         yield server_sent(error.body)
         return
     if includes_usage:
@@ -204,8 +209,8 @@ async def _events(ticket: Ticket, writer: ResponseWriter, includes_usage: bool) 
     yield DONE
 
 
-async def _unless_disconnected(request: Request, answer: Any) -> dict[str, Any] | None:
-    """The answer, or None as soon as the client has gone."""
+async def _unless_disconnected(request: Request, answer: Coroutine[None, None, JsonObject]) -> JsonObject | None:
+    """The answer, or None as soon as the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -221,8 +226,8 @@ async def _unless_disconnected(request: Request, answer: Any) -> dict[str, Any] 
 
 
 class _Stream(StreamingResponse):
-    """Gives the place in the engine back however the stream ends: at its end, by an error, because the client left, or
-    because it does not read what is sent to it."""
+    """Closes the ticket however the stream ends: complete, by an error, because the client disconnected, or because it
+    stopped reading."""
 
     def __init__(self, ticket: Ticket, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
@@ -238,10 +243,10 @@ class _Stream(StreamingResponse):
             self._ticket.close()
 
 
-# -- what is here ------------------------------------------------------------------------------------------------------
+# -- status ------------------------------------------------------------------------------------------------------------
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(service: Service, name: str) -> JsonObject:
     version = service.models[name]
     return {
         "id": name,
@@ -256,7 +261,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 def _health(service: Service) -> Response:
     status = "draining" if service.draining else "ok" if service.healthy else "failed"
-    body: dict[str, Any] = {
+    body: JsonObject = {
         "status": status,
         "running": sum(session.num_active for session in service.sessions),
         "waiting": sum(session.num_waiting for session in service.sessions),

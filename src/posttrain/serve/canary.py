@@ -1,13 +1,13 @@
 """A canary: a share of the traffic goes to a new version, and back to the old one if the new one does worse.
 
-Who goes where depends on a key alone (the user, or the request where none is named), so a user stays with one version, and a
-larger share keeps those who were there. Two rules send everybody back, for good:
+Routing depends on a key alone (the user, or else the request), so a user stays with one version, and a larger share keeps
+the users of a smaller one. Two rules send all traffic back, for good:
 
 - **errors**: more than `max_error_rate` of the canary's last `window` answers failed, once there are `min_requests` of them;
-- **KPI**: the canary's mean score is below production's by more than `max_kpi_drop`, and the difference is no noise: a one-sided
-  test of Welch at 95 %, once both versions have `min_feedback` scores.
+- **KPI**: the canary's mean score is below production's by more than `max_kpi_drop`, and the difference is significant in a
+  one-sided Welch test at 95 %, once both versions have `min_feedback` scores.
 
-Numbers only: no HTTP, no model.
+No HTTP and no model here.
 """
 
 from __future__ import annotations
@@ -26,17 +26,13 @@ _ONE_SIDED_95 = 1.6449
 _MOST_REMEMBERED_ANSWERS = 100_000
 
 
-class CanaryError(InputError):
-    """A rule of the canary that makes no sense."""
-
-
 @dataclass(frozen=True)
 class CanaryRules:
     share: float = 0.1  # of the traffic, 0 to 1
     max_error_rate: float = 0.05
     min_requests: int = 20
-    window: int = 200  # the newest answers that count
-    max_kpi_drop: float | None = None  # None: scores are counted and change nothing
+    window: int = 200  # number of recent answers that count
+    max_kpi_drop: float | None = None  # None: scores never cause a rollback
     min_feedback: int = 30
 
     def __post_init__(self) -> None:
@@ -49,12 +45,12 @@ class CanaryRules:
         }
         for name, (value, fine, accepted) in checks.items():
             if not fine:
-                raise CanaryError(f"canary {name} is {value}: {accepted} is accepted")
+                raise InputError(f"canary {name} is {value}: {accepted} is accepted")
 
 
 @dataclass
 class Scores:
-    """Mean and variance of what people said, one after another (Welford)."""
+    """Running mean and variance of scores (Welford)."""
 
     count: int = 0
     mean: float = 0.0
@@ -72,7 +68,7 @@ class Scores:
 
 
 class Canary:
-    """`on_rollback` hears the reason, once."""
+    """`on_rollback` is called once, with the reason."""
 
     def __init__(self, rules: CanaryRules, on_rollback: Callable[[str], None] | None = None) -> None:
         self.rules = rules
@@ -117,7 +113,7 @@ class Canary:
             )
 
     def roll_back(self, reason: str) -> None:
-        """Everybody goes to production from now on."""
+        """Route all traffic to production from now on."""
         if self.rollback_reason is None:
             self.rollback_reason = reason
             if self._on_rollback is not None:
@@ -142,6 +138,6 @@ class AnswerLog:
 
 
 def place_of(key: str) -> float:
-    """Where a key stands between 0 and 1; the same in every process."""
+    """A number between 0 and 1 from a key; the same in every process."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

@@ -1,6 +1,6 @@
-"""From the body of a request to a job for the engine: prompts in tokens, limits, settings. No HTTP.
+"""From the body of a request to a job for the engine: prompt tokens, limits, sampling settings.
 
-What is cheap to refuse is refused first, and long texts are tokenised beside the event loop: nobody waits for another's prompt.
+Cheap checks come first, and long texts are tokenised in a thread, so that they do not block the event loop.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from posttrain.data.errors import DataError
-from posttrain.engines.native.session_values import SessionRequest
+from posttrain.engines.native.session import SessionRequest
 from posttrain.errors import InputError
-from posttrain.serve.choices import Choice
-from posttrain.serve.errors import bad_request
-from posttrain.serve.protocol import ChatBody, CompletionBody
+from posttrain.serve.protocol import ChatBody, CompletionBody, bad_request
+from posttrain.serve.responses import ResponseChoice
 from posttrain.serve.service import Job, Service, Version, new_id
 
 Ids = tuple[int, ...]
 
-# Up to here tokenising takes less than a step of the engine: a thread would only delay it.
+# Tokenising less text takes less time than a step of the engine: a thread would only delay it.
 _SHORT_TEXT_CHARACTERS = 4096
 
 
 async def chat_job(service: Service, body: ChatBody, key: str | None) -> Job:
-    """`key` names who asks: it chooses the version when there are two."""
+    """`key` identifies the client: it selects the version when there are two."""
     job_id = new_id("chatcmpl")
     version = service.version_for(body.model, body.user or key or job_id)
     _check_number(service, body, 1)
@@ -50,7 +49,7 @@ async def completion_job(service: Service, body: CompletionBody, key: str | None
 
     try:
         prompts = given or await _tokens(version, texts, encode, "prompt")
-    except TypeError as error:  # half of a surrogate pair, which JSON can spell
+    except TypeError as error:  # a lone surrogate, which JSON allows
         raise bad_request(f"prompt is not valid Unicode: {error}", "prompt") from error
     return _job(service, job_id, body, version, prompts, (version.tokenizer.eos_token_id,))
 
@@ -58,7 +57,7 @@ async def completion_job(service: Service, body: CompletionBody, key: str | None
 async def _tokens(
     version: Version, texts: Sequence[str], encode: Callable[[Sequence[str]], list[list[int]]], where: str
 ) -> list[Ids]:
-    """Tokenisers let go of the interpreter while they work, so a thread leaves the event loop free."""
+    """Tokenizers release the interpreter lock, so a thread does not block the event loop."""
     if sum(map(len, texts)) <= _SHORT_TEXT_CHARACTERS:
         return [tuple(ids) for ids in encode(texts)]
     context = version.max_total_tokens
@@ -93,7 +92,7 @@ def _job(
                 id=f"{job_id}-{index}",
                 prompt_ids=prompt,
                 sampling=sampling,
-                # Without a seed every prompt has its own, and nobody can ask for the answer again.
+                # Without a seed every prompt gets a random one.
                 seed=secrets.randbits(63) if body.seed is None else body.seed,
                 num_samples=body.num_samples,
                 adapter=version.adapter,
@@ -111,7 +110,7 @@ def _check_number(service: Service, body: ChatBody | CompletionBody, num_prompts
 
 
 def _num_new_tokens(service: Service, body: ChatBody | CompletionBody, version: Version, prompt_length: int) -> int:
-    """What the client asked for, or what is usual and allowed; ApiError where it does not fit."""
+    """The number that the client requests, or the default; ApiError if it does not fit."""
     context = version.max_total_tokens
     limit = service.limits.max_completion_tokens or context
     asked: int | None = getattr(body, body.new_tokens_field)
@@ -131,13 +130,13 @@ def _num_new_tokens(service: Service, body: ChatBody | CompletionBody, version: 
     return wanted or min(context - prompt_length, limit)
 
 
-def choices_of(job: Job) -> dict[tuple[str, int], Choice]:
-    """The choices of the response in order, by (request of the engine, sample)."""
-    choices: dict[tuple[str, int], Choice] = {}
+def choices_of(job: Job) -> dict[tuple[str, int], ResponseChoice]:
+    """The choices of the response in order, by (engine request, sample)."""
+    choices: dict[tuple[str, int], ResponseChoice] = {}
     for request in job.requests:
         stop_ids = job.version.stop_ids(request.sampling)
         for sample in range(request.num_samples):
-            choices[request.id, sample] = Choice(
+            choices[request.id, sample] = ResponseChoice(
                 len(choices), job.version.tokenizer, request.sampling.stop_strings, stop_ids
             )
     return choices

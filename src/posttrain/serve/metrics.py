@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus. Each server has a registry of its own."""
+"""Prometheus metrics of a server. Each server has its own registry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0)
-# One more series per counter that says when it began: nobody reads it.
+# No extra series with the creation time of each counter.
 disable_created_metrics()
 
 _OF_A_MODEL = ("model", "version")
@@ -24,13 +24,11 @@ class ServeMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"posttrain_{name}", text, _OF_A_MODEL, buckets=buckets, registry=self.registry)
 
-        self.requests = counter(
-            "requests", "Requests that were admitted, by how they ended.", (*_OF_A_MODEL, "outcome")
-        )
-        self.refused = counter("refused_requests", "Requests that were not admitted, by HTTP status.", ("status",))
+        self.requests = counter("requests", "Admitted requests by outcome.", (*_OF_A_MODEL, "outcome"))
+        self.refused = counter("refused_requests", "Refused requests by HTTP status.", ("status",))
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.", _OF_A_MODEL)
-        self.completion_tokens = counter("completion_tokens", "Tokens that were sampled.", _OF_A_MODEL)
-        self.feedback = counter("feedback", "Scores that came in.", ("version",))
+        self.completion_tokens = counter("completion_tokens", "Sampled tokens.", _OF_A_MODEL)
+        self.feedback = counter("feedback", "Scores received.", ("version",))
         self.request_seconds = histogram("request_seconds", "From admission to the end of the answer.", _SECONDS)
         self.first_token_seconds = histogram(
             "time_to_first_token_seconds", "From admission to the first token.", _SECONDS
@@ -38,7 +36,7 @@ class ServeMetrics:
         self.inter_token_seconds = histogram("inter_token_seconds", "Between two tokens of one choice.", _SHORT_SECONDS)
 
     def watch(self, name: str, text: str, values: Mapping[str, Callable[[], float]], label: str = "version") -> None:
-        """A gauge that is read when somebody looks: one value per label."""
+        """A gauge that is read on each scrape: one value per label."""
         gauge = Gauge(f"posttrain_{name}", text, (label,), registry=self.registry)
         for key, read in values.items():
             gauge.labels(key).set_function(read)

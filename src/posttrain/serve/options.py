@@ -1,16 +1,19 @@
-"""Sizes and limits of a server with their defaults, which the help of the command line prints: so nothing heavy is imported."""
+"""Options of a server with their defaults. The help of the command line prints them, so nothing heavy is imported."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-# What a model that was made for more tokens gets unless somebody asks for more.
+from posttrain.serve.canary import CanaryRules
+
+# The default context of models that were made for more tokens.
 LONGEST_UNASKED_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Sizes of the engine; none of them changes an answer."""
+    """Sizes of the engine. None of them changes an answer."""
 
     precision: str = "auto"
     device: str = "auto"
@@ -22,10 +25,23 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class Limits:
-    max_queue: int = 256  # samples that wait beyond those that run
+class ServerLimits:
+    max_queue: int = 256  # samples that wait, beyond those that run
     max_body_bytes: int = 2 * 2**20
     max_completion_tokens: int | None = None  # per sample; None: what the context leaves
     max_samples: int = 16  # of one request, over all of its prompts
     request_timeout_s: float = 600.0  # waiting included
     body_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    model: str
+    served_name: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)  # name -> model reference
+    canary: str | None = None  # a model, or the name of an adapter
+    canary_rules: CanaryRules | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    api_keys: Sequence[str] = ()
+    registry: str | None = None

@@ -1,4 +1,4 @@
-"""The bodies of requests, checked: what OpenAI's API accepts, what we do not compute, and what is simply wrong.
+"""Request bodies, validated, and API errors, in the format of OpenAI's API.
 
 A field that would change the answer and is not implemented is refused, never ignored. Fields that only label a request are
 accepted. Besides OpenAI's own fields there are `top_k` and `ignore_eos`, as in vLLM.
@@ -7,11 +7,11 @@ accepted. Besides OpenAI's own fields there are `top_k` and `ignore_eos`, as in 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from posttrain.serve.errors import ApiError, bad_request
 from posttrain.types import SMALLEST_TEMPERATURE, Sampling
 
 MAX_TOP_LOGPROBS = 20
@@ -23,6 +23,58 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 
 
+class ApiError(Exception):
+    """An HTTP status and an error body in the format of OpenAI's API."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, object]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def overloaded(message: str, retry_after_s: int) -> ApiError:
+    return ApiError(
+        429,
+        message,
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(retry_after_s)},
+    )
+
+
+def unavailable(message: str) -> ApiError:
+    return ApiError(503, message, kind="service_unavailable_error", headers={"Retry-After": "5"})
+
+
+def timed_out(message: str) -> ApiError:
+    return ApiError(504, message, kind="timeout_error", code="request_timeout")
+
+
+def failed(message: str) -> ApiError:
+    return ApiError(500, message, kind="server_error")
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -31,7 +83,7 @@ class StreamOptions(BaseModel):
 
 
 class _Body(BaseModel):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -48,17 +100,17 @@ class _Body(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
 
-    # Accepted where they leave the answer alone, refused otherwise; see `_NO_EFFECT`.
+    # Accepted with values that change nothing, refused otherwise; see `_NO_EFFECT`.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
 
     # These label a request and change no answer.
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    metadata: object = None
+    store: object = None
+    service_tier: object = None
+    safety_identifier: object = None
+    prompt_cache_key: object = None
 
     @property
     def num_samples(self) -> int:
@@ -105,14 +157,14 @@ class ChatMessage(BaseModel):
     content: str | list[TextPart]
     name: str | None = None
     tool_call_id: str | None = None
-    refusal: None = None  # answers of the API are sent back as they came
-    annotations: list[Any] | None = None
+    refusal: None = None  # clients send answers of the API back unchanged
+    annotations: list[object] | None = None
     audio: None = None
     function_call: None = None
     tool_calls: None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates know messages."""
+        """In the format of chat templates."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
@@ -123,12 +175,12 @@ class ChatBody(_Body):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    response_format: dict[str, Any] | None = None
+    tools: list[object] | None = None
+    tool_choice: object = None
+    parallel_tool_calls: object = None
+    functions: list[object] | None = None
+    function_call: object = None
+    response_format: dict[str, object] | None = None
     modalities: list[str] | None = None
 
     @property
@@ -158,7 +210,7 @@ class CompletionBody(_Body):
 
     @property
     def usual_new_tokens(self) -> int | None:
-        """For a client that names no number; None: what the context leaves."""
+        """The default of `max_tokens`; None: what the context leaves."""
         return 16
 
     @property
@@ -176,7 +228,7 @@ class CompletionBody(_Body):
 
 
 class FeedbackBody(BaseModel):
-    """What somebody thought of an answer; the KPI of a canary."""
+    """A user's score of an answer: the KPI of a canary."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -184,8 +236,8 @@ class FeedbackBody(BaseModel):
     score: float = Field(allow_inf_nan=False)
 
 
-# Fields that we do not compute, and the values with which they change nothing.
-_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+# Fields that are not implemented, and the values with which they change nothing.
+_NO_EFFECT: dict[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
@@ -237,10 +289,10 @@ def _parse(kind: type[AnyBody], body: bytes) -> AnyBody:
 
 
 def _explained(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, with the name of the field."""
+    """The first error, with the name of the field."""
     found = error.errors(include_url=False, include_context=False)
-    # Of a field that may be one thing or another there is an error for each: the deepest says most, and that the value
-    # is not of the other kind says least.
+    # A field with a union type has an error for each member: the deepest is the most specific, one about the type itself
+    # the least.
     first = max(
         (each for each in found if each["loc"][:1] == found[0]["loc"][:1]),
         key=lambda each: (len(_path(each["loc"])), not each["type"].endswith("_type")),
@@ -258,5 +310,5 @@ def _explained(error: ValidationError) -> ApiError:
 
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:
-    """Names and places in the body, without the names of types that pydantic tried on the way."""
+    """Field names and indices, without the names of the union members that pydantic adds."""
     return [str(part) for part in loc if not _TYPE_NAME.fullmatch(str(part))]

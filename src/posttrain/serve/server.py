@@ -1,4 +1,4 @@
-"""Runs the app until somebody says stop, and then until those who are being answered have their answers."""
+"""Runs the app until a signal, then until the running requests are answered."""
 
 from __future__ import annotations
 
@@ -17,24 +17,20 @@ from posttrain.errors import InputError
 from posttrain.serve.app import create_app
 from posttrain.serve.service import Service
 
-# For the last bytes of answers that are complete.
+# For the last bytes of complete answers.
 _FLUSH_S = 2
 _KEEP_ALIVE_S = 30
-_TICKS_PER_LOOK = 5  # at connections that say nothing; uvicorn ticks ten times a second
-# The engine's thread gives the interpreter away with every operation that it launches, some dozens in a step, and waits this
-# long each time to get it back while the event loop is busy. Python's usual 5 ms would be longer than a step.
+_TICKS_PER_LOOK = 5  # between checks for silent connections; uvicorn ticks ten times a second
+# The engine thread releases the interpreter lock with every operation that it launches, some dozens in a step, and waits this
+# long to get it back while the event loop is busy. Python's default of 5 ms would be longer than a step.
 _SWITCH_INTERVAL_S = 0.00005
-
-
-class AddressError(InputError):
-    """The address cannot be listened at."""
 
 
 class DrainingServer(uvicorn.Server):
     """SIGTERM or Ctrl-C: new requests are refused with 503, running ones get up to `drain_timeout_s`, then it ends.
 
-    A second signal ends it at once. `num_cut` then tells how many requests were not finished. `on_ready` is called when
-    clients may come and signals are heard.
+    A second signal ends it at once. `num_cut` is then the number of unfinished samples. `on_ready` is called when the server
+    accepts connections and handles signals.
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _close_silent(self) -> None:
-        """uvicorn waits for ever for the head of a request; here it has as long to arrive as a body."""
+        """uvicorn waits without limit for the head of a request; here it has the time limit of a body."""
         now, patience_s = time.monotonic(), self._service.limits.body_timeout_s
         silent = [connection for connection in self.server_state.connections if _is_silent(connection)]
         self._silent_since = {connection: self._silent_since.get(connection, now) for connection in silent}
@@ -95,7 +91,7 @@ class DrainingServer(uvicorn.Server):
         while self._service.num_inside and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(0.05)
         self._service.end()
-        # Who does not even read that is cut off, and would be reported with a traceback.
+        # Clients that do not read the error are disconnected; uvicorn would log a traceback for each.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)
         self.num_cut = self._service.num_cut + self._service.num_inside
@@ -103,7 +99,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def _is_silent(connection: Any) -> bool:
-    """No request of it is being answered, and uvicorn does not wait for its next one, which has a time limit already."""
+    """No request is being answered, and no keep-alive time limit of uvicorn is running."""
     answering = getattr(connection, "cycle", None)
     is_idle = answering is None or answering.response_complete
     return is_idle and getattr(connection, "timeout_keep_alive_task", None) is None
@@ -111,28 +107,28 @@ def _is_silent(connection: Any) -> bool:
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named: asyncio sends small packets at once only on sockets that say they are TCP. Otherwise each
-    # response waits up to 40 ms for the client to acknowledge the packet before.
-    door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # The protocol is explicit: asyncio sets TCP_NODELAY only on such sockets. Otherwise each response waits up to 40 ms for
+    # the client to acknowledge the previous packet.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind((host, port))
-        door.listen(2048)
-        return door
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        return listener
     except (OSError, OverflowError) as error:
-        door.close()
-        raise AddressError(f"cannot listen at {host}, port {port}: {error}") from error
+        listener.close()
+        raise InputError(f"cannot listen at {host}, port {port}: {error}") from error
 
 
 def run(service: Service, host: str, port: int, drain_timeout_s: float) -> int:
     """Serve until a signal; the exit code: 0, or 1 if requests were cut off."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    with listen(host, port) as door:
-        address = door.getsockname()
+    with listen(host, port) as listener:
+        address = listener.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         ready = f"ready: http://{shown}:{address[1]}/v1  models: {', '.join(service.models)}"
         server = DrainingServer(service, host, address[1], drain_timeout_s, lambda: say(ready))
-        server.run(sockets=[door])
+        server.run(sockets=[listener])
     if server.num_cut:
         say(f"ended with {server.num_cut} samples unfinished")
         return 1

@@ -1,6 +1,6 @@
-"""What the server serves: models, their versions, who gets in, and what becomes of a request once it is in.
+"""The models and versions that a server offers, admission of requests, and their state until they are answered.
 
-Everything here runs on the event loop of the server. HTTP is in `app.py`, the models are in `engine_thread.py`.
+Everything here runs on the server's event loop. HTTP is in `app.py`, the models run in `engine_thread.py`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from posttrain.data.chat import ChatFormat
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import Event, FailureEvent, SessionRequest, TokenEvent
+from posttrain.engines.native.session import Event, FailureEvent, GenerationSession, SessionRequest, TokenEvent
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, Scores
 from posttrain.serve.engine_thread import EngineThread
-from posttrain.serve.errors import ApiError, failed, overloaded, timed_out, unavailable
 from posttrain.serve.metrics import ServeMetrics
-from posttrain.serve.options import Limits
+from posttrain.serve.options import ServerLimits
+from posttrain.serve.protocol import ApiError, failed, overloaded, timed_out, unavailable
 from posttrain.types import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("posttrain.serve")
 
@@ -36,9 +38,9 @@ class Version:
     """One set of weights: a session, and an adapter in it."""
 
     name: str  # in metrics and headers: "production", "canary"
-    source: str  # what the user called it
+    source: str  # the model reference that the user gave
     session: GenerationSession
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     adapter: str = ""
 
@@ -48,7 +50,7 @@ class Version:
 
     @cached_property
     def longest_token(self) -> int:
-        """In characters; a text has at least its own length divided by this in tokens."""
+        """In characters: a text of n characters has at least n divided by this many tokens."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def stop_ids(self, sampling: Sampling) -> frozenset[int]:
@@ -57,7 +59,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Job:
-    """A request that has passed every check."""
+    """A validated request."""
 
     id: str
     model: str
@@ -74,12 +76,12 @@ class Job:
 
 
 class Service:
-    """`models` are the names that clients may ask for. With a canary, requests for the first of them are shared."""
+    """`models`: by the name that clients use. With a canary, requests for the first of them are split."""
 
     def __init__(
         self,
         models: Mapping[str, Version],
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         *,
         canary: Canary | None = None,
         canary_version: Version | None = None,
@@ -88,41 +90,41 @@ class Service:
         assert (canary is None) == (canary_version is None)
         self.models = dict(models)
         self.main_model = next(iter(models))
-        self.limits = limits or Limits()
+        self.limits = limits or ServerLimits()
         self.canary, self.canary_version = canary, canary_version
         self.api_keys = tuple(api_keys)
         self.answers = AnswerLog()
         self.created = int(time.time())
         self.draining = False
-        self._ending = False  # nobody waits for answers any more
-        self.num_cut = 0  # samples that were unfinished then
+        self._ending = False  # the drain time is over
+        self.num_cut = 0  # samples that were unfinished at that time
         self.metrics = ServeMetrics()
         versions = [*self.models.values(), *([canary_version] if canary_version else [])]
         self.sessions = list({id(version.session): version.session for version in versions}.values())
         self.engine = EngineThread(self.sessions)
         self._inside = {id(session): 0 for session in self.sessions}
-        self._tickets: set[Ticket] = set()  # that are open
-        self._mean_seconds = 1.0  # of the requests that finished lately
+        self._tickets: set[Ticket] = set()  # open ones
+        self._mean_seconds = 1.0  # of recent requests
         self._watch(versions)
 
     def _watch(self, versions: Sequence[Version]) -> None:
         gauges: dict[str, tuple[str, Callable[[GenerationSession], float]]] = {
             "running_samples": ("Samples that decode now.", lambda s: s.num_active),
-            "waiting_samples": ("Samples that wait for a place or for memory.", lambda s: s.num_waiting),
+            "waiting_samples": ("Samples that wait for a slot or for memory.", lambda s: s.num_waiting),
             "kv_cache_pages": ("Pages of the KV cache.", lambda s: s.num_pages),
-            "kv_cache_pages_in_use": ("Pages of the KV cache that are taken.", lambda s: s.pages_in_use),
-            "preemptions": ("Samples that had to make room and wait again.", lambda s: s.preemptions),
+            "kv_cache_pages_in_use": ("Pages of the KV cache in use.", lambda s: s.pages_in_use),
+            "preemptions": ("Samples that were preempted and wait again.", lambda s: s.num_preemptions),
         }
-        of_session = {id(version.session): version for version in reversed(versions)}  # the first one names a session
+        of_session = {id(version.session): version for version in reversed(versions)}  # named after the first version
         for name, (text, read) in gauges.items():
             self.metrics.watch(name, text, {v.name: partial(read, v.session) for v in of_session.values()})
         if (canary := self.canary) is not None:
             shares = {CANARY: lambda: canary.share, PRODUCTION: lambda: 1.0 - canary.share}
             self.metrics.watch("canary_share", "Share of the traffic of each version.", shares)
             means = {name: partial(_mean, scores) for name, scores in canary.scores.items()}
-            self.metrics.watch("kpi_mean", "Mean of the scores of each version; not a number before the first.", means)
+            self.metrics.watch("kpi_mean", "Mean of the scores of each version; NaN before the first.", means)
 
-    # -- who answers ---------------------------------------------------------------------------------------------------
+    # -- routing -----------------------------------------------------------------------------------------------------
 
     def version_for(self, model: str, key: str) -> Version:
         found = self.models.get(model)
@@ -146,7 +148,7 @@ class Service:
         return self._works(self.models[self.main_model])
 
     def rate(self, answer_id: str, score: float) -> str:
-        """Keep what somebody thought of an answer; the version that gave it."""
+        """Count a user's score of an answer. Returns the version that answered."""
         version = self.answers.take(answer_id)
         if version is None:
             raise ApiError(
@@ -157,10 +159,10 @@ class Service:
             self.canary.rated(version, score)
         return version
 
-    # -- who gets in ---------------------------------------------------------------------------------------------------
+    # -- admission ----------------------------------------------------------------------------------------------------
 
     def admit(self, job: Job) -> Ticket:
-        """A place for the job, or ApiError 429. The caller must close the ticket."""
+        """A ticket for the job, or ApiError 429 if the queue is full. The caller must close the ticket."""
         if self.draining:
             raise unavailable("the server is shutting down")
         session = job.version.session
@@ -169,7 +171,7 @@ class Service:
         capacity = session.settings.max_batch_size + self.limits.max_queue
         inside = self._inside[id(session)]
         if inside + job.num_samples > capacity:
-            # Places come free all the time; half of what a request took lately, waiting included, is a fair guess.
+            # Slots become free continuously: half of a recent request's time, waiting included, is a fair estimate.
             retry_after = min(_LONGEST_RETRY_AFTER_S, max(1, math.ceil(self._mean_seconds / 2)))
             raise overloaded(
                 f"{inside} samples run or wait and {capacity} may; try again in about {retry_after} s", retry_after
@@ -180,13 +182,13 @@ class Service:
         return ticket
 
     def end(self) -> None:
-        """Time is up: whoever is still being answered hears so."""
+        """The drain time is over: fail all open tickets."""
         self.draining = self._ending = True
         for ticket in self._tickets:
             ticket.give_up("shutdown", unavailable("the server has shut down before the answer was complete"))
 
     def leave(self, ticket: Ticket, outcome: str, seconds: float) -> None:
-        """A ticket was closed."""
+        """Count a closed ticket."""
         job, completion_tokens = ticket.job, ticket.num_completion_tokens
         self._tickets.discard(ticket)
         labels = (job.model, job.version.name)
@@ -199,7 +201,7 @@ class Service:
             self.answers.remember(job.id, job.version.name)
         if self._ending and outcome != "ok":
             self.num_cut += job.num_samples
-        self._inside[id(job.version.session)] -= job.num_samples  # whoever sees that it has left finds it counted
+        self._inside[id(job.version.session)] -= job.num_samples  # last: a reader that sees it gone finds it counted
         if self.canary is not None and outcome in ("ok", "error", "timeout"):
             self.canary.answered(job.version.name, ok=outcome == "ok")
 
@@ -210,22 +212,22 @@ class Service:
 
 @dataclass(frozen=True)
 class _End:
-    """The last that a ticket hears, if there is no answer to be had."""
+    """The last event of a ticket that fails."""
 
     outcome: str
     error: ApiError
 
 
 class Ticket:
-    """A place in the engine, from admission until `close`. Closing an unfinished one frees its slots."""
+    """An admitted job, until `close`. Closing an unfinished one frees its slots."""
 
     def __init__(self, service: Service, job: Job) -> None:
         self.job = job
-        self.num_completion_tokens = 0  # that are part of the answer; counted by whoever reads it
+        self.num_completion_tokens = 0  # of the answer; counted by the reader of `batches`
         self._service = service
         self._events: asyncio.Queue[Event | _End] = asyncio.Queue()
         self._began = time.monotonic()
-        self._outcome = "disconnected"  # unless something else is heard of first
+        self._outcome = "disconnected"  # unless it ends otherwise
         self._open = True
         self.time_limit_s = service.limits.request_timeout_s
         late = timed_out(f"no complete answer within {self.time_limit_s:g} s")
@@ -234,27 +236,27 @@ class Ticket:
             service.engine.submit(job.version.session, request, self._events.put_nowait)
 
     async def batches(self) -> AsyncIterator[list[TokenEvent]]:
-        """Tokens of all samples, as many as have come: where the reader is slower than the engine, several of one sample.
+        """All tokens that have arrived: several of one sample if the reader is slower than the engine.
 
-        Ends when all samples are finished; ApiError if there is no answer to be had.
+        Ends when all samples are finished; raises ApiError if the job fails.
         """
         labels = (self.job.model, self.job.version.name)
         first, between = (
             histogram.labels(*labels)
             for histogram in (self._service.metrics.first_token_seconds, self._service.metrics.inter_token_seconds)
         )
-        heard: dict[tuple[str, int], float] = {}
+        last_token_at: dict[tuple[str, int], float] = {}
         left = self.job.num_samples
         while left:
             batch, end = await self._arrived()
             now = time.monotonic()
-            if batch and not heard:
+            if batch and not last_token_at:
                 first.observe(now - self._began)
             for event in batch:
                 name = (event.request_id, event.sample)
-                if name in heard:
-                    between.observe(now - heard[name])
-                heard[name] = now
+                if name in last_token_at:
+                    between.observe(now - last_token_at[name])
+                last_token_at[name] = now
                 left -= event.finish_reason is not None
             if not left:
                 self.finished()
@@ -265,7 +267,7 @@ class Ticket:
                 raise end.error
 
     async def _arrived(self) -> tuple[list[TokenEvent], _End | None]:
-        """All tokens that are there, at least one; or those before the end, if the request has come to one."""
+        """All tokens that have arrived, at least one, or those before the end of the ticket."""
         tokens: list[TokenEvent] = []
         event = await self._events.get()
         while isinstance(event, TokenEvent):
@@ -276,15 +278,15 @@ class Ticket:
         return tokens, _End("error", failed(event.message)) if isinstance(event, FailureEvent) else event
 
     def give_up(self, outcome: str, error: ApiError) -> None:
-        """Whoever reads hears the error, after all that has come so far."""
+        """Raise `error` in the reader, after the tokens that have arrived."""
         self._events.put_nowait(_End(outcome, error))
 
     def finished(self) -> None:
-        """All that the client wanted is there, though the engine might go on."""
+        """The answer is complete, even if the engine has not stopped yet."""
         self._outcome = "ok"
 
     def close(self) -> None:
-        """Give the place back. A second call does nothing."""
+        """Free the slots. A second call does nothing."""
         if not self._open:
             return
         self._open = False

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: reads a line, writes the answer as it comes, remembers both."""
+"""A chat in the terminal: reads lines, streams answers, keeps the conversation."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.data.chat import ChatFormat
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import FailureEvent, SessionRequest
+from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.errors import InputError
-from posttrain.serve.choices import Choice
+from posttrain.serve.responses import ResponseChoice
 from posttrain.types import Message, Sampling
 
 HELP = """\
 /reset          forget the conversation (the system message stays)
-/system TEXT    set the system message and begin again; without TEXT, take it away
+/system TEXT    set the system message and start again; without TEXT, remove it
 /history        show the conversation so far
 /help           this
 /exit           end (so does Ctrl-D)
@@ -26,20 +25,20 @@ Write = Callable[[str], None]
 
 
 class DamagedModelError(InputError):
-    """The model's weights give no numbers."""
+    """The model's output is NaN."""
 
 
 @dataclass
-class Conversation:
-    """What was said, and the model that answers. `sampling.max_new_tokens` is for one answer."""
+class TerminalChat:
+    """A conversation and the model that answers. `sampling.max_new_tokens` is for one answer."""
 
     session: GenerationSession
     chat: ChatFormat
     sampling: Sampling
-    seed: int | None = None  # None: other answers every time
+    seed: int | None = None  # None: random
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
-    num_forgotten: int = 0  # turns that no longer fitted, in the last answer
+    num_forgotten: int = 0  # turns that did not fit into the context of the last answer
     _num_answers: int = 0
 
     @property
@@ -55,7 +54,7 @@ class Conversation:
         self._num_answers = 0
 
     def answer(self, text: str) -> Iterator[str]:
-        """The pieces of the answer. Closing the iterator stops it; what was said until then is remembered."""
+        """The pieces of the answer. Closing the iterator stops it and keeps the text so far."""
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
         self.num_forgotten = 0  # also where the message does not fit
         self.num_forgotten, prompt_ids = self._fitting_prompt(turns)
@@ -68,8 +67,8 @@ class Conversation:
         )
         seed = secrets.randbits(63) if self.seed is None else self.seed + self._num_answers
         tokenizer = self.session.tokenizer
-        choice = Choice(0, tokenizer, (), stop_token_ids(self.session.forward.base, tokenizer, sampling))
-        said = ""
+        choice = ResponseChoice(0, tokenizer, (), stop_token_ids(self.session.forward.base, tokenizer, sampling))
+        answer_text = ""
         self.session.add(SessionRequest("turn", prompt_ids, sampling, seed))
         try:
             while self.session.unfinished:
@@ -77,32 +76,32 @@ class Conversation:
                     if isinstance(event, FailureEvent):
                         raise DamagedModelError(event.message)
                     piece = choice.push(event).text
-                    said += piece
+                    answer_text += piece
                     if piece:
                         yield piece
         finally:
             self.session.reset()  # not `cancel`: Ctrl-C may have come in the middle of a step
-            self.turns.append({"role": "assistant", "content": said})
+            self.turns.append({"role": "assistant", "content": answer_text})
             self._num_answers += 1
 
     def _fitting_prompt(self, turns: Sequence[Message]) -> tuple[int, tuple[int, ...]]:
-        """How many of the oldest turns must go to leave room for an answer, and the rest in tokens."""
+        """How many of the oldest turns are dropped to leave room for an answer, and the prompt of the rest."""
         limit = self.session.settings.max_total_tokens
         wanted = min(self.sampling.max_new_tokens, limit // 4)
         for forgotten in range(0, len(turns), 2):
             _, ids = self.chat.prompt([*self._system, *turns[forgotten:]])
             if len(ids) + wanted <= limit:
                 break
-        self.session.check(ids, 1)  # a single message that is too long is an error that says so
+        self.session.check(ids, 1)  # raises for a single message that is too long
         return forgotten, tuple(ids)
 
 
 def converse(
-    conversation: Conversation, read: Callable[[], str], write: Write, say: Write, *, has_commands: bool = True
+    conversation: TerminalChat, read: Callable[[], str], write: Write, say: Write, *, has_commands: bool = True
 ) -> bool:
-    """Until the input ends. `write` is for answers, `say` for everything else; `read` raises EOFError at the end.
+    """Chat until the input ends. `write` is for answers, `say` for everything else; `read` raises EOFError at the end.
 
-    Without commands every line is a message, whatever it begins with. Whether every message had an answer.
+    Without commands every line is a message. Returns whether every message was answered.
     """
     all_answered = True
     while True:
@@ -116,14 +115,14 @@ def converse(
         if not line:
             continue
         if has_commands and line.startswith("/"):
-            if not obey(conversation, line, say):
+            if not run_command(conversation, line, say):
                 return all_answered
             continue
-        all_answered &= speak(conversation, line, write, say)
+        all_answered &= answer_line(conversation, line, write, say)
 
 
-def speak(conversation: Conversation, line: str, write: Write, say: Write) -> bool:
-    """False if the message could not be answered."""
+def answer_line(conversation: TerminalChat, line: str, write: Write, say: Write) -> bool:
+    """Answer one message; False if that failed."""
     pieces = conversation.answer(line)
     try:
         for piece in pieces:
@@ -144,8 +143,8 @@ def speak(conversation: Conversation, line: str, write: Write, say: Write) -> bo
     return True
 
 
-def obey(conversation: Conversation, line: str, say: Write) -> bool:
-    """Do what a command says; False if the chat is to end."""
+def run_command(conversation: TerminalChat, line: str, say: Write) -> bool:
+    """Run a command; False if the chat should end."""
     command, _, rest = line.partition(" ")
     if command in ("/exit", "/quit"):
         return False

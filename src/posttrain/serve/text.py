@@ -1,16 +1,19 @@
-"""From tokens to text, while the tokens come: half characters wait, and so does what may become a stop string."""
+"""Incremental detokenisation: incomplete characters, and text that may become a stop string, are held back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-_BYTE_LEVEL: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by tokenizer
-# A character has at most four bytes, so what waits longer is no character in the making.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE_LEVEL: WeakKeyDictionary[PreTrainedTokenizerBase, bool] = WeakKeyDictionary()  # by tokenizer
+# A character has at most four bytes, so longer sequences of tokens are no incomplete character.
 _MOST_WAITING_TOKENS = 32
-_HALF_CHARACTER = "�"
+_INCOMPLETE = "�"
 
 
 class IncrementalText:
@@ -20,18 +23,18 @@ class IncrementalText:
     difference is what the new ones add.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._decode = _decoder(tokenizer)
         self._window: list[int] = []
-        self._num_context = 0  # tokens of the window whose text has been handed out
+        self._num_context = 0  # tokens of the window whose text was returned
         self._context = ""
 
     def push(self, token_id: int) -> str:
-        """What the token adds; often nothing yet."""
+        """The text that the token adds; often none yet."""
         self._window.append(token_id)
         text = self._decode(self._window)
         num_new = len(self._window) - self._num_context
-        if text.endswith(_HALF_CHARACTER) and num_new < _MOST_WAITING_TOKENS:
+        if text.endswith(_INCOMPLETE) and num_new < _MOST_WAITING_TOKENS:
             return ""
         if len(text) <= len(self._context):
             return ""
@@ -42,13 +45,13 @@ class IncrementalText:
         return added
 
     def finish(self) -> str:
-        """What was still waiting: no more will come to complete it."""
+        """The text that was held back, after the last token."""
         return self._decode(self._window)[len(self._context) :]
 
 
-def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Decoding without special tokens. Where `transformers` adds nothing but looking at its arguments, which takes four times
-    as long as decoding a token or two, it is left out."""
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Decoding without special tokens. Calls the backend directly where `transformers` only checks arguments, which takes
+    four times as long as decoding a token or two."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -63,7 +66,7 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 class StopCut:
-    """Lets text through up to the first stop string, which itself is never shown."""
+    """Passes text on up to the first stop string, without the stop string."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
@@ -88,12 +91,12 @@ class StopCut:
 
 
 def _overlap(text: str, string: str) -> int:
-    """Length of the longest end of `text` with which `string` begins."""
+    """Length of the longest suffix of `text` that is a prefix of `string`."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
 
 
-def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """The bytes that a token stands for, also where they are half a character."""
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bytes:
+    """The bytes of a token, which may be part of a character."""
     piece = tokenizer.convert_ids_to_tokens(token_id)
     if isinstance(piece, str):
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
@@ -105,8 +108,8 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
     return str(tokenizer.decode([token_id], skip_special_tokens=False)).encode()
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
-    """Looked up once: it is asked of every token, and the decoder tells only when it is written out."""
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Cached, because finding out means serialising the decoder."""
     if (known := _BYTE_LEVEL.get(tokenizer)) is None:
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         known = _BYTE_LEVEL[tokenizer] = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
@@ -115,7 +118,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 @cache
 def _byte_of_symbol() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for characters from 256 on."""
+    """GPT-2's alphabet: printable bytes are written as themselves, the others as characters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

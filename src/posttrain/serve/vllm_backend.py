@@ -1,8 +1,7 @@
-"""`posttrain serve --backend vllm`: the same command line, answered by vLLM's own server, which takes this process over.
+"""`posttrain serve --backend vllm`: the same command line, served by vLLM's own server, which replaces this process.
 
-posttrain finds the model and translates the options. From then on everything is vLLM's: its API, its limits, its metrics. An
-option that vLLM's server has no counterpart for is refused, most by the command line, so that nobody relies on a limit that
-is not there.
+posttrain resolves the model and translates the options. API, limits and metrics are vLLM's. Options without a counterpart in
+vLLM's server are refused, most of them by the command line.
 """
 
 from __future__ import annotations
@@ -12,26 +11,30 @@ import shutil
 import sys
 from pathlib import Path
 
-from posttrain.serve.adapter_tokenizers import load_adapter_tokenizer, warn_of_unused_template
-from posttrain.serve.loading import Say, ServeOptions
-from posttrain.serve.models import Found, ServeError, find_adapter, find_model, name_of
+from posttrain.engines.vllm import allowed_rank
+from posttrain.errors import InputError
+from posttrain.json_files import read_json
+from posttrain.models.accepted_names import ResolvedModel, resolve_registered_model
+from posttrain.serve.adapters import load_adapter_tokenizer, warn_of_unused_template
+from posttrain.serve.loading import Say
+from posttrain.serve.models import find_adapter, name_of
+from posttrain.serve.options import ServeOptions
 
 _DTYPES = {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"}
 
 
 def vllm_arguments(options: ServeOptions, host: str, port: int, say: Say) -> tuple[list[str], dict[str, str]]:
-    """Arguments of `vllm serve`, and variables for its environment. The key goes there: arguments are for all to see."""
+    """Arguments of `vllm serve`, and variables for its environment. The API key goes there: other users can see arguments."""
     _refuse(options)
-    found = find_model(options.model, options.registry)
-    reference, engine = found.reference, options.engine
-    adapters = {name: str(_adapter(name, text, found, options, say)) for name, text in options.adapters.items()}
-    name = options.served_name or name_of(found)
-    arguments = [reference.model, "--host", host, "--port", str(port), "--dtype", _DTYPES[engine.precision]]
-    arguments += ["--tokenizer", reference.tokenizer] if reference.tokenizer != reference.model else []
-    if reference.adapter is None:
+    model, engine = resolve_registered_model(options.model, registry=options.registry), options.engine
+    adapters = {name: str(_adapter(name, text, model, options, say)) for name, text in options.adapters.items()}
+    name = options.served_name or name_of(model)
+    arguments = [model.model, "--host", host, "--port", str(port), "--dtype", _DTYPES[engine.precision]]
+    arguments += ["--tokenizer", model.tokenizer] if model.tokenizer != model.model else []
+    if model.adapter is None:
         arguments += ["--served-model-name", name]
     else:
-        adapters = {name: str(reference.adapter), **adapters}
+        adapters = {name: str(model.adapter), **adapters}
     if adapters:
         rank = max(_rank(Path(folder)) for folder in adapters.values())
         arguments += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules"]
@@ -44,11 +47,11 @@ def vllm_arguments(options: ServeOptions, host: str, port: int, say: Say) -> tup
 
 
 def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:
-    """Replaces this process; returns only if that fails."""
+    """Replace this process by vLLM's server. Returns only if that fails."""
     beside = Path(sys.executable).with_name("vllm")
     program = str(beside) if beside.exists() else shutil.which("vllm")
     if program is None:
-        raise ServeError("--backend vllm needs vLLM: pip install 'posttrain[vllm]'")
+        raise InputError("--backend vllm needs vLLM: pip install 'posttrain[vllm]'")
     arguments, environment = vllm_arguments(options, host, port, say)
     say(
         "vLLM takes over. API, queue, time-outs, body limit and /metrics are vLLM's own now; posttrain's are not in force."
@@ -57,8 +60,8 @@ def become_vllm(options: ServeOptions, host: str, port: int, say: Say) -> int:
     os.execve(program, [program, "serve", *arguments], {**os.environ, **environment})
 
 
-def _adapter(name: str, text: str, main: Found, options: ServeOptions, say: Say) -> Path:
-    """The folder of an adapter, with a warning where vLLM will not ask it as it was trained."""
+def _adapter(name: str, text: str, main: ResolvedModel, options: ServeOptions, say: Say) -> Path:
+    """The folder of an adapter, with a warning if vLLM ignores its chat template."""
     adapter = find_adapter(name, text, main, say, options.registry)
     tokenizer = load_adapter_tokenizer(name, adapter, main, say)
     if tokenizer is not None:
@@ -67,19 +70,16 @@ def _adapter(name: str, text: str, main: Found, options: ServeOptions, say: Say)
 
 
 def _refuse(options: ServeOptions) -> None:
-    strange = ["--device cpu"] if options.engine.device == "cpu" else []
+    unsupported = ["--device cpu"] if options.engine.device == "cpu" else []
     if len(options.api_keys) > 1:
-        strange.append("more than one API key")
-    if strange:
-        raise ServeError(
-            f"vLLM's server has no counterpart for {', '.join(strange)}: leave it out, or use --backend native"
+        unsupported.append("more than one API key")
+    if unsupported:
+        raise InputError(
+            f"vLLM's server has no counterpart for {', '.join(unsupported)}: leave it out, or use --backend native"
         )
 
 
 def _rank(adapter: Path) -> int:
-    """vLLM wants to know the largest rank, from a list of its own."""
-    from posttrain.models.reference import read_json
-
     config = read_json(adapter / "adapter_config.json")
     largest = max([int(config.get("r", 16)), *(config.get("rank_pattern") or {}).values()])
-    return next((rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= largest), largest)
+    return allowed_rank(largest)

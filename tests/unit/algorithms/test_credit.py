@@ -11,7 +11,7 @@ from made_groups import Reward, group, rollout
 from posttrain.algorithms.advantages import (
     AdvantagesPerReward,
     GroupAdvantages,
-    RewardsThemselves,
+    NoBaseline,
     Spread,
     Whitening,
     has_signal,
@@ -62,7 +62,7 @@ def test_each_form_of_the_divisor(spread: Spread, divisor: float) -> None:
     assert advantages == pytest.approx([2 / 3 / divisor, -1 / 3 / divisor, -1 / 3 / divisor])
 
 
-def test_a_rollout_that_is_alone_gets_nothing_or_its_reward() -> None:
+def test_group_of_one_gets_zero_or_its_reward() -> None:
     assert GroupAdvantages()(scores([None, 0.7], [1, 0])) == [[0, 0], pytest.approx([1, -1])]
     kept = GroupAdvantages(True, False, group_of_one="reward")
     assert kept(scores([None, 0.7], [0.5, 0.5])) == [pytest.approx([0, 0.7 / (1 + 1e-6)]), [0, 0]]
@@ -70,7 +70,7 @@ def test_a_rollout_that_is_alone_gets_nothing_or_its_reward() -> None:
 
 
 def test_without_a_baseline_the_reward_is_the_advantage_and_an_unscored_one_is_0() -> None:
-    assert RewardsThemselves()(scores([1, None], [0.2])) == [[1, 0], [0.2]]
+    assert NoBaseline()(scores([1, None], [0.2])) == [[1, 0], [0.2]]
 
 
 def test_gdpo_credits_each_part_on_its_own() -> None:
@@ -100,7 +100,7 @@ def test_gdpo_says_what_is_wrong_with_the_parts() -> None:
 
 
 def test_whitening_over_rollouts_counts_each_once() -> None:
-    credit = Credit(RewardsThemselves(), whitening=Whitening("rollouts", Spread(1, 0.0)))
+    credit = Credit(NoBaseline(), whitening=Whitening("rollouts", Spread(1, 0.0)))
     told, columns = credited(credit, [group(0, [1.0, 0.0, None]), group(1, [3.0])])
     deviation = statistics.stdev([1, 0, 3])
     expected = [(1 - 4 / 3) / deviation, -4 / 3 / deviation, (3 - 4 / 3) / deviation]
@@ -113,7 +113,7 @@ def test_whitening_over_tokens_counts_trained_tokens() -> None:
     values = [1, 0, 0, 2, 2]
     masked = torch.tensor([1.0, 1, 1, 1, 1, 0])
     mean, deviation = statistics.fmean(values), math.sqrt(statistics.pvariance(values))
-    credit = Credit(RewardsThemselves(), whitening=Whitening("tokens", Spread(0, 1e-8, "variance_floor")))
+    credit = Credit(NoBaseline(), whitening=Whitening("tokens", Spread(0, 1e-8, "variance_floor")))
     _, columns = credited(credit, groups, mask=masked)
     for column, reward in zip(columns, (1, 0, 2), strict=True):
         assert column == pytest.approx([(reward - mean) / deviation] * len(column))
@@ -121,7 +121,7 @@ def test_whitening_over_tokens_counts_trained_tokens() -> None:
 
 def test_equal_advantages_are_whitened_to_0_whatever_rounding_leaves() -> None:
     for over in ("rollouts", "tokens"):
-        credit = Credit(RewardsThemselves(), whitening=Whitening(over, Spread(1, 0.0)))
+        credit = Credit(NoBaseline(), whitening=Whitening(over, Spread(1, 0.0)))
         _, columns = credited(credit, [group(0, [0.1, 0.1, 0.1]), group(1, [0.3 - 0.2, 0.1])])
         assert all(value == 0 for column in columns for value in column)
 

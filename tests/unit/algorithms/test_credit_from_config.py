@@ -1,20 +1,22 @@
 """Every setting of credit, selection and loss arrives where it works. What it does there is tested beside it."""
 
 import pytest
+from fakes import ScriptedRollouts
 
 from posttrain.algorithms.advantages import (
     AdvantagesPerReward,
     GroupAdvantages,
-    RewardsThemselves,
+    NoBaseline,
     Spread,
     Whitening,
 )
 from posttrain.algorithms.credit import Credit, KlInReward
 from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling
-from posttrain.build.credit import build_credit, build_objective, build_selection
-from posttrain.config import load_config
-from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.rollouts.selection import DynamicSampling, EveryGroup
+from posttrain.config import LossFnConfig, load_config
+from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
+from posttrain.roles import RolloutSource
+from posttrain.rollouts.dynamic_sampling import DynamicSampling
+from posttrain.rollouts.surplus import StreamAndSurplus
 
 ESTIMATOR = "grpo.adv_estimator"
 KL = "loss_fn.use_kl_in_reward=true"
@@ -29,7 +31,7 @@ CREDITS = {
     (f"{ESTIMATOR}.name=rloo",): Credit(GroupAdvantages(False, True)),
     (f"{ESTIMATOR}.name=dr_grpo",): Credit(MEAN),
     (f"{ESTIMATOR}.name=reinforce_plus_plus",): Credit(MEAN, whitening=RFPP),
-    (f"{ESTIMATOR}={{name: reinforce_plus_plus, minus_baseline: false}}",): Credit(RewardsThemselves(), whitening=RFPP),
+    (f"{ESTIMATOR}={{name: reinforce_plus_plus, minus_baseline: false}}",): Credit(NoBaseline(), whitening=RFPP),
     (f"{ESTIMATOR}={{name: reinforce_plus_plus, whiten_advantages: none}}",): Credit(MEAN),
     (f"{ESTIMATOR}={{name: gdpo, reward_weights: [2, 1]}}", SEVERAL): Credit(
         AdvantagesPerReward(GroupAdvantages(), (2.0, 1.0)), whitening=Whitening("rollouts", Spread(1, 0.0))
@@ -67,18 +69,22 @@ def test_credit(overrides: tuple[str, ...], expected: Credit) -> None:
     assert build_credit(load_config("grpo", None, list(overrides)).config) == expected
 
 
-def test_selection() -> None:
-    def selection(*overrides: str) -> EveryGroup | DynamicSampling:
-        return build_selection(load_config("grpo", None, ["grpo.num_prompts_per_step=5", *overrides]).config)  # type: ignore[return-value]
+def test_dynamic_sampling() -> None:
+    inner = ScriptedRollouts([])
+    position = StreamAndSurplus(inner)
 
-    assert selection() == EveryGroup(5)
-    assert selection("grpo.use_dynamic_sampling=true") == DynamicSampling(5, 5, 10, keeps_surplus=True)
-    scaled = selection("grpo.use_dynamic_sampling=true", "grpo.reward_scaling={enabled: true, target_min: -1}")
-    assert scaled == DynamicSampling(5, 5, 10, scaling=RewardScaling(target_min=-1.0))
+    def source(*overrides: str) -> RolloutSource:
+        config = load_config("grpo", None, ["grpo.num_prompts_per_step=5", *overrides]).config
+        return with_dynamic_sampling(config, inner, build_position(config, inner))
+
+    assert source() is inner
+    assert source("grpo.use_dynamic_sampling=true") == DynamicSampling(inner, position, 5, 10, keeps_surplus=True)
+    scaled = source("grpo.use_dynamic_sampling=true", "grpo.reward_scaling={enabled: true, target_min: -1}")
+    assert scaled == DynamicSampling(inner, position, 5, 10, scaling=RewardScaling(target_min=-1.0))
     given = "grpo={use_dynamic_sampling: true, batch_multiplier: 1.5, dynamic_sampling_surplus: discard}"
-    assert selection(
+    assert source(
         given, "grpo.dynamic_sampling_max_gen_batches=3", f"{ESTIMATOR}.name=gdpo", SEVERAL
-    ) == DynamicSampling(5, 7, 3, keeps_surplus=False, looks_at_parts=True)
+    ) == DynamicSampling(inner, position, 7, 3, keeps_surplus=False, looks_at_parts=True)
 
 
 LOSSES = {
@@ -94,24 +100,24 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss(name: str) -> None:
     objective = build_objective(load_config("grpo", None, [f"loss_fn.{name}={LOSSES[name]}"]).config)
-    assert getattr(objective, name) == LOSSES[name]
-    assert getattr(ClippedPolicyGradient(), name) != LOSSES[name]
+    assert getattr(objective.config, name) == LOSSES[name]
+    assert getattr(LossFnConfig(reference_policy_kl_penalty=0.0), name) != LOSSES[name]
 
 
 def test_whole_answers_may_have_the_product_as_their_ratio() -> None:
     given = "loss_fn={sequence_level_importance_ratios: true, sequence_ratio_type: product, token_level_loss: false}"
-    assert build_objective(load_config("grpo", None, [given]).config).sequence_ratio_type == "product"
+    assert build_objective(load_config("grpo", None, [given]).config).config.sequence_ratio_type == "product"
 
 
 def test_kl_is_charged_once() -> None:
     objective = build_objective(load_config("grpo", None, [KL]).config)
-    assert objective.reference_policy_kl_penalty == 0
+    assert objective.config.reference_policy_kl_penalty == 0
     assert not objective.needs_reference
 
 
-def test_dr_grpo_divides_by_a_constant_length_unless_told_otherwise() -> None:
+def test_dr_grpo_divides_by_a_constant_length_by_default() -> None:
     named = f"{ESTIMATOR}.name=dr_grpo"
     objective = build_objective(load_config("grpo", None, [named, "policy.generation.max_new_tokens=77"]).config)
-    assert (objective.loss_normalizer, objective.max_response_tokens) == ("max_tokens", 77)
+    assert (objective.config.loss_normalizer, objective.config.max_response_tokens) == ("max_tokens", 77)
     told = build_objective(load_config("grpo", None, [named, "loss_fn.loss_normalizer=tokens"]).config)
-    assert told.loss_normalizer == "tokens"
+    assert told.config.loss_normalizer == "tokens"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from posttrain.algorithms.dpo import Dpo
 from posttrain.algorithms.kto import Kto
+from posttrain.config import DpoConfig
 from posttrain.policy.objectives import KtoLoss, PreferenceLoss
 from posttrain.roles import Objective
 from posttrain.types import Judged, Pair, TokenBatch, UpdateReport
@@ -70,11 +71,11 @@ ANSWERS = [Judged(0, "a", (1, 2), (3,), True), Judged(1, "b", (6,), (7, 8), Fals
 
 
 def dpo(policy: Any, reference: Any, **objective: Any) -> Dpo:
-    return Dpo(2, PreferenceLoss(**objective), policy, Rows(PAIRS), PAIRS, reference)
+    return Dpo(2, PreferenceLoss(DpoConfig(**objective)), policy, Rows(PAIRS), PAIRS, reference)
 
 
 def kto(policy: Any, reference: Any, answers: Sequence[Judged] = ANSWERS) -> Kto:
-    return Kto(len(answers), 64, KtoLoss(), policy, Rows(answers), reference, answers)
+    return Kto(len(answers), 64, KtoLoss(DpoConfig()), policy, Rows(answers), reference, answers)
 
 
 def test_dpo_scores_the_reference_then_updates_then_moves_the_schedule() -> None:
@@ -119,7 +120,7 @@ def test_validation_looks_up_its_own_step_and_is_timed() -> None:
     assert policy.calls == ["evaluate"]
     assert reference.asked[0][0] == 4
     assert "policy_and_reference_logprobs" in report.timings_s
-    assert Dpo(2, PreferenceLoss(), policy, Rows([]), (), reference).validate(4) is None  # type: ignore[arg-type]
+    assert Dpo(2, PreferenceLoss(DpoConfig()), policy, Rows([]), (), reference).validate(4) is None  # type: ignore[arg-type]
 
 
 def test_kto_measures_its_baseline_before_the_update_on_answers_to_other_prompts() -> None:

@@ -108,7 +108,7 @@ def test_groups_with_fewer_than_two_scores_teach_nothing(estimator: OneGroup, re
 
 
 @every_estimator
-def test_unscored_rollouts_are_in_nobodys_baseline(estimator: OneGroup) -> None:
+def test_unscored_rollouts_are_in_no_baseline(estimator: OneGroup) -> None:
     with_gaps = estimator([None, 1.0, 0.0, None, 0.5, 0.0, None])
     scored = estimator([1.0, 0.0, 0.5, 0.0])
     assert [with_gaps[i] for i in (1, 2, 4, 5)] == scored

@@ -1,57 +1,16 @@
 """From rollouts, pairs and examples to the batches a policy trains on, and the order of calls of a step. No model."""
 
-from collections.abc import Sequence
-
 import pytest
-import torch
-from torch import Tensor
+from fakes import ScriptedPolicy, ScriptedRollouts
 
 from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.supervised_batches import example_batch, pair_batch
+from posttrain.config import LossFnConfig
+from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.roles import Objective
-from posttrain.rollouts.selection import EveryGroup
-from posttrain.types import Completion, Example, Group, Pair, Rollout, Score, Task, TokenBatch, UpdateReport
-
-
-class FakePolicy:
-    """Writes down what it is asked to do. Its log-probabilities count the calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.batches: list[TokenBatch] = []
-
-    def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
-        self.calls.append("update")
-        self.batches.append(batch)
-        number = float(len(self.batches))
-        return UpdateReport({"loss": number, "probs_ratio_min": number, "probs_ratio_max": number})
-
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        self.calls.append("logprobs")
-        return torch.full((sum(batch.response_lengths),), -1.0)
-
-    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        self.calls.append("reference_logprobs")
-        return torch.full((sum(batch.response_lengths),), -2.0)
-
-    def end_step(self) -> None:
-        self.calls.append("end_step")
-
-
-class FakeRollouts:
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = list(groups)
-
-    def sample(self, num_groups: int, step: int) -> tuple[list[Task], list[list[Completion]]]:
-        assert num_groups == len(self.groups)
-        tasks = [group.task for group in self.groups]
-        return tasks, [[rollout.completion for rollout in group.rollouts] for group in self.groups]
-
-    def score(self, tasks: Sequence[Task], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        return self.groups
+from posttrain.types import Completion, Example, Group, Pair, Rollout, Score, Task
 
 
 def make_group(
@@ -69,12 +28,12 @@ def make_group(
 
 def run(
     groups: list[Group], *, updates: int = 1, kl: float = 0.0, overlong_filtering: bool = False
-) -> tuple[FakePolicy, dict[str, float]]:
-    policy = FakePolicy()
-    settings = GrpoSettings(num_updates_per_step=updates, overlong_filtering=overlong_filtering)
-    objective = ClippedPolicyGradient(reference_policy_kl_penalty=kl)
+) -> tuple[ScriptedPolicy, dict[str, float]]:
+    policy = ScriptedPolicy()
+    settings = GrpoSettings(len(groups), num_updates_per_step=updates, overlong_filtering=overlong_filtering)
+    objective = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=kl))
     credit = Credit(GroupAdvantages(normalize_rewards=False))
-    grpo = Grpo(settings, objective, credit, EveryGroup(len(groups)), policy, FakeRollouts(groups))
+    grpo = Grpo(settings, objective, credit, policy, ScriptedRollouts(groups), SharedWeights())  # type: ignore[arg-type]
     return policy, dict(grpo.step(1).metrics)
 
 
@@ -90,7 +49,7 @@ def test_several_updates_score_the_old_policy_before_the_first_and_the_schedule_
     assert all((batch.columns["prev_logprobs"] == -1).all() for batch in policy.batches)
 
 
-def test_the_reference_is_scored_only_when_kl_has_a_price() -> None:
+def test_reference_is_scored_only_with_a_kl_penalty() -> None:
     policy, _ = run([make_group(0, [1.0, 0.0])], kl=0.1)
     assert policy.calls == ["reference_logprobs", "update", "end_step"]
     assert (policy.batches[0].columns["reference_logprobs"] == -2).all()
@@ -128,7 +87,7 @@ def test_an_unscored_rollout_is_neither_credited_nor_trained_on() -> None:
     assert metrics["reward"] == 0.5
 
 
-def test_a_step_without_any_score_makes_no_update_and_says_so() -> None:
+def test_step_without_scores_makes_no_update() -> None:
     policy, metrics = run([make_group(0, [None, None])])
     assert "update" not in policy.calls
     assert "end_step" in policy.calls
@@ -143,7 +102,7 @@ def test_overlong_filtering_masks_the_loss_but_keeps_the_reward_in_the_baseline(
     assert (batch.num_tokens, batch.num_sequences) == (3.0, 2.0)
 
 
-def test_where_every_answer_was_cut_off_there_is_no_update() -> None:
+def test_step_of_filtered_answers_alone_makes_no_update() -> None:
     """Weight decay and momentum would move the weights without anything to learn from."""
     groups = [make_group(0, [1.0], cut=0), make_group(1, [0.0])]
     policy, metrics = run(groups, updates=2, overlong_filtering=True)

@@ -23,7 +23,8 @@ from shapes import (
 from workloads import workload
 
 from posttrain.errors import InputError
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "tiny"])

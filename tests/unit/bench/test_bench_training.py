@@ -80,10 +80,11 @@ def steps() -> dict[bool, Any]:
     return {shared: measure(replace(GRPO, share_prompts=shared)) for shared in (True, False)}
 
 
-def test_sharing_prompts_changes_no_answer_and_no_loss(steps: dict[bool, Any]) -> None:
+def test_prompt_sharing_does_not_change_answers_or_loss(steps: dict[bool, Any]) -> None:
     shared, alone = (steps[which]["metrics"] for which in (True, False))
     assert shared["reward"] == alone["reward"]
-    assert shared["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    # The loss is a sum of advantages of both signs, of order 1: it errs by eps times the number of tokens.
+    assert shared["loss"] == pytest.approx(alone["loss"], abs=2e-5)
     assert shared["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from posttrain.checkpointing import BackgroundWrite
-from posttrain.checkpointing import marks as marks_module
-from posttrain.checkpointing.marks import leave_mark, wait_for_marks
+from posttrain.checkpointing import background as background_module
+from posttrain.checkpointing.background import leave_mark, wait_for_marks
 
 
-def test_a_write_runs_while_its_starter_goes_on() -> None:
+def test_a_write_runs_in_the_background() -> None:
     background, may_end, written = BackgroundWrite(), threading.Event(), []
 
     def write(_: Callable[[], bool]) -> None:
@@ -34,12 +34,12 @@ def test_a_write_runs_while_its_starter_goes_on() -> None:
     assert background.take_write_s() is None, "it is reported once"
 
 
-def test_nothing_to_wait_for_is_no_wait() -> None:
+def test_wait_returns_at_once_without_a_write() -> None:
     assert BackgroundWrite().wait() is None
     assert not BackgroundWrite().has_failed
 
 
-def test_an_error_is_told_to_whoever_waits_next_and_once() -> None:
+def test_an_error_is_returned_once_by_the_next_wait() -> None:
     background = BackgroundWrite()
 
     def fail(_: Callable[[], bool]) -> None:
@@ -55,7 +55,7 @@ def test_an_error_is_told_to_whoever_waits_next_and_once() -> None:
     assert background.take_write_s() is None, "a failed write is no write"
 
 
-def test_looking_for_errors_does_not_wait() -> None:
+def test_has_failed_does_not_wait() -> None:
     background, may_end = BackgroundWrite(), threading.Event()
     background.start(lambda _: may_end.wait(10) and None)
     assert not background.has_failed
@@ -89,7 +89,7 @@ def never() -> bool:
     return False
 
 
-def test_the_driver_waits_for_the_mark_of_every_rank_and_takes_them_away(tmp_path: Path) -> None:
+def test_the_driver_waits_for_the_marks_of_all_ranks_and_removes_them(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     leave_mark(tmp_path, 1, "")
     late = threading.Timer(0.2, leave_mark, (tmp_path, 0, ""))
@@ -99,35 +99,37 @@ def test_the_driver_waits_for_the_mark_of_every_rank_and_takes_them_away(tmp_pat
     late.join()
 
 
-def test_what_went_wrong_on_a_rank_is_told(tmp_path: Path) -> None:
+def test_the_error_of_a_rank_is_reported(tmp_path: Path) -> None:
     leave_mark(tmp_path, 0, "")
     leave_mark(tmp_path, 1, "OSError: disk full")
     with pytest.raises(RuntimeError, match=r"rank 1 could not write its part(?s:.*)disk full"):
         wait_for_marks(tmp_path, 2, never)
 
 
-def test_a_failure_is_heard_while_another_rank_still_waits(tmp_path: Path) -> None:
+def test_a_failure_is_reported_while_another_rank_still_writes(tmp_path: Path) -> None:
     leave_mark(tmp_path, 1, "OSError: disk full")  # rank 0 never comes: it waits for rank 1
     with pytest.raises(RuntimeError, match="rank 1 could not write"):
         wait_for_marks(tmp_path, 2, never)
 
 
-def test_a_rank_whose_mark_does_not_fit_on_the_disk_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_write_its_mark_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(marks_module.durable, "write_text", full)
+    monkeypatch.setattr(background_module.durable, "write_text", full)
     leave_mark(tmp_path, 0, "OSError: No space left on device")
     with pytest.raises(RuntimeError, match="rank 0 could not write its part"):
         wait_for_marks(tmp_path, 1, never)
 
 
-def test_a_rank_that_is_gone_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks_module, "_GRACE_S", 0.1)
+def test_the_wait_for_a_dead_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_module, "_GRACE_S", 0.1)
     leave_mark(tmp_path, 0, "")
     with pytest.raises(RuntimeError, match="rank 1 has not written"):
         wait_for_marks(tmp_path, 2, lambda: True)
 
 
-def test_a_mark_in_a_folder_that_was_removed_is_no_error(tmp_path: Path) -> None:
-    leave_mark(tmp_path / "gone", 0, "")
+@pytest.mark.parametrize("problem", ["", "OSError: disk full"])
+def test_leave_mark_does_not_recreate_a_removed_folder(problem: str, tmp_path: Path) -> None:
+    leave_mark(tmp_path / "gone", 0, problem)
+    assert list(tmp_path.iterdir()) == []

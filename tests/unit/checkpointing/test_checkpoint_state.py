@@ -25,7 +25,7 @@ def draw() -> list[float]:
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.randn(3).tolist()]
 
 
-def test_generators_go_on_where_they_were_after_a_save_and_a_load(tmp_path: Path) -> None:
+def test_generators_continue_after_a_save_and_a_load(tmp_path: Path) -> None:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
@@ -52,11 +52,18 @@ def test_capturing_does_not_move_the_generators() -> None:
     assert draw() == expected
 
 
-def test_a_state_of_cuda_devices_that_are_not_here_is_left_out() -> None:
+def test_restore_rng_ignores_states_of_absent_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append(device))
     state = capture_rng()
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA devices")
-    restore_rng({**state, "cuda": [torch.zeros(16, dtype=torch.uint8)]})
+    expected = draw()
+    for available, count in ((False, 0), (True, 1)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        restored.clear()
+        restore_rng({**state, "cuda": [torch.zeros(16, dtype=torch.uint8)] * 2})
+        assert restored == list(range(count))
+        assert draw() == expected, "the other generators are restored all the same"
 
 
 def test_plain_state_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path, said: Said) -> None:
     assert store.latest() == tmp_path / "step_10"
 
 
-def test_trouble_after_the_checkpoint_is_complete_is_said_and_does_not_fail_the_run(
+def test_errors_after_a_complete_checkpoint_are_reported_and_do_not_fail_the_run(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path, text: str) -> None:
@@ -217,7 +217,7 @@ def test_training_info_that_cannot_be_read_names_the_file(tmp_path: Path, said: 
         make_store(tmp_path, said).read_info(tmp_path)
 
 
-def test_settings_that_cannot_be_are_refused_with_their_field(tmp_path: Path, said: Said) -> None:
+def test_invalid_settings_are_refused_with_their_field(tmp_path: Path, said: Said) -> None:
     with pytest.raises(CheckpointError, match=r"checkpointing\.keep_top_k is -1"):
         make_store(tmp_path, said, keep_top_k=-1)
     with pytest.raises(CheckpointError, match=r"checkpointing\.save_period is 0"):
@@ -339,7 +339,7 @@ def test_files_that_people_add_to_a_checkpoint_do_not_damage_it(tmp_path: Path, 
     assert store.latest() == tmp_path / "step_10"
 
 
-def test_folders_with_similar_names_are_nobodys_checkpoint(tmp_path: Path, said: Said) -> None:
+def test_folders_with_similar_names_are_no_checkpoints(tmp_path: Path, said: Said) -> None:
     for name in ("step_", "step_x", "step_010", "my_step_10", "tmp_step_x", "best", "step_10_copy"):
         (tmp_path / name).mkdir()
     store = make_store(tmp_path, said, keep_top_k=1)
@@ -349,9 +349,7 @@ def test_folders_with_similar_names_are_nobodys_checkpoint(tmp_path: Path, said:
     assert len(names(tmp_path)) == 8
 
 
-def test_a_large_checkpoint_says_that_it_is_being_verified(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verifying_a_large_checkpoint_is_announced(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_WORTH_A_LINE_BYTES", 100)
     store = make_store(tmp_path, said)
     save(store, 10, b"x" * 101)
@@ -431,7 +429,7 @@ def test_damaged_checkpoints_do_not_push_good_ones_out(tmp_path: Path, said: Sai
     assert resumed.steps() == [30, 40]
 
 
-def test_what_was_just_written_survives_retention_even_without_a_look_at_the_others(tmp_path: Path, said: Said) -> None:
+def test_the_newest_checkpoint_survives_retention(tmp_path: Path, said: Said) -> None:
     flip_a_bit(save(make_store(tmp_path, said), 30))
     store = make_store(tmp_path, said, keep_top_k=1)
     save(store, 20)

@@ -20,13 +20,13 @@ def send(number: signal.Signals) -> None:
 def test_the_first_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     with Interruption() as interruption:
         assert interruption.active
-        assert not interruption.requested
+        assert interruption.signal is None
         assert interruption.exit_code == 0
         send(number)
-        assert interruption.requested
+        assert interruption.signal is not None
         assert interruption.signal is number
     assert interruption.exit_code == code
-    assert interruption.requested, "the loop may look after it has left the block"
+    assert interruption.signal is not None, "the loop may look after it has left the block"
     assert f"{number.name} received: saving at the next safe point" in capfd.readouterr().err
 
 
@@ -89,7 +89,7 @@ def test_a_forked_child_dies_of_the_signal_instead_of_waiting_for_a_safe_point(n
             finally:
                 os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
-        assert not interruption.requested
+        assert interruption.signal is None
 
 
 def test_a_request_may_arrive_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,4 +103,4 @@ def test_a_request_may_arrive_in_the_middle_of_a_print(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stdout", Busy())
     with Interruption() as interruption:
         send(signal.SIGTERM)
-        assert interruption.requested
+        assert interruption.signal is not None

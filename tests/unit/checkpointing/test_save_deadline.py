@@ -31,7 +31,7 @@ def test_another_form_is_refused_naming_the_field_and_the_form(text: object) -> 
         SaveDeadline(text)  # type: ignore[arg-type]
 
 
-def test_without_a_limit_it_is_never_time() -> None:
+def test_without_a_limit_there_is_no_deadline() -> None:
     deadline = SaveDeadline(None)
     assert not deadline.must_save_now()
     deadline.start()
@@ -39,7 +39,7 @@ def test_without_a_limit_it_is_never_time() -> None:
     assert not deadline.must_save_now()
 
 
-def test_it_is_time_when_one_more_mean_step_would_reach_the_limit() -> None:
+def test_the_deadline_is_reached_when_one_more_mean_step_would_not_fit() -> None:
     clock = Clock()
     deadline = SaveDeadline("00:00:01:40", clock)
     clock.now += 500  # loading a model before the loop does not count

@@ -1,4 +1,4 @@
-"""The command line: words in any order, help worth reading, exit codes that mean what the help says."""
+"""The command line: arguments in any order, help, and exit codes as documented."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "rm", "sft"])
-def test_help_of_a_training_command_has_an_example_and_says_how_to_go_on(
+def test_help_of_a_training_command_has_an_example_and_explains_resuming(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = call([kind, "--help"], capsys)
     assert code == 0
     assert f"posttrain {kind} --config" in out
     assert "--quiet" in out
-    assert "goes on from the newest checkpoint" in " ".join(out.split())
+    assert "resumes from the newest checkpoint" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("command", [["demo"], ["config"], ["config", "show"], ["config", "check"], ["models"]])
@@ -102,7 +102,7 @@ def test_bad_input_is_64_with_a_message_and_no_traceback(outcome: Any, capsys: p
     assert err == "posttrain: error: data.train: row 3 has no key\n"
 
 
-def test_a_crash_is_1_with_a_traceback(outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_crash_exits_1_with_traceback(outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
     outcome(RuntimeError("ours"))
     code, _, err = call(["dpo"], capsys)
     assert code == 1
@@ -123,10 +123,10 @@ def test_ctrl_c_before_there_is_anything_to_save_is_130(outcome: Any, capsys: py
     [
         (serve_command, "posttrain: stopped\n"),
         (chat_command, "posttrain: stopped\n"),
-        (eval_command, "posttrain: stopped; finished problems are saved, and the same command goes on\n"),
+        (eval_command, "posttrain: stopped; finished problems are saved, and the same command resumes\n"),
     ],
 )
-def test_after_ctrl_c_a_command_speaks_of_what_it_has(
+def test_ctrl_c_prints_what_was_kept(
     command: Any, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(args: Any) -> int:
@@ -142,7 +142,7 @@ def test_after_ctrl_c_a_command_speaks_of_what_it_has(
     [["train"], [], ["grpo", "--no-such-option"], ["config", "show", "ppo"], ["config"]],
     ids=lambda arguments: " ".join(arguments) or "nothing",
 )
-def test_a_command_line_that_means_nothing_is_64(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_command_line_exits_64(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """0, 64, 85, 130 and 1 are all the codes there are."""
     code, _, err = call(arguments, capsys)
     assert code == 64
@@ -212,9 +212,7 @@ def test_show_says_where_each_value_comes_from(capsys: pytest.CaptureFixture[str
     assert "#" not in lines["  max_num_epochs"], "a default has no remark"
 
 
-def test_what_show_prints_is_a_config_that_loads_to_the_same_values(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_output_of_show_loads_to_the_same_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = call(["config", "show", "dpo", "dpo.seed=9"], capsys)
     assert code == 0
     assert yaml.safe_load(out)["dpo"]["seed"] == 9
@@ -254,7 +252,7 @@ def test_run_as_script_names_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
         ("eval compare", ["a", "b", "--shw=3"], "--shw=3 (did you mean '--show'?)"),
     ],
 )
-def test_an_unknown_option_is_refused_by_its_command_with_what_it_may_mean(
+def test_unknown_option_is_refused_with_a_suggestion(
     command: str, words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, said = call([*command.split(), *words], capsys)
@@ -263,7 +261,7 @@ def test_an_unknown_option_is_refused_by_its_command_with_what_it_may_mean(
     assert said.endswith(f"posttrain {command}: error: unrecognized arguments: {meant}\n")
 
 
-def test_a_second_word_of_convert_is_taken_for_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_argument_of_convert_suggests_to(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, said = call(["convert", "results/run", "models/mine"], capsys)
     assert code == 64
     assert "--to models/mine" in said

@@ -96,9 +96,7 @@ def test_strict_ends_with_2_when_something_disagrees_or_cannot_be_scored(
     assert call(capsys, "test", "--type", "exact", close, "--strict", "--tolerance", "0.2")[0] == 0
 
 
-def test_columns_and_settings_are_what_the_command_line_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_and_settings_follow_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"said": "PARIS", "gold": "Paris", "ok": True}, {"said": "Rome", "gold": "Paris", "ok": False}]
     file = write(tmp_path / "columns.jsonl.gz", rows)
     words = ["test", "--type", "exact", file, "--response", "said", "--reference", "gold", "--expected", "ok"]
@@ -113,13 +111,13 @@ def test_columns_and_settings_are_what_the_command_line_says(
     assert "--response" in error
 
 
-def test_a_setting_that_is_text_is_taken_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_settings_are_not_parsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "texts.jsonl", [{"response": "abc", "reward": 1}, {"response": "123", "reward": 0}])
     code, out, _ = call(capsys, "test", "--type", "regex", file, "pattern=[a-z]", "--strict")
     assert code == 0, out
 
 
-def test_rows_may_bring_settings_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_may_have_their_own_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"response": "PARIS", "reference": "Paris", "reward": 1, "ignore_case": True},
         {"response": "PARIS", "reference": "Paris", "reward": 0, "ignore_case": False},
@@ -158,7 +156,7 @@ def test_an_environment_of_a_config_its_parts_and_the_scores_as_a_file(
     assert "sums" in error
 
 
-def test_rollouts_and_traces_are_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollouts_and_traces_are_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     completions = [{"text": "4", "reward": 1.0, "finish_reason": "stop"}, {"text": "5", "reward": None}]
     rollouts = write(tmp_path / "step_1.jsonl.gz", [{"prompt": "2+2?", "reference": "4", "completions": completions}])
     code, out, _ = call(capsys, "test", "--type", "exact", rollouts, "--strict")
@@ -176,8 +174,8 @@ def test_rollouts_and_traces_are_understood(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["samples.jsonl"], "say what scores"),
-        (["--type", "exact", "--config", "x.yaml", "samples.jsonl"], "say what scores"),
+        (["samples.jsonl"], "give what scores"),
+        (["--type", "exact", "--config", "x.yaml", "samples.jsonl"], "give what scores"),
         (["--type", "exact"], "name the file with the samples"),
         (["--type", "exakt", "samples.jsonl"], "unknown type of reward 'exakt' (did you mean 'exact'?)"),
         (["--type", "exact", "absent.jsonl"], "not found: absent.jsonl"),
@@ -187,7 +185,7 @@ def test_rollouts_and_traces_are_understood(tmp_path: Path, capsys: pytest.Captu
         (["--type", "exact", "bad.jsonl"], "the recorded reward is 'high'"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_ends_with_64(
+def test_impossible_requests_exit_64(
     arguments: list[str],
     message: str,
     samples: Path,

@@ -154,7 +154,7 @@ def test_all_unknown_keys_are_reported_at_once_with_the_nearest_known_one(folder
     assert "command line: unknown key `grpo.temperature`; did you mean `policy.generation.temperature`?" in lines
 
 
-def test_a_section_of_another_kind_of_run_says_where_it_belongs(folder: Path) -> None:
+def test_section_of_another_kind_of_run_is_refused_with_its_command(folder: Path) -> None:
     write(folder / "run.yaml", "dpo: {seed: 3}\n")
     with pytest.raises(ConfigError, match=r"run\.yaml:1: unknown key `dpo` in a grpo config.*`posttrain dpo`"):
         load_config("grpo", Path("run.yaml"), [])

@@ -27,7 +27,6 @@ def test_defaults_follow_the_keys_they_refer_to() -> None:
     assert config.policy.generation.val_temperature == 0.7
     assert config.grpo.adv_estimator.normalize_rewards is False
     assert config.data.train_sets()[0].seed == 5
-    assert config.policy.generation.vllm_cfg.precision == "float32"
 
 
 def test_a_value_that_is_set_no_longer_follows() -> None:

@@ -62,7 +62,6 @@ def test_keys_of_free_maps_need_not_exist() -> None:
         "policy.tokenizer.chat_template_kwargs.enable_thinking=false",
         "env.mine.function=rewards.py:score",
         "env.mine.timeout_s=3",
-        "logger.wandb.entity=us",
     ).config
     assert config.policy.optimizer.kwargs["fused"] is True
     assert config.policy.optimizer.kwargs["lr"] == 5e-6
@@ -70,7 +69,6 @@ def test_keys_of_free_maps_need_not_exist() -> None:
     assert config.policy.tokenizer.chat_template_kwargs == {"enable_thinking": False}
     assert config.env["mine"].function == "rewards.py:score"
     assert config.env["mine"].timeout_s == 3.0
-    assert config.logger.wandb == {**grpo().config.logger.wandb, "entity": "us"}
 
 
 def test_a_map_merges_into_a_map_and_a_list_replaces_a_list() -> None:

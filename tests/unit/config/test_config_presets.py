@@ -14,7 +14,7 @@ EVERY = [(preset.kind, preset.name) for kind in ("grpo", "dpo", "rm", "sft") for
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
-def test_every_preset_loads_without_a_warning_and_says_what_it_is(kind: str, name: str) -> None:
+def test_every_preset_loads_without_a_warning_and_has_a_summary(kind: str, name: str) -> None:
     loaded = load_config(kind, None, [f"preset={name}"])
     assert loaded.warnings == []
     assert loaded.config.preset == name

@@ -74,7 +74,7 @@ def test_a_mark_is_written_only_where_a_key_was_removed() -> None:
     assert load_config("grpo", None, ["~policy.optimizer.kwargs.eps"]).to_yaml().count("_override_: true") == 1
 
 
-# Interpolation is for values; a key with a dollar sign is nobody's setting.
+# Interpolation is for values; a key with a dollar sign is not a setting.
 KEYS = st.text(min_size=1, max_size=6).filter(lambda key: "$" not in key)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=12),
@@ -116,7 +116,7 @@ def test_remarks_say_where_values_came_from(tmp_path: Path, monkeypatch: pytest.
     )
     assert yaml.safe_load(loaded.annotated_yaml())["grpo"]["seed"] == 3
     assert "max_num_steps: 1000000\n" in loaded.annotated_yaml()
-    assert loaded.annotated_yaml(all_origins=True).count("from default") > 200
+    assert loaded.annotated_yaml(all_origins=True).count("from default") > 120
 
 
 def command(*words: str) -> int:
@@ -152,7 +152,7 @@ def test_overrides_may_stand_before_between_and_after_options(
     assert shown["dpo.max_num_steps"]["origin"] == "default"
 
 
-def test_check_says_ok_and_what_deserves_attention(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_ok_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("check", "grpo", "logger.wandb_enabled=true") == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("warning: logger.wandb_enabled")
@@ -162,5 +162,5 @@ def test_check_says_ok_and_what_deserves_attention(capsys: pytest.CaptureFixture
 def test_check_raises_for_a_bad_config_and_for_no_kind() -> None:
     with pytest.raises(ConfigError, match=r"did you mean `grpo\.num_prompts_per_step`"):
         command("check", "grpo", "grpo.num_promts_per_step=8")
-    with pytest.raises(ConfigError, match="say which kind of run"):
+    with pytest.raises(ConfigError, match="give the kind of run"):
         command("check")

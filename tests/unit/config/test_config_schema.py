@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from posttrain.config import KINDS, load_config
+from posttrain.config import ALL_KINDS, KINDS, load_config
 from posttrain.config.base import Section
+from posttrain.config.foreign_keys import vocabulary_of
+from posttrain.config.interpolation import resolve
 from posttrain.config.loader import built_in_defaults
 from posttrain.config.runs import RUN_CONFIGS
 from posttrain.config.schema import schema_defaults, schema_of, unknown_keys
-from posttrain.config.tree import Tree, leaves
+from posttrain.config.tree import Tree, dotted, leaves
 from posttrain.config.yaml_files import read_built_in
 
 REPOSITORY = Path(__file__).parents[3]
@@ -186,30 +188,26 @@ SFT_DEFAULTS = {
 )
 def test_defaults_are_those_of_nemo_rl(kind: str, expected: dict) -> None:
     loaded = load_config(kind, None, [])
-    flat = loaded.flat()
+    usual = {dotted(path): value for path, value in leaves(resolve(built_in_defaults(kind)))}
+    flat = {**usual, **loaded.flat()}
     assert {key: flat[key] for key in expected} == expected
     assert loaded.warnings == []
     assert set(loaded.origins.values()) == {"default"}
 
 
-def test_the_packaged_grpo_file_agrees_with_the_defaults_of_the_models() -> None:
-    models = Tree(schema_defaults(RUN_CONFIGS["grpo"]))
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_default_is_in_the_schema_or_in_the_packaged_file_not_in_both(kind: str) -> None:
+    schema = Tree(schema_defaults(RUN_CONFIGS[kind]))
     absent = object()
-    for path, value in leaves(read_built_in("grpo").values):
-        model_value = models.get(path, absent)
-        if model_value is absent or model_value is None or "${" in str(value):
-            continue
-        if path[0] in ("logger", "env", "data") or path[:2] in {("policy", "scheduler"), ("policy", "optimizer")}:
-            continue  # maps whose content only the file knows
-        if path == ("policy", "sequence_packing", "enabled"):
-            continue  # on for GRPO, off for the others
-        assert value == model_value, path
+    assert [
+        dotted(path) for path, value in leaves(read_built_in(kind).values) if schema.get(path, absent) == value
+    ] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packaged_files_have_no_unknown_keys(kind: str) -> None:
     assert list(unknown_keys(schema_of(kind), read_built_in(kind).values)) == []
-    assert list(unknown_keys(schema_of(kind), built_in_defaults(kind).values)) == []
+    assert list(unknown_keys(vocabulary_of(kind), built_in_defaults(kind).values)) == []
 
 
 def every_section() -> set[type[BaseModel]]:

@@ -78,7 +78,7 @@ def test_the_command_of_the_walk_through_loads_as_printed() -> None:
         (("generation.model_name=http://host/v1",), None),
     ],
 )
-def test_gpus_that_nobody_uses_are_mentioned(settings: tuple[str, ...], said: str | None) -> None:
+def test_unused_gpus_are_mentioned(settings: tuple[str, ...], said: str | None) -> None:
     warnings = load_config("eval", None, ["cluster.gpus_per_node=8", *settings]).warnings
     found = [line for line in warnings if line.startswith("cluster: ")]
     assert found == [] if said is None else said in found[0]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from posttrain.config import ConfigError, load_config
-from posttrain.config.algorithms import DpoConfig
+from posttrain.config import ConfigError, DpoConfig, load_config
 from posttrain.config.preference_losses import _OPTIONAL, LOSSES
 
 ORPO = ["dpo.preference_loss=orpo", "dpo.sft_loss_weight=1"]
@@ -63,7 +62,7 @@ def test_what_fits_is_accepted_and_so_is_the_config_that_a_run_writes(overrides:
     assert load_config("dpo", written).config == loaded.config
 
 
-def test_ipo_without_a_word_on_averages_says_which_one_it_is() -> None:
+def test_ipo_without_a_setting_of_averages_warns_which_form_it_is() -> None:
     (warning,) = [w for w in load_config("dpo", None, ["dpo.preference_loss=ipo"]).warnings if "ipo" in w]
     assert "TRL" in warning
     for choice in ("true", "false"):

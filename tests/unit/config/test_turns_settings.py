@@ -6,8 +6,7 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.errors import ConfigError
-from posttrain.environments.settings import read_settings
-from posttrain.environments.turns.settings import read_turns
+from posttrain.environments.settings import read_settings, read_turns
 
 DATA = ["data.train={dataset_name: ResponseDataset, data_path: rows.jsonl}", "data.default.env_name=calc"]
 

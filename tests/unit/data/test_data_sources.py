@@ -141,7 +141,7 @@ def test_saved_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
         list(read_local(str(tmp_path / "saved"), "test"))
 
 
-def test_unreachable_hub_dataset_says_what_to_do() -> None:
+def test_unreachable_hub_dataset_names_the_remedy() -> None:
     with pytest.raises(DataError, match=r"nobody/nothing.*Point `data_path` at local files"):
         list(read_hub("nobody/nothing", (None,), "train"))
 

@@ -100,7 +100,7 @@ def test_plain_text_without_template_ends_with_eos(tmp_path: Path) -> None:
     assert trained == "|a|a<eos>"
 
 
-def test_template_that_changes_an_answer_says_which_turn(tmp_path: Path) -> None:
+def test_template_that_changes_an_answer_is_refused_with_the_turn(tmp_path: Path) -> None:
     template = CHATML.replace("message['content']", "message['content'] | upper")
     with pytest.raises(DataError, match=r"rows\.jsonl, row 1: .*turn 3 .assistant.*train on the last turn only"):
         load(tmp_path, [{"messages": TALK}], ChatFormat(byte_tokenizer(template)))
@@ -162,7 +162,7 @@ def test_turns_keep_their_tokens_when_the_tokenizer_merges_across_them(
     assert list(example.response_ids[: len(answer) - 1]) == answer[:-1]
 
 
-def test_real_conversations_train_what_the_assistant_said(tmp_path: Path) -> None:
+def test_real_conversations_train_the_assistants_turns(tmp_path: Path) -> None:
     file = Path(__file__).parents[3].parent / "shared" / "data" / "traces" / "tau_airline_gpt4o.jsonl.gz"
     if not file.is_file():
         pytest.skip(f"the shared data is not here: {file}")

@@ -53,7 +53,7 @@ PROMPT = CHAT.prompt(ASKED)[0]
 def test_shapes_give_the_same_answers(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     answers = load(tmp_path, rows)
     assert seen(answers) == [(PROMPT, "Yes.<|im_end|>", True), (PROMPT, "No.<|im_end|>", False)]
-    assert answers.num_desirable == 1
+    assert sum(answer.desirable for answer in answers) == 1
 
 
 def test_own_keys_are_used(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_real_labelled_file_loads_and_every_row_is_accounted_for() -> None:
         pytest.skip(f"the shared data is not here: {PREFERENCES}")
     entry = {"data_path": str(PREFERENCES / "kto_en_demo.jsonl.gz")}
     answers = load_judged_dataset(entry, None, CHAT, max_total_tokens=100_000, seed=0)
-    assert (len(answers), answers.num_desirable, answers.dropped) == (300, 150, {})
+    assert (len(answers), sum(answer.desirable for answer in answers), answers.dropped) == (300, 150, {})
 
 
 def test_traces_whose_prompts_hold_the_template_are_taken_as_they_are(tmp_path: Path) -> None:

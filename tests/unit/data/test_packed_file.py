@@ -74,7 +74,7 @@ def test_packs_are_not_overfull_and_stand_one_after_another(tmp_path: Path) -> N
     assert pairs.pack_size == PACK_SIZE
 
 
-def test_the_header_says_how_it_was_made(tmp_path: Path) -> None:
+def test_header_has_the_settings_of_the_packing(tmp_path: Path) -> None:
     pairs = packed(tmp_path)
     header = read_header(str(tmp_path / "packs.parquet"))
     costs = [pair_cost(pair) for pair in pairs]
@@ -145,7 +145,7 @@ def test_tokens_of_another_tokenizer_or_template_are_refused(tmp_path: Path, cha
         packed(tmp_path, chat=chat)
 
 
-def test_a_reward_model_is_told_to_use_the_rows(tmp_path: Path) -> None:
+def test_packs_are_refused_for_a_reward_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a reward model reads whole conversations; use the rows"):
         packed(tmp_path, chat=WholeChatFormat(byte_tokenizer(CHATML)))
 
@@ -214,7 +214,7 @@ def test_command_takes_keys_of_the_dataset(tmp_path: Path, capsys: pytest.Captur
         (["--model", "MODEL", "--pack-size", "200", "word"], "'word' is not a key of a dataset"),
     ],
 )
-def test_command_says_what_is_wrong(
+def test_command_reports_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
     plain(tmp_path)

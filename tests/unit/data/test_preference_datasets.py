@@ -88,7 +88,7 @@ def test_text_in_the_columns_of_nemo_aligner_is_what_the_model_sees(tmp_path: Pa
     assert texts(as_said)[0] == CHAT.prompt([{"role": "user", "content": row["prompt"]}])[0]
 
 
-def test_text_elsewhere_is_what_the_user_said_unless_the_entry_says_otherwise(tmp_path: Path) -> None:
+def test_text_elsewhere_is_a_user_message_unless_the_entry_is_templated(tmp_path: Path) -> None:
     row = {"prompt": "Q: Hi?\nA:", "chosen": " Yes.", "rejected": " No."}
     assert texts(load(tmp_path, [row], prompt_is_templated=True)) == ("Q: Hi?\nA:", " Yes.<|im_end|>", " No.<|im_end|>")
     assert texts(load(tmp_path, [row]))[0] == CHAT.prompt([{"role": "user", "content": "Q: Hi?\nA:"}])[0]

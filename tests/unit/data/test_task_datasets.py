@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
-from pydantic import BaseModel
 
+from posttrain.config import DatasetConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset, load_task_dataset
 from posttrain.data.errors import DataError
@@ -48,20 +48,16 @@ def test_defaults_fill_missing_keys_and_a_written_null_stays(tmp_path: Path) -> 
     template = tmp_path / "t.txt"
     template.write_text("Q: {}")
     path = numbered(tmp_path / "a.jsonl", 1)
-    defaults = {"prompt_file": str(template), "env_name": "sums", "processor": "math_hf_data_processor"}
+    defaults = {"prompt_file": str(template), "env_name": "sums"}
     task = load({"data_path": path}, defaults)[0]
     assert task.messages[0]["content"] == "Q: 0+0?"
     assert task.environment == "sums"
     assert load({"data_path": path, "prompt_file": None}, defaults)[0].messages[0]["content"] == "0+0?"
 
 
-def test_entries_may_be_pydantic_models_whose_unset_keys_take_the_default(tmp_path: Path) -> None:
-    class Dataset(BaseModel):
-        data_path: str | None = None
-        env_name: str | None = None
-        tool_key: str | None = None  # a key of somebody else's, left alone
-
-    tasks = load([Dataset(data_path=numbered(tmp_path / "a.jsonl", 1))], Dataset(env_name="code"))
+def test_keys_that_a_section_leaves_unset_take_the_default(tmp_path: Path) -> None:
+    section = DatasetConfig(data_path=numbered(tmp_path / "a.jsonl", 1))
+    tasks = load([section], DatasetConfig(env_name="code"))
     assert tasks[0].environment == "code"
 
 
@@ -107,7 +103,7 @@ def test_rows_with_an_empty_answer_are_dropped_and_counted(tmp_path: Path) -> No
     assert tasks.dropped == {NO_REFERENCE: 1}
 
 
-def test_reference_may_be_absent_when_the_entry_says_so(tmp_path: Path) -> None:
+def test_reference_may_be_absent_with_an_empty_output_key(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"input": "write a poem"}])
     assert load({"data_path": path, "output_key": ""})[0].reference is None
     with pytest.raises(DataError, match="row 1: no key 'output'"):
@@ -140,8 +136,7 @@ def test_chat_template_that_refuses_a_row_is_located(tmp_path: Path) -> None:
         ({"dataset_name": "gsm8q"}, "unknown dataset 'gsm8q' .did you mean 'gsm8k'.*OpenMathInstruct-2"),
         ({"dataset_name": "ResponseDataset"}, "point `data_path` at a file"),
         ({"dataset_name": "nowhere/x.jsonl"}, "not found: nowhere/x.jsonl"),
-        ({"data_path": "x.jsonl", "processor": "maths"}, "processor: unknown 'maths'"),
-        ({"data_path": "x.jsonl", "repeat": 0}, "repeat: 0"),
+        ({"data_path": "x.jsonl", "repeat": 0}, "repeat is 0: must be greater"),
         ({"data_path": "x.jsonl", "prompt_fil": "y"}, "unknown dataset key 'prompt_fil' .did you mean 'prompt_file'"),
         ([], "list of datasets is empty"),
         (None, "no dataset is named"),
@@ -151,12 +146,6 @@ def test_chat_template_that_refuses_a_row_is_located(tmp_path: Path) -> None:
 def test_entry_that_makes_no_sense_is_refused(entry: Any, complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
         load(entry)
-
-
-@pytest.mark.parametrize("processor", ["default", "math_hf_data_processor", "math_data_processor"])
-def test_processors_of_nemo_rl_behave_alike(tmp_path: Path, processor: str) -> None:
-    path = numbered(tmp_path / "a.jsonl", 2)
-    assert list(load({"data_path": path, "processor": processor})) == list(load({"data_path": path}))
 
 
 def test_fingerprint_is_of_the_content_and_its_order(tmp_path: Path) -> None:
@@ -200,7 +189,7 @@ def test_split_that_leaves_nothing_is_refused(tmp_path: Path, size: float) -> No
         tasks.split(size, seed=0)
 
 
-def test_each_entry_holds_out_what_it_says(tmp_path: Path) -> None:
+def test_each_entry_holds_out_its_own_share(tmp_path: Path) -> None:
     first = numbered(tmp_path / "a.jsonl", 10)
     second = write(tmp_path / "b.jsonl", [{"input": f"b{index}", "output": f"b{index}"} for index in range(10)])
     train, validation = load([{"data_path": first, "split_validation_size": 0.3}, {"data_path": second}]).held_out()

@@ -58,7 +58,7 @@ def test_without_a_template_an_answer_ends_with_the_end_of_the_text() -> None:
     assert tokenizer.decode([*prompt, *response]) == "ab<|im_end|>"
 
 
-def test_packs_made_for_a_language_model_are_told_apart() -> None:
+def test_packs_made_for_a_language_model_are_recognised() -> None:
     tokenizer = byte_tokenizer(CHATML)
     whole, trained = WholeChatFormat(tokenizer).fingerprints, ChatFormat(tokenizer).fingerprints
     assert whole["tokenizer"] == trained["tokenizer"]

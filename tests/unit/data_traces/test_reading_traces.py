@@ -50,7 +50,6 @@ def test_conversations_give_the_same_from_lines_and_from_parquet(tmp_path: Path)
     assert one[0].prompt == [{"role": "user", "content": "q0"}]
     assert one[0].traces[0].response == "a0"
     assert one[1].traces[1].response == [{"role": "assistant", "content": "a4", "name": "bot"}]
-    assert not one[1].traces[1].is_single_answer
     assert one[1].traces[1].response_text == "a4"
 
 

@@ -124,7 +124,7 @@ def test_why_a_prompt_yields_none(rewards: list[float], why: str) -> None:
         max_size=6,
     )
 )
-def test_the_short_cut_says_what_the_rules_say(prompts: list[list[tuple[float, int]]]) -> None:
+def test_short_cut_equals_the_rules(prompts: list[list[tuple[float, int]]]) -> None:
     rows = [row for prompt in prompts for row in prompt]
     starts = np.cumsum([0, *map(len, prompts)])
     rules = PairRules(min_margin=0.5)

@@ -15,9 +15,9 @@ from trace_files import random_rows, trace, write_lines, write_parquet
 
 from posttrain.data.traces import PairRules, TraceColumns, TraceFilters, iter_pair_rows
 from posttrain.data.traces.advice import advise
-from posttrain.data.traces.picture import reward_histogram_svg
 from posttrain.data.traces.reading import Reading
 from posttrain.data.traces.statistics import TraceStatistics, collect_statistics, histogram_edges
+from posttrain.reporting.charts import reward_histogram
 
 
 def collect(path: str, rules: PairRules | None = None, tokenizer: Any = None, **options: Any) -> TraceStatistics:
@@ -87,7 +87,7 @@ def test_no_text_of_a_trace_is_in_the_statistics(tmp_path: Path) -> None:
     found = collect(path, filters=TraceFilters(duplicates="near"))
     advice = advise(found, path)
     assert "SECRET" not in json.dumps([found.as_dict(), advice.as_dict()])
-    assert "SECRET" not in reward_histogram_svg(found, "rewards")
+    assert "SECRET" not in histogram_of(found, "rewards")
 
 
 def test_edges_of_the_histogram_are_round_and_hold_every_reward() -> None:
@@ -99,9 +99,14 @@ def test_edges_of_the_histogram_are_round_and_hold_every_reward() -> None:
         assert 2 <= len(edges) <= 23
 
 
+def histogram_of(found: TraceStatistics, title: str) -> str:
+    bars = found.bin_edges, found.bin_counts, found.bin_kinds
+    return reward_histogram(title, found.headline, *bars, unit="traces")
+
+
 def test_the_picture_has_a_bar_for_each_bin_and_escapes_its_title(tmp_path: Path) -> None:
     found = collect(write_lines(tmp_path / "t.jsonl", random_rows(50, 5)))
-    root = ElementTree.fromstring(reward_histogram_svg(found, "a <b> & c"))
+    root = ElementTree.fromstring(histogram_of(found, "a <b> & c"))
     bars = [one for one in root.iter("{http://www.w3.org/2000/svg}rect") if one.get("class") in ("low", "mid", "high")]
     assert len(bars) == len(found.bin_counts)
     tallest = max(range(len(bars)), key=lambda index: float(bars[index].get("height", 0)))
@@ -161,7 +166,7 @@ def test_the_histogram_holds_every_reward(tmp_path: Path, rewards: list[float]) 
         found = collect(path)
     assert sum(found.bin_counts) == len(rewards)
     assert len(found.bin_edges) == len(found.bin_counts) + 1 == len(set(found.bin_edges))
-    ElementTree.fromstring(reward_histogram_svg(found, "rewards"))
+    ElementTree.fromstring(histogram_of(found, "rewards"))
 
 
 def test_rows_that_are_pairs_already_go_to_dpo_as_they_are(tmp_path: Path) -> None:

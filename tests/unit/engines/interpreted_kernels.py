@@ -1,7 +1,7 @@
 """The kernels against slow references, in Triton's interpreter on a CPU. Run by `test_kernels_interpreted.py`, in a process
 of its own: whether kernels are interpreted is decided when Triton is imported.
 
-The interpreter has no matrix product and no correct rounding for bf16; fp16 stands in for it here, bf16 is tested on a GPU.
+The interpreter has no matrix product and no correct rounding for bf16; fp16 is used instead, bf16 is tested on a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def poisoned(case: Case, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_attention_equals_attention_written_out(case: Case) -> None:
+def test_attention_equals_reference(case: Case) -> None:
     case = replace(case, lengths=SHORT)
     cache = random_cache(case, torch.float32, "cpu")
     out = kernels.paged_attention(
@@ -65,7 +65,7 @@ def test_attention_equals_attention_written_out(case: Case) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 150])
-def test_split_sequences_equal_attention_written_out(window: int | None) -> None:
+def test_split_sequences_equal_reference(window: int | None) -> None:
     case = Case(heads=4, kv_heads=1, dim=32, lengths=(1, 128, 129, 300), window=window)
     cache = random_cache(case, torch.float32, "cpu")
     expected = slow_attention(cache, **case.options)
@@ -104,7 +104,7 @@ def test_queries_may_be_a_view_of_a_wider_product() -> None:
     assert_equal_to_rounding(out, slow_attention(cache, **case.options))
 
 
-def test_a_row_of_no_tokens_gives_zeros() -> None:
+def test_row_without_tokens_gives_zeros() -> None:
     case = Case(heads=2, kv_heads=1, dim=16, lengths=(5, 3))
     cache = random_cache(case, torch.float32, "cpu")
     cache.lengths[0] = 0
@@ -114,11 +114,11 @@ def test_a_row_of_no_tokens_gives_zeros() -> None:
         assert out[1].isfinite().all()
 
 
-def test_what_the_kernels_decline() -> None:
+def test_unsupported_shapes_are_declined() -> None:
     query, pool = torch.zeros(1, 4, 64), torch.zeros(2, 16, 2, 64)
     assert kernels.supports(query, pool, pool)
     assert kernels.supports(query, pool, torch.zeros(2, 16, 2, 32))
-    assert not kernels.supports(query, pool, pool[..., :32])  # values that do not lie in one block
+    assert not kernels.supports(query, pool, pool[..., :32])  # values that are not contiguous
     assert not kernels.supports(query.half(), pool, pool)
     assert not kernels.supports(torch.zeros(1, 3, 64), pool, pool)
     assert not kernels.supports(torch.zeros(1, 4, 512), torch.zeros(2, 16, 2, 512), torch.zeros(2, 16, 2, 512))
@@ -133,7 +133,7 @@ SHARED_LENGTHS = (49, 17, 70, 5, 64, 30)
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("window", [None, 20])
-def test_shared_prefix_equals_attention_written_out(window: int | None, splits: int) -> None:
+def test_shared_prefix_equals_reference(window: int | None, splits: int) -> None:
     case = Case(heads=6, kv_heads=2, dim=16, lengths=SHARED_LENGTHS, window=window, softcap=20.0)
     cache = random_cache(case, torch.float32, "cpu", GROUPS, PREFIXES)
     tiles = PrefixTiles.empty(6, samples=2, min_rows=1)
@@ -146,7 +146,7 @@ def test_shared_prefix_equals_attention_written_out(window: int | None, splits: 
     assert_equal_to_rounding(out, slow_attention(cache, **case.options))
 
 
-def test_a_prefix_of_several_pieces() -> None:
+def test_prefix_of_several_pieces() -> None:
     case = Case(heads=2, kv_heads=1, dim=16, lengths=(300, 289))
     cache = random_cache(case, torch.float32, "cpu", [[0, 1]], [288])
     tiles = PrefixTiles.empty(2, samples=16, min_rows=2)
@@ -158,7 +158,7 @@ def test_a_prefix_of_several_pieces() -> None:
         assert_equal_to_rounding(out, slow_attention(cache, **case.options))
 
 
-def test_the_prefix_is_read_from_the_tile_and_not_by_each_row() -> None:
+def test_prefix_is_read_per_tile_and_not_per_row() -> None:
     """The rows' own tables lead nowhere in the shared part: only the first row of the tile has it."""
     case = Case(heads=2, kv_heads=1, dim=16, lengths=(40, 35, 33))
     cache = random_cache(case, torch.float32, "cpu", [[1, 0, 2]], [32])
@@ -170,7 +170,7 @@ def test_the_prefix_is_read_from_the_tile_and_not_by_each_row() -> None:
     assert_equal_to_rounding(out, expected)
 
 
-def test_a_plan_forgets_the_one_before() -> None:
+def test_plan_replaces_the_previous_one() -> None:
     tiles = PrefixTiles.empty(8, samples=4, min_rows=2)
     assert tiles.plan([[0, 1, 2, 3, 4], [5, 6]], [16, 32]) == 2  # the fifth of a group is alone: it reads for itself
     assert tiles.starts.tolist() == [16, 16, 16, 16, 0, 32, 32, 0]
@@ -283,7 +283,7 @@ def draw(logits: Tensor, temperature: float, vocab_size: int) -> tuple[Tensor, T
     ("width", "vocab_size", "temperature"),
     [(500, 500, 1.0), (700, 700, 0.6), (1000, 901, 1.3), (640, 512, 1.0), (50, 33, 1.0), (7, 1, 1.0), (300, 257, 0.0)],
 )
-def test_draws_are_those_of_the_torch_sampler(width: int, vocab_size: int, temperature: float) -> None:
+def test_draws_equal_the_torch_sampler(width: int, vocab_size: int, temperature: float) -> None:
     rows = 6
     logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)) * 3 + 50
     expected = TokenSampler(Sampling(1, temperature=temperature), vocab_size).draw(logits, *keys(rows))
@@ -319,7 +319,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("bad", [[NAN], [float("inf")]])
-def test_logits_that_are_not_numbers_show_in_the_logprob(bad: list[float]) -> None:
+def test_nan_logits_give_nan_logprobs(bad: list[float]) -> None:
     logits = torch.zeros(3, 100)
     logits[0, 40] = bad[0]
     logits[1] = bad[0]
@@ -337,7 +337,7 @@ def test_greedy_takes_the_first_of_the_best() -> None:
     assert tokens.tolist() == [70, 0]
 
 
-def test_constants_are_those_of_the_noise() -> None:
+def test_constants_equal_those_of_the_noise() -> None:
     assert sampling_kernels._GOLDEN.value == noise._GOLDEN
     factors = (sampling_kernels._FIRST_FACTOR.value, sampling_kernels._SECOND_FACTOR.value)
     assert factors == tuple(factor for _, factor in noise._ROUNDS)
@@ -348,16 +348,16 @@ def test_constants_are_those_of_the_noise() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 128, 300])
-def test_places_and_what_a_step_leaves_for_the_next(rows: int) -> None:
+def test_stepping_kernels_equal_torch(rows: int) -> None:
     assert_steps_like_torch(kernels, rows, "cpu")
 
 
 # -- all of them, in the engine ------------------------------------------------------------------------------------------
 
 
-def test_the_engine_samples_with_the_kernels_what_it_samples_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded steps one ahead of the host, fused layers and all kernels; recordings are replaced by computing again."""
-    from test_decode_ahead import SimulatedRecorder, assert_same
+def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step ahead of the host, with fused layers and all kernels; CUDA graphs are simulated by computing again."""
+    from test_decode_ahead import SimulatedGraphs, assert_same
     from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
 
     import posttrain.engines.native.attention as attention_module
@@ -380,8 +380,8 @@ def test_the_engine_samples_with_the_kernels_what_it_samples_without(monkeypatch
             kernels, name, lambda *args, _f=function, _n=name, **options: (used.append(_n), _f(*args, **options))[1]
         )
     monkeypatch.setattr(attention_module, "_load_kernel", lambda device: kernels)
-    monkeypatch.setattr(graphs_module, "Recorder", SimulatedRecorder)
+    monkeypatch.setattr(graphs_module, "CudaGraphCache", SimulatedGraphs)
     engine = NativeEngine(tiny_model("llama"), byte_tokenizer(), NativeSettings(page_size=4, max_batch_size=5))
-    engine._keeps_workspace = engine._may_record = True
+    engine._keeps_workspace = engine._use_graphs = True
     assert_same(engine.generate(tasks, 2, sampling, key), expected)
     assert set(used) == {"places", "move_on", "write_kv_rope", "paged_attention"}

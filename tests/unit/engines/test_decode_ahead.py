@@ -1,6 +1,6 @@
-"""The loop that is one step ahead of the host, on a CPU: recordings are replaced by something that computes again.
+"""The driver one step ahead of the host, on a CPU: CUDA graphs are simulated by computing again.
 
-What a real recording adds, addresses that stay the same, is tested on a GPU.
+What a captured graph adds, fixed addresses, is tested on a GPU.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
-import posttrain.engines.native.call as call_module
+import posttrain.engines.native.cuda_graph_cache as cache_module
+import posttrain.engines.native.driver as driver_module
 import posttrain.engines.native.graphs as graphs_module
-import posttrain.engines.native.recording as recording_module
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.attention import PagedDecode
+from posttrain.engines.native.cuda_graph_cache import CudaGraphCache, GraphCaptureError, batch_sizes
+from posttrain.engines.native.graphs import SharedPrefixes
 from posttrain.engines.native.kv_cache import GIB, LayerShape, PagedKvCache
-from posttrain.engines.native.prefixes import SharedPrefixes
-from posttrain.engines.native.recording import Recorder, RecordingError, batch_sizes
 from posttrain.engines.native.scheduler import PromptGroup
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import SessionRequest, TokenEvent
+from posttrain.engines.native.session import GenerationSession, SessionRequest, TokenEvent
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 TOKENIZER = byte_tokenizer()
@@ -36,18 +35,18 @@ SAMPLING = Sampling(24, temperature=1.3, stop_token_ids=tuple(range(0, VOCAB_SIZ
 PAGE_BYTES = 4 * 2 * 2 * 2 * 8 * 4 * 2  # as in test_native_engine.py
 
 
-class SimulatedRecorder(Recorder):
+class SimulatedGraphs(CudaGraphCache):
     """Computes again instead of replaying, into the tensor that the first time returned."""
 
-    def run(self, name: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+    def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
         result = compute()
         kept: dict[Hashable, Tensor] = self.__dict__.setdefault("kept", {})
-        return kept.setdefault(name, torch.empty_like(result)).copy_(result)
+        return kept.setdefault(key, torch.empty_like(result)).copy_(result)
 
 
-class FailingRecorder(Recorder):
-    def run(self, name: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
-        raise RecordingError("a layer waits for the device")
+class FailingGraphs(CudaGraphCache):
+    def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+        raise GraphCaptureError("a layer synchronises with the device")
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +61,11 @@ def make_tasks() -> list[Task]:
 
 
 def ahead(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, recorder: type[Recorder] = SimulatedRecorder, **settings: Any
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, graphs: type[CudaGraphCache] = SimulatedGraphs, **settings: Any
 ) -> NativeEngine:
-    monkeypatch.setattr(graphs_module, "Recorder", recorder)
+    monkeypatch.setattr(graphs_module, "CudaGraphCache", graphs)
     engine = NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, **settings))
-    engine._keeps_workspace = engine._may_record = True
+    engine._keeps_workspace = engine._use_graphs = True
     return engine
 
 
@@ -74,13 +73,11 @@ def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> 
     for one, other in zip(left, right, strict=True):
         for a, b in zip(one, other, strict=True):
             assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
-            assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=LOGPROB_ROUNDING)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 64])
-def test_one_step_ahead_samples_what_step_by_step_samples(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, batch: int
-) -> None:
+def test_running_ahead_equals_running_in_step(model: nn.Module, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     expected = NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, SAMPLING, KEY)
     reasons = {completion.finish_reason for group in expected for completion in group}
     assert reasons == {"stop", "length"}
@@ -89,7 +86,7 @@ def test_one_step_ahead_samples_what_step_by_step_samples(
 
 
 @pytest.mark.parametrize("num_pages", [15, 22, 31])
-def test_whoever_makes_room_goes_on_where_it_was(
+def test_preempted_samples_continue_where_they_were(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, num_pages: int
 ) -> None:
     expected = NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, SAMPLING, KEY)
@@ -98,9 +95,7 @@ def test_whoever_makes_room_goes_on_where_it_was(
     assert engine.num_preemptions > 0
 
 
-def test_the_workspace_stays_for_the_next_call_until_it_is_released(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workspace_is_kept_until_released(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ahead(model, monkeypatch, max_batch_size=8)
     first = engine.generate(make_tasks(), 4, SAMPLING, KEY)
     workspace = engine._workspace
@@ -115,7 +110,7 @@ def test_the_workspace_stays_for_the_next_call_until_it_is_released(
     assert engine._workspace is not workspace
 
 
-def test_a_longer_call_gets_a_larger_workspace(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_call_gets_larger_workspace(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ahead(model, monkeypatch, max_batch_size=8)
     engine.generate(make_tasks()[:1], 1, Sampling(2), KEY)
     small = engine._workspace
@@ -125,20 +120,20 @@ def test_a_longer_call_gets_a_larger_workspace(model: nn.Module, monkeypatch: py
     assert engine._workspace is not small
 
 
-def test_a_model_that_cannot_be_recorded_is_sampled_step_by_step(
+def test_model_that_cannot_be_captured_is_sampled_without_graphs(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = NativeEngine(model, TOKENIZER).generate(make_tasks(), 2, SAMPLING, KEY)
-    engine = ahead(model, monkeypatch, FailingRecorder)
+    engine = ahead(model, monkeypatch, FailingGraphs)
     with pytest.warns(UserWarning, match="without CUDA graphs"):
         assert_same(engine.generate(make_tasks(), 2, SAMPLING, KEY), expected)
     assert_same(engine.generate(make_tasks(), 2, SAMPLING, KEY), expected)  # and does not try again
 
 
-def test_a_kept_workspace_knows_nothing_of_the_call_before(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without recordings, as for sharded models: the samples of each call are numbered from 0 on, in other pages."""
+def test_kept_workspace_does_not_leak_the_previous_call(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without graphs, as for sharded models: the samples of each call are numbered from 0 on, in other pages."""
     engine = ahead(model, monkeypatch)
-    engine._may_record = False
+    engine._use_graphs = False
     long = Sampling(24, ignore_eos=True)
     engine.generate(make_tasks(), 3, long, KEY)
     workspace = engine._workspace
@@ -148,9 +143,7 @@ def test_a_kept_workspace_knows_nothing_of_the_call_before(model: nn.Module, mon
     assert engine._workspace is workspace
 
 
-def test_who_shares_a_prompt_is_forgotten_with_the_recordings(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_capture_stops_prefix_sharing(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = SharedPrefixes.begin
 
     def sharing(self: SharedPrefixes, groups: Any, num_samples: int) -> None:
@@ -158,7 +151,7 @@ def test_who_shares_a_prompt_is_forgotten_with_the_recordings(
         self.decode.shared = "tiles"
 
     monkeypatch.setattr(SharedPrefixes, "begin", sharing)
-    engine = ahead(model, monkeypatch, FailingRecorder)
+    engine = ahead(model, monkeypatch, FailingGraphs)
     with pytest.warns(UserWarning, match="without CUDA graphs"):
         engine.generate(make_tasks(), 2, SAMPLING, KEY)
     assert engine._workspace is not None
@@ -166,7 +159,7 @@ def test_who_shares_a_prompt_is_forgotten_with_the_recordings(
     assert engine._workspace.decode.shared is None
 
 
-def test_plans_of_shared_prompts_have_room_for_the_padding_of_a_step(model: nn.Module) -> None:
+def test_prefix_tiles_have_room_for_padding_rows(model: nn.Module) -> None:
     rows: list[int] = []
     kernel = SimpleNamespace(
         DecodeShape=lambda *sizes: sizes,
@@ -181,57 +174,57 @@ def test_plans_of_shared_prompts_have_room_for_the_padding_of_a_step(model: nn.M
     assert rows == [104] * 3
 
 
-def test_another_adapter_and_weights_in_another_place_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: set[Hashable] = set()
+def test_adapter_switch_and_moved_weights_capture_new_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: set[Hashable] = set()
 
-    class NamingRecorder(SimulatedRecorder):
-        def run(self, name: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
-            names.add(name)
-            return super().run(name, compute, changes)
+    class KeepingKeys(SimulatedGraphs):
+        def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+            keys.add(key)
+            return super().run(key, compute, changes)
 
     adapted: Any = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    engine = ahead(adapted, monkeypatch, NamingRecorder)
+    engine = ahead(adapted, monkeypatch, KeepingKeys)
 
-    def num_recorded() -> int:
+    def num_captured() -> int:
         engine.generate(make_tasks()[:2], 2, SAMPLING, KEY)
-        return len(names)
+        return len(keys)
 
-    first = num_recorded()
-    assert num_recorded() == first
+    first = num_captured()
+    assert num_captured() == first
     with adapted.disable_adapter():
-        assert num_recorded() == 2 * first
-    assert num_recorded() == 2 * first
+        assert num_captured() == 2 * first
+    assert num_captured() == 2 * first
     moved = next(adapted.parameters())
-    prefill = call_module.prefill
+    prefill = driver_module.prefill
 
     def joining(forward: Any, cache: Any, jobs: Any, max_tokens: int) -> None:
-        """As the first pass through layers whose weights are to lie side by side."""
+        """As the first pass through layers whose weights are joined."""
         if jobs and moved.data_ptr() == before:
             moved.data = moved.data.clone()
         prefill(forward, cache, jobs, max_tokens)
 
     before = moved.data_ptr()
-    monkeypatch.setattr(call_module, "prefill", joining)
-    assert num_recorded() == 3 * first
-    assert num_recorded() == 3 * first, "named after where the weights were when it was recorded"
+    monkeypatch.setattr(driver_module, "prefill", joining)
+    assert num_captured() == 3 * first
+    assert num_captured() == 3 * first, "the key contains the addresses at capture"
 
 
-def test_recordings_that_nobody_asks_for_any_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[Hashable] = []
+def test_least_recently_used_graph_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Hashable] = []
 
-    def record(self: Recorder, compute: Callable[[], Tensor], changes: Tensor | None) -> Any:
-        recorded.append(int(compute()))
+    def capture(self: CudaGraphCache, compute: Callable[[], Tensor], changes: Tensor | None) -> Any:
+        captured.append(int(compute()))
         return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), result=compute())
 
-    monkeypatch.setattr(Recorder, "_record", record)
-    monkeypatch.setattr(recording_module, "_MAX_RECORDINGS", 3)
-    recorder = Recorder(torch.device("cpu"))
-    for name in (1, 2, 3, 1, 4, 1, 3, 2):
-        assert int(recorder.run(name, lambda name=name: torch.tensor(name))) == name  # type: ignore[misc]
-    assert recorded == [1, 2, 3, 4, 2], "2 went for 4, and was asked for again; 1 and 3 stayed"
+    monkeypatch.setattr(CudaGraphCache, "_capture", capture)
+    monkeypatch.setattr(cache_module, "_MAX_GRAPHS", 3)
+    graphs = CudaGraphCache(torch.device("cpu"))
+    for key in (1, 2, 3, 1, 4, 1, 3, 2):
+        assert int(graphs.run(key, lambda key=key: torch.tensor(key))) == key  # type: ignore[misc]
+    assert captured == [1, 2, 3, 4, 2], "2 was evicted for 4 and captured again; 1 and 3 stayed"
 
 
-def test_each_task_may_have_a_limit_of_its_own(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_task_may_have_its_own_limit(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = Sampling(24, ignore_eos=True)
     whole = NativeEngine(model, TOKENIZER).generate(make_tasks(), 2, sampling, KEY)
     limits = [1, 24, 5, 30, 2]
@@ -240,6 +233,15 @@ def test_each_task_may_have_a_limit_of_its_own(model: nn.Module, monkeypatch: py
         for group, all_of_it, limit in zip(limited, whole, limits, strict=True):
             for short, long in zip(group, all_of_it, strict=True):
                 assert short.token_ids == long.token_ids[:limit]
+
+
+def test_progress_of_completions_of_one_token(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[int] = []
+    engine = ahead(model, monkeypatch, max_batch_size=4)
+    found = engine.generate(make_tasks(), 4, Sampling(1), KEY, received.append)
+    assert_same(found, NativeEngine(model, TOKENIZER).generate(make_tasks(), 4, Sampling(1), KEY))
+    assert sum(received) == 20
+    assert len(received) >= 5, "one call per batch, not one at the end"
 
 
 def session_tokens(session: GenerationSession, tasks: list[Task], samplings: list[Sampling]) -> dict[str, list[int]]:
@@ -253,7 +255,7 @@ def session_tokens(session: GenerationSession, tasks: list[Task], samplings: lis
     return tokens
 
 
-def test_a_session_replays_steps_up_to_the_logits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_replays_graphs_up_to_the_logits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     samplings = [
         SAMPLING,
         Sampling(9, temperature=0.0, ignore_eos=True),
@@ -263,17 +265,17 @@ def test_a_session_replays_steps_up_to_the_logits(model: nn.Module, monkeypatch:
     ]
     settings = NativeSettings(page_size=4, max_batch_size=3, max_total_tokens=80)
     expected = session_tokens(GenerationSession(NativeEngine(model, TOKENIZER, settings)), make_tasks(), samplings)
-    monkeypatch.setattr(graphs_module, "Recorder", SimulatedRecorder)
+    monkeypatch.setattr(graphs_module, "CudaGraphCache", SimulatedGraphs)
     session = GenerationSession(NativeEngine(model, TOKENIZER, settings))
-    session._decoding.may_record = True
+    session._decoding.use_graphs = True
     assert session_tokens(session, make_tasks(), samplings) == expected
     session.add(SessionRequest("lost", make_tasks()[1].prompt_ids, SAMPLING, seed=9))
     session.step()
-    session.reset()  # the next requests get the numbers of those that were thrown away
+    session.reset()  # the next requests get the admission numbers of those that were dropped
     assert session_tokens(session, make_tasks(), samplings) == expected
 
 
-def test_sizes_cover_every_batch_and_grow_in_fine_steps_where_rows_cost() -> None:
+def test_batch_sizes_cover_every_batch_in_fine_steps() -> None:
     for most in (1, 7, 8, 20, 256, 500, 512, 1024):
         sizes = batch_sizes(most)
         assert sizes == sorted(set(sizes))

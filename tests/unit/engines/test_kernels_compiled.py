@@ -39,7 +39,7 @@ def attention_inputs(heads: int, kv_heads: int, dim: int, rows: int = 16) -> tup
         (8, 4, 256, {"window": 512, "softcap": 50.0}),  # Gemma
     ],
 )
-def test_decode_attention_loads_ahead_and_leaves_room_for_three(
+def test_decode_attention_pipelines_loads_and_allows_three_programs(
     compiled: Compiled, heads: int, kv_heads: int, dim: int, options: dict[str, Any]
 ) -> None:
     from posttrain.engines.native import kernels
@@ -67,7 +67,7 @@ def test_shared_prefixes_use_the_matrix_units(compiled: Compiled) -> None:
     assert "warp_group_dot" in compiled["shared_prefix_kernel"].asm["ttgir"]
 
 
-def test_what_a_step_does_besides_the_model_compiles(compiled: Compiled) -> None:
+def test_stepping_kernels_compile(compiled: Compiled) -> None:
     from posttrain.engines.native import kernels
 
     state = torch.zeros(5, 8, dtype=torch.int64)

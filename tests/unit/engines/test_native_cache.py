@@ -13,14 +13,9 @@ from posttrain.engines.native.attention import (
     PrefillPiece,
     gathered_attention,
 )
-from posttrain.engines.native.kv_cache import (
-    KvCacheTooSmallError,
-    LayerShape,
-    PagedKvCache,
-    num_pages_for_call,
-    zeros,
-)
+from posttrain.engines.native.kv_cache import LayerShape, PagedKvCache, num_pages_for_call, zeros
 from posttrain.engines.native.scheduler import PromptGroup, Sample
+from posttrain.errors import InputError
 from posttrain.types import Task
 
 CPU = torch.device("cpu")
@@ -58,7 +53,7 @@ VARIANTS = pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, Non
 
 
 @VARIANTS
-def test_packed_prompts_attend_to_themselves_and_are_kept(window: int | None, softcap: float | None) -> None:
+def test_packed_prompts_attend_to_themselves_and_are_cached(window: int | None, softcap: float | None) -> None:
     cache = make_cache()
     first, second = tokens(7, 0), tokens(9, 1)
     pieces = [PrefillPiece(0, 7, 0, (5, 2)), PrefillPiece(7, 9, 0, (9, 1, 7))]
@@ -74,7 +69,7 @@ def test_packed_prompts_attend_to_themselves_and_are_kept(window: int | None, so
 
 @VARIANTS
 @pytest.mark.parametrize("cuts", [(4,), (3, 5), (1, 2, 10)])
-def test_a_prompt_in_pieces_equals_the_prompt_at_once(
+def test_prompt_in_pieces_equals_the_prompt_at_once(
     cuts: tuple[int, ...], window: int | None, softcap: float | None
 ) -> None:
     cache = make_cache()
@@ -134,7 +129,7 @@ def test_decoding_equals_attention_over_the_whole_sequence(
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged"])
-def test_a_sequence_that_overflows_does_not_spoil_the_padding_of_another(kind: str) -> None:
+def test_overflowing_sequence_does_not_affect_the_padding_of_another(kind: str) -> None:
     """What a mask hides meets a factor of 0, and 0 * inf is nan: padding is no page of a sequence, now or before."""
     cache = make_cache()
     decode = DenseDecode(cache, 100) if kind == "dense" else PagedDecode(cache, 3, 8)
@@ -168,7 +163,7 @@ def test_values_may_be_narrower_than_keys() -> None:
     torch.testing.assert_close(out.double(), slow_attention(q[-1:], k, v, None, None), atol=1e-5, rtol=1e-5)
 
 
-def test_gathered_attention_ignores_what_lies_beyond_a_row() -> None:
+def test_gathered_attention_ignores_positions_beyond_a_row() -> None:
     q, k, v = tokens(10, 4)
     keys, values = torch.zeros(6, PAGE, KV_HEADS, DIM), torch.zeros(6, PAGE, KV_HEADS, DIM)
     for position in range(10):
@@ -212,7 +207,7 @@ LAYERS = {0: LayerShape(num_heads=8, key_dim=1024, value_dim=1024, dtype=torch.f
     ("gib", "wanted", "pages"),
     [(None, 100, 100), (None, 10_000, 1024), (0.5, 100, 100), (0.5, 10_000, 256), (4.0, 10_000, 2048)],
 )
-def test_cache_takes_what_is_wanted_within_the_budget(gib: float | None, wanted: int, pages: int) -> None:
+def test_cache_size_is_limited_by_the_budget(gib: float | None, wanted: int, pages: int) -> None:
     assert num_pages_for_call(LAYERS, 16, gib, CPU, wanted=wanted, least=5) == pages
 
 
@@ -220,7 +215,7 @@ def test_without_a_budget_one_sequence_always_fits() -> None:
     assert num_pages_for_call(LAYERS, 16, None, CPU, wanted=5_000, least=5_000) == 5_000
 
 
-def test_a_budget_below_one_sequence_is_refused_by_name() -> None:
+def test_budget_below_one_sequence_is_refused_by_name() -> None:
     # 100 pages of 2 MiB
-    with pytest.raises(KvCacheTooSmallError, match=r"0\.195 GiB of KV cache.*raise kv_cache_gib"):
+    with pytest.raises(InputError, match=r"0\.195 GiB of KV cache.*raise kv_cache_gib"):
         num_pages_for_call(LAYERS, 16, 0.1, CPU, wanted=200, least=100)

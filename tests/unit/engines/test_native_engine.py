@@ -1,4 +1,4 @@
-"""What the engine promises beyond the Generator contract: its settings change nothing, and the model is left as it was."""
+"""What the engine promises beyond the engine contract: its settings change nothing, and the model is left as it was."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import nn
 
 import posttrain.engines.native.engine as engine_module
-from posttrain.engines.native import NativeEngine, NativeSettings, SamplingError
+from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.engines.native.attention import PagedDecode
-from posttrain.engines.native.kv_cache import GIB, KvCacheTooSmallError, PagedKvCache
-from posttrain.engines.native.prefill import packed_rows
+from posttrain.engines.native.forward import packed_rows
+from posttrain.engines.native.kv_cache import GIB, PagedKvCache
 from posttrain.engines.native.scheduler import Prefill
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.errors import InputError
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 TOKENIZER = byte_tokenizer()
@@ -41,7 +43,7 @@ def assert_same(left: list[list[Completion]], right: list[list[Completion]]) -> 
     for one, other in zip(left, right, strict=True):
         for a, b in zip(one, other, strict=True):
             assert a.finish_reason == b.finish_reason
-            assert a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=LOGPROB_ROUNDING)
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +81,16 @@ def test_settings_do_not_change_what_is_sampled(
 
 
 @pytest.mark.parametrize("num_pages", [14, 20, 31])
-def test_running_out_of_pages_loses_nothing(model: nn.Module, expected: list[list[Completion]], num_pages: int) -> None:
+def test_preemption_does_not_change_completions(
+    model: nn.Module, expected: list[list[Completion]], num_pages: int
+) -> None:
     settings = NativeSettings(page_size=4, kv_cache_gib=num_pages * PAGE_BYTES / GIB)
     engine = NativeEngine(model, TOKENIZER, settings)
     assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)
     assert engine.num_preemptions > 0
 
 
-def test_order_and_company_do_not_change_what_is_sampled(model: nn.Module, expected: list[list[Completion]]) -> None:
+def test_order_and_batch_do_not_change_what_is_sampled(model: nn.Module, expected: list[list[Completion]]) -> None:
     engine = NativeEngine(model, TOKENIZER)
     tasks = make_tasks()
     assert_same(engine.generate(tasks[::-1], 4, SAMPLING, KEY)[::-1], expected)
@@ -105,13 +109,13 @@ def test_reading_pages_in_place_equals_the_dense_copy(
     assert_same(engine.generate(make_tasks(), 4, SAMPLING, KEY), expected)
 
 
-def test_a_cache_too_small_for_one_sequence_is_refused(model: nn.Module) -> None:
+def test_cache_too_small_for_one_sequence_is_refused(model: nn.Module) -> None:
     engine = NativeEngine(model, TOKENIZER, NativeSettings(page_size=4, kv_cache_gib=10 * PAGE_BYTES / GIB))
-    with pytest.raises(KvCacheTooSmallError, match="kv_cache_gib"):
+    with pytest.raises(InputError, match="kv_cache_gib"):
         engine.generate(make_tasks(), 1, SAMPLING, KEY)
 
 
-def test_memory_of_the_cache_is_given_back(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_memory_is_freed(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[PagedKvCache]] = []
 
     class Watched(PagedKvCache):
@@ -127,7 +131,7 @@ def test_memory_of_the_cache_is_given_back(model: nn.Module, monkeypatch: pytest
     assert alive[0]() is None
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_model_is_unchanged_after_sampling() -> None:
     model = tiny_model("llama", attention_dropout=0.5).train()
     frozen = model.get_decoder().layers[0]
     frozen.eval()
@@ -147,7 +151,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_the_mode_comes_back_after_an_error(model: nn.Module) -> None:
+def test_training_mode_is_restored_after_an_error(model: nn.Module) -> None:
     model = tiny_model("llama").train()
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
@@ -156,7 +160,7 @@ def test_the_mode_comes_back_after_an_error(model: nn.Module) -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_new_weights_are_sampled_without_telling_the_engine() -> None:
+def test_weights_changed_in_place_are_sampled() -> None:
     model = tiny_model("llama")
     engine = NativeEngine(model, TOKENIZER)
     before = engine.generate(make_tasks(), 2, SAMPLING, KEY)
@@ -190,7 +194,7 @@ def test_bf16_runs_in_bf16() -> None:
     assert all(len(completion.token_ids) == 20 for group in completions for completion in group)
 
 
-def test_padding_of_the_vocabulary_is_never_sampled() -> None:
+def test_vocabulary_padding_is_never_sampled() -> None:
     model = tiny_model("llama", vocab_size=400)  # the tokenizer has 260
     completions = NativeEngine(model, TOKENIZER).generate(make_tasks(), 8, SAMPLING, KEY)
     highest = max(max(completion.token_ids) for group in completions for completion in group)
@@ -218,29 +222,29 @@ def test_total_length_is_limited(model: nn.Module, expected: list[list[Completio
     ],
 )
 def test_impossible_requests_are_refused_by_name(model: nn.Module, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(SamplingError, match=message):
+    with pytest.raises(InputError, match=message):
         NativeEngine(model, TOKENIZER).generate(make_tasks(), 1, Sampling(**{"max_new_tokens": 4, **change}), KEY)
 
 
 def test_impossible_prompts_are_refused_by_name(model: nn.Module) -> None:
     engine = NativeEngine(model, TOKENIZER, NativeSettings(max_total_tokens=8))
-    with pytest.raises(SamplingError, match=r"task 'x' has 0 prompt tokens: between 1 and 7 fit max_total_tokens 8"):
+    with pytest.raises(InputError, match=r"task 'x' has 0 prompt tokens: between 1 and 7 fit max_total_tokens 8"):
         engine.generate([Task(0, "x", "", ())], 1, SAMPLING, KEY)
-    with pytest.raises(SamplingError, match="task 'x' has 8 prompt tokens"):
+    with pytest.raises(InputError, match="task 'x' has 8 prompt tokens"):
         engine.generate([Task(0, "x", "", (1,) * 8)], 1, SAMPLING, KEY)
-    with pytest.raises(SamplingError, match="outside the model's vocabulary of 96"):
+    with pytest.raises(InputError, match="outside the model's vocabulary of 96"):
         engine.generate([Task(0, "x", "", (1, 96))], 1, SAMPLING, KEY)
-    with pytest.raises(SamplingError, match="num_samples is 0"):
+    with pytest.raises(InputError, match="num_samples is 0"):
         engine.generate(make_tasks(), 0, SAMPLING, KEY)
 
 
 @pytest.mark.parametrize("settings", [{"page_size": 0}, {"max_batch_size": 0}, {"kv_cache_gib": 0.0}])
 def test_impossible_settings_are_refused_by_name(settings: dict[str, Any]) -> None:
-    with pytest.raises(SamplingError, match=next(iter(settings))):
+    with pytest.raises(ValueError, match=next(iter(settings))):
         NativeSettings(**settings)
 
 
-def test_rows_are_filled_and_only_long_prompts_are_cut() -> None:
+def test_prefill_rows_are_filled_and_only_long_prompts_are_split() -> None:
     jobs = [Prefill(list(range(length)), 0, ()) for length in (3, 4, 5, 23, 2)]
     rows = [[(jobs.index(job), begin, end) for job, begin, end in row] for row in packed_rows(jobs, 10)]
     assert rows == [[(0, 0, 3), (1, 0, 4)], [(2, 0, 5)], [(3, 0, 10)], [(3, 10, 20)], [(3, 20, 23), (4, 0, 2)]]

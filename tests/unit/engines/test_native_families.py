@@ -17,7 +17,7 @@ from transformers import (
 
 from posttrain.engines.native import NativeEngine, NativeSettings
 from posttrain.errors import InputError
-from posttrain.policy.attention import ATTENTION
+from posttrain.models.attention_interface import ATTENTION
 from posttrain.policy.head import UnsupportedModelError
 from posttrain.types import NoiseKey, Sampling, Task
 
@@ -91,11 +91,11 @@ def test_models_with_a_recurrent_state_are_refused() -> None:
         (
             "phimoe",
             {"num_local_experts": 4, "sliding_window": 5},
-            r"config\.sliding_window is 5, and layer 0 does not tell",
+            r"config\.sliding_window is 5, and layer 0 does not pass it",
         ),
     ],
 )
-def test_layers_whose_attention_is_not_all_there_is_are_refused(family: str, extra: dict[str, int], words: str) -> None:
+def test_layers_with_state_beside_attention_are_refused(family: str, extra: dict[str, int], words: str) -> None:
     config = AutoConfig.for_model(
         family, vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=256, **extra,
@@ -106,7 +106,7 @@ def test_layers_whose_attention_is_not_all_there_is_are_refused(family: str, ext
         NativeEngine(model, byte_tokenizer()).generate(tasks(), 1, GREEDY, NoiseKey(0, 0))
 
 
-def test_a_window_as_long_as_the_context_is_none() -> None:
+def test_window_as_long_as_the_context_is_accepted() -> None:
     config = AutoConfig.for_model(
         "phimoe", vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, max_position_embeddings=256, sliding_window=256,
@@ -115,7 +115,7 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
     assert NativeEngine(model, byte_tokenizer()).generate(tasks(), 1, GREEDY, NoiseKey(0, 0))
 
 
-def test_positions_that_depend_on_the_batch_are_refused() -> None:
+def test_batch_dependent_rope_is_refused() -> None:
     factors = [1.0] * 4
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors,
             "original_max_position_embeddings": 32}  # fmt: skip
@@ -126,6 +126,6 @@ def test_positions_that_depend_on_the_batch_are_refused() -> None:
     assert engine.generate(tasks()[:3], 1, GREEDY, NoiseKey(0, 0))
 
 
-def test_a_model_with_stock_attention_is_refused() -> None:
+def test_model_with_stock_attention_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="load it with attn_implementation='posttrain'"):
         NativeEngine(tiny_model(attention="sdpa"), byte_tokenizer())

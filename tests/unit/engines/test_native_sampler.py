@@ -54,7 +54,7 @@ def test_chi_square_notices_a_wrong_temperature() -> None:
     assert chi_square_excess(tokens, (logits / 1.1).softmax(0)) > 20
 
 
-def test_tokens_of_one_sample_follow_the_softmax_too() -> None:
+def test_tokens_of_one_sample_follow_the_softmax() -> None:
     logits = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 2
     sequence_keys, _ = keys(1)
     sampler = TokenSampler(Sampling(1), 300)
@@ -62,7 +62,7 @@ def test_tokens_of_one_sample_follow_the_softmax_too() -> None:
     assert chi_square_excess(tokens, logits.softmax(0)) < 5
 
 
-def test_a_token_does_not_depend_on_the_rest_of_the_batch() -> None:
+def test_token_does_not_depend_on_the_rest_of_the_batch() -> None:
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(2)) * 3
     sequence_keys, index = keys(40)
     sampler = TokenSampler(Sampling(1, temperature=0.9), 500)
@@ -96,7 +96,7 @@ def test_greedy_takes_the_best_token_of_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padding_of_the_vocabulary_is_never_drawn(temperature: float) -> None:
+def test_vocabulary_padding_is_never_drawn(temperature: float) -> None:
     logits = torch.zeros(40)
     logits[30:] = 20.0
     tokens = draw_many(logits, Sampling(1, temperature=temperature), rows=2_000, vocab_size=30)

@@ -1,4 +1,4 @@
-"""Pages and scheduling, simulated without a model: who holds what, who runs, who has to wait."""
+"""Pages and scheduling, simulated without a model: holders of pages, active and waiting samples."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.engines.native.pages import PageAllocator, pages_for
-from posttrain.engines.native.scheduler import Admission, PromptGroup, Sample, Scheduler, pages_needed
+from posttrain.engines.native.scheduler import (
+    Admission,
+    PageAllocator,
+    PromptGroup,
+    Sample,
+    Scheduler,
+    pages_for,
+    pages_needed,
+)
 from posttrain.types import Task
 
 
@@ -22,12 +29,18 @@ def samples_of(shapes: list[tuple[int, int]], num_samples: int) -> list[Sample]:
     return [Sample(group, index, noise_key=0) for group in groups for index in range(num_samples)]
 
 
+def scheduler_of(samples: list[Sample], num_pages: int, page_size: int, max_batch_size: int) -> Scheduler:
+    scheduler = Scheduler(num_pages, page_size, max_batch_size)
+    scheduler.add(samples)
+    return scheduler
+
+
 class Simulation:
     """Plays the engine: pretends to compute prompts and tokens, and checks the bookkeeping at every turn."""
 
     def __init__(self, samples: list[Sample], num_pages: int, page_size: int, max_batch_size: int) -> None:
         self.samples = samples
-        self.scheduler = Scheduler(samples, num_pages, page_size, max_batch_size)
+        self.scheduler = scheduler_of(samples, num_pages, page_size, max_batch_size)
         self.num_prompts_computed = 0
         self.largest_batch = 0
         self.contents: dict[int, list[object]] = {page: [None] * page_size for page in range(num_pages)}
@@ -47,19 +60,16 @@ class Simulation:
         assert self.scheduler.pages.num_free == self.scheduler.pages.num_pages
 
     def _start(self, admission: Admission) -> None:
-        for prefill in admission.prompts:
+        for prefill in admission.prompts.values():
             self.num_prompts_computed += 1
             for position in range(len(prefill.token_ids)):
                 self._write(prefill.pages, position, (prefill.group, position))
         for source, target in admission.copies:
             self.contents[target] = list(self.contents[source])
-        resumed = iter(admission.resumed)
-        for sample in admission.samples:
-            if len(sample.token_ids) > 1:
-                prefill = next(resumed)
-                assert prefill.token_ids == sample.token_ids[:-1]
-                for offset, token in enumerate(prefill.token_ids):
-                    self._write(prefill.pages, prefill.start + offset, (sample, token))
+        for sample, prefill in admission.resumed.items():
+            assert prefill.token_ids == sample.token_ids[:-1]
+            for offset, token in enumerate(prefill.token_ids):
+                self._write(prefill.pages, prefill.start + offset, (sample, token))
         for sample in admission.samples:
             if not sample.token_ids:
                 self._append(sample)
@@ -113,7 +123,7 @@ def test_every_sample_finishes_and_sees_only_its_own_tokens(
     assert all(len(sample.token_ids) == sample.group.max_new_tokens for sample in samples)
 
 
-def test_each_prompt_is_computed_once_when_there_is_room() -> None:
+def test_each_prompt_is_computed_once_with_enough_pages() -> None:
     simulation = Simulation(samples_of([(17, 9), (8, 4), (3, 30)], 8), num_pages=400, page_size=4, max_batch_size=5)
     simulation.run()
     assert simulation.num_prompts_computed == 3
@@ -122,7 +132,7 @@ def test_each_prompt_is_computed_once_when_there_is_room() -> None:
 
 def test_full_prompt_pages_are_shared_and_the_last_one_is_copied() -> None:
     samples = samples_of([(10, 5)], 3)
-    scheduler = Scheduler(samples, num_pages=50, page_size=4, max_batch_size=8)
+    scheduler = scheduler_of(samples, num_pages=50, page_size=4, max_batch_size=8)
     admission = scheduler.admit()
     first, second, third = (sample.pages for sample in samples)
     assert first[:2] == second[:2] == third[:2]
@@ -135,15 +145,15 @@ def test_full_prompt_pages_are_shared_and_the_last_one_is_copied() -> None:
 
 def test_nothing_is_copied_when_the_prompt_fills_its_pages() -> None:
     samples = samples_of([(8, 5)], 3)
-    scheduler = Scheduler(samples, num_pages=50, page_size=4, max_batch_size=8)
+    scheduler = scheduler_of(samples, num_pages=50, page_size=4, max_batch_size=8)
     assert scheduler.admit().copies == []
     assert 50 - scheduler.pages.num_free == 2
     scheduler.reserve_step()
 
 
-def test_finished_samples_make_room_at_once() -> None:
+def test_finished_samples_free_their_slots_at_once() -> None:
     samples = samples_of([(4, 5)] * 4, 1)
-    scheduler = Scheduler(samples, num_pages=100, page_size=4, max_batch_size=2)
+    scheduler = scheduler_of(samples, num_pages=100, page_size=4, max_batch_size=2)
     assert scheduler.admit().samples == samples[:2]
     assert scheduler.admit().samples == []
     scheduler.leave(samples[0])
@@ -151,9 +161,9 @@ def test_finished_samples_make_room_at_once() -> None:
     assert scheduler.active == [samples[1], samples[2]]
 
 
-def test_the_youngest_waits_when_pages_run_out_and_keeps_its_tokens() -> None:
+def test_newest_sample_is_preempted_and_keeps_its_tokens() -> None:
     samples = samples_of([(4, 8), (4, 8)], 1)
-    scheduler = Scheduler(samples, num_pages=5, page_size=4, max_batch_size=2)
+    scheduler = scheduler_of(samples, num_pages=5, page_size=4, max_batch_size=2)
     scheduler.admit()
     for sample in samples:
         sample.token_ids = [1]
@@ -168,18 +178,18 @@ def test_the_youngest_waits_when_pages_run_out_and_keeps_its_tokens() -> None:
     assert scheduler.num_preemptions == 1
     scheduler.leave(samples[0])
     admission = scheduler.admit()
-    assert [prefill.group for prefill in admission.prompts] == [samples[1].group]
-    assert [(prefill.token_ids, prefill.start) for prefill in admission.resumed] == [([1, 2, 3, 4], 4)]
+    assert list(admission.prompts) == [samples[1].group]
+    assert [(prefill.token_ids, prefill.start) for prefill in admission.resumed.values()] == [([1, 2, 3, 4], 4)]
 
 
-def test_a_prompt_nobody_runs_on_goes_before_a_running_sample() -> None:
+def test_idle_prompt_is_dropped_before_an_active_sample_is_preempted() -> None:
     samples = samples_of([(8, 12), (8, 12)], 2)
-    scheduler = Scheduler(samples, num_pages=12, page_size=4, max_batch_size=3)
+    scheduler = scheduler_of(samples, num_pages=12, page_size=4, max_batch_size=3)
     scheduler.admit()
     idle = samples[2].group
     for sample in samples:
         sample.token_ids = [1]
-    scheduler.leave(samples[2])  # one sample of this group is finished, the other one waits: nobody runs on the prompt
+    scheduler.leave(samples[2])  # one sample of this group is finished, the other one waits: the prompt is idle
     assert idle.pages is not None
     taken = scheduler.pages.take(scheduler.pages.num_free)
     scheduler.reserve_step()
@@ -190,7 +200,7 @@ def test_a_prompt_nobody_runs_on_goes_before_a_running_sample() -> None:
 
 def test_queue_is_served_in_order() -> None:
     samples = samples_of([(5, 3)] * 5, 2)
-    scheduler = Scheduler(samples, num_pages=100, page_size=4, max_batch_size=3)
+    scheduler = scheduler_of(samples, num_pages=100, page_size=4, max_batch_size=3)
     started: list[Sample] = []
     while scheduler.unfinished:
         started += scheduler.admit().samples
@@ -208,7 +218,7 @@ def test_page_allocator_counts_holders() -> None:
     assert allocator.num_free == 3
     with pytest.raises(AssertionError, match="released twice"):
         allocator.release(pages[:1])
-    with pytest.raises(AssertionError, match="wanted"):
+    with pytest.raises(AssertionError, match="requested"):
         allocator.take(4)
     with pytest.raises(AssertionError, match="is free"):
         allocator.share([0])

@@ -1,4 +1,4 @@
-"""A session gives what the engine gives, to many requests that come, go and differ, in memory that does not grow."""
+"""A session samples what the engine samples, for many different requests that come and go, in constant memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, randomise, tiny_model
 from torch import nn
 
-from posttrain.engines.native import NativeEngine, NativeSettings, SamplingError
-from posttrain.engines.native.session import GenerationSession
-from posttrain.engines.native.session_values import FailureEvent, SessionRequest, TokenEvent
+from posttrain.engines.native import NativeEngine, NativeSettings
+from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest, TokenEvent
+from posttrain.errors import InputError
 from posttrain.types import NoiseKey, Sampling, Task
 
 TOKENIZER = byte_tokenizer()
@@ -33,7 +33,7 @@ def model() -> nn.Module:
 
 
 def session_of(model: nn.Module, **settings: Any) -> GenerationSession:
-    return GenerationSession(NativeEngine(model, TOKENIZER, replace(SETTINGS, **settings)))
+    return GenerationSession(NativeEngine(model, TOKENIZER, SETTINGS.model_copy(update=settings)))
 
 
 def requests(count: int, seed: int = 0) -> list[SessionRequest]:
@@ -74,7 +74,8 @@ def run(session: GenerationSession, arriving: list[SessionRequest], every: int =
 def assert_empty(session: GenerationSession) -> None:
     assert (session.unfinished, session.num_active, session.num_waiting) == (False, 0, 0)
     assert session.pages_in_use == 0
-    assert (session._by_group, session.scheduler._groups) == ({}, []), "a long-lived session remembers nobody"
+    driver = session.driver
+    assert (session._requests, driver._requests, driver.scheduler._groups) == ({}, {}, []), "nothing accumulates"
 
 
 def tokens(answers: Answers) -> dict[tuple[str, int], list[int]]:
@@ -95,39 +96,39 @@ def engine_answers(
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_under_load_every_request_gets_what_the_engine_gives_it_alone(model: nn.Module, every: int) -> None:
+def test_requests_under_load_equal_the_engine_alone(model: nn.Module, every: int) -> None:
     wanted = requests(24)
     answers = run(session_of(model), wanted, every)
     assert len(answers) == sum(request.num_samples for request in wanted)
     for request in wanted:
         for key, (ids, logprobs, reason) in engine_answers(model, request).items():
             assert [event.token_id for event in answers[key]] == ids
-            assert [event.logprob for event in answers[key]] == pytest.approx(logprobs, abs=2e-5)
+            assert [event.logprob for event in answers[key]] == pytest.approx(logprobs, abs=LOGPROB_ROUNDING)
             assert answers[key][-1].finish_reason == reason
             assert all(event.finish_reason is None for event in answers[key][:-1])
 
 
 @pytest.mark.parametrize("pages", [14, 20])
-def test_a_cache_that_is_too_small_for_all_costs_time_and_changes_nothing(model: nn.Module, pages: int) -> None:
+def test_preemption_changes_no_tokens(model: nn.Module, pages: int) -> None:
     wanted = requests(16, seed=1)
     small = session_of(model, kv_cache_gib=pages * PAGE_GIB)
     assert small.num_pages == pages
     assert tokens(run(small, wanted)) == tokens(run(session_of(model), wanted))
-    assert small.preemptions > 0
+    assert small.num_preemptions > 0
 
 
 def test_dense_copies_never_take_more_than_the_pages(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     session = session_of(model, max_total_tokens=240, kv_cache_gib=80 * PAGE_GIB)
     used: list[str] = []
     decoding = session._decoding
-    choose = decoding.way_for
+    choose = decoding.decode_backend_for
 
     def watched(adapter: str, num_rows: int, longest: int) -> Any:
         decode = choose(adapter, num_rows, longest)
         used.append(type(decode).__name__)
         return decode
 
-    monkeypatch.setattr(decoding, "way_for", watched)
+    monkeypatch.setattr(decoding, "decode_backend_for", watched)
     limit = session.num_pages * 4
     # Two that run all the time, and a long one that comes and goes: dense, from the pages, and dense again.
     wanted = [SessionRequest(f"short{n}", (5 + n, 6), Sampling(50, 0.0, ignore_eos=True), seed=n) for n in range(2)]
@@ -146,16 +147,16 @@ def test_dense_copies_never_take_more_than_the_pages(model: nn.Module, monkeypat
     assert [name for name, _ in itertools.groupby(used)] == ["DenseDecode", "PagedDecode", "DenseDecode"]
     assert decoding.copies == {}
     roomy = session_of(model, max_total_tokens=240)
-    assert tokens(answers) == tokens(run(roomy, wanted)), "the way of decoding changes nothing"
+    assert tokens(answers) == tokens(run(roomy, wanted)), "the decode backend changes nothing"
 
 
-def test_cancelled_requests_free_their_places_and_disturb_nobody(model: nn.Module) -> None:
+def test_cancelled_requests_do_not_disturb_others(model: nn.Module) -> None:
     wanted = requests(20, seed=3)
     expected = tokens(run(session_of(model), wanted))
     session, rng = session_of(model), random.Random(0)
     for request in wanted:
         session.add(request)
-    session.cancel("never heard of")
+    session.cancel("unknown")
     cancelled: set[str] = set()
     answers: Answers = defaultdict(list)
     while session.unfinished:
@@ -165,7 +166,7 @@ def test_cancelled_requests_free_their_places_and_disturb_nobody(model: nn.Modul
             answers[event.request_id, event.sample].append(event)
         if rng.random() < 0.3:
             name = f"r{rng.randrange(20)}"
-            if name in session._entries:
+            if name in session._requests:
                 cancelled.add(name)
                 session.cancel(name)
     assert_empty(session)
@@ -175,17 +176,17 @@ def test_cancelled_requests_free_their_places_and_disturb_nobody(model: nn.Modul
             assert [event.token_id for event in answers[key]] == ids
 
 
-def test_arrivals_do_not_hold_up_those_who_run(model: nn.Module) -> None:
+def test_arrivals_do_not_hold_up_active_requests(model: nn.Module) -> None:
     session = session_of(model)
     session.add(SessionRequest("first", (5, 6), Sampling(20, ignore_eos=True), seed=0))
-    heard = 0
+    received = 0
     for step in range(30):
         session.add(SessionRequest(f"late{step}", (7,) * 30, Sampling(1, ignore_eos=True), seed=0))
-        heard += sum(event.request_id == "first" for event in session.step())
-    assert heard >= 15, "at least every other step is everybody's"
+        received += sum(event.request_id == "first" for event in session.step())
+    assert received >= 15, "at least every other step decodes"
 
 
-def test_top_logprobs_are_the_models_own_whatever_the_temperature(model: nn.Module) -> None:
+def test_top_logprobs_are_at_temperature_one(model: nn.Module) -> None:
     prompt = (5, 6, 7)
     hot = Sampling(3, temperature=0.5, ignore_eos=True)
     session = session_of(model)
@@ -216,7 +217,7 @@ def test_top_logprobs_are_the_models_own_whatever_the_temperature(model: nn.Modu
     assert all(event.model_logprobs is None for event in events["c"])
 
 
-def test_adapters_are_exact_beside_each_other() -> None:
+def test_adapters_side_by_side_equal_each_alone() -> None:
     """Requests of three variants of one model run together; each gets what its variant gives alone."""
     config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj", "lm_head"])
     adapted: Any = get_peft_model(tiny_model("llama"), config, adapter_name="one")
@@ -252,7 +253,7 @@ def randomise_adapters(model: nn.Module) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
-def test_damaged_weights_fail_the_request_and_not_the_session() -> None:
+def test_nan_logits_fail_the_request_and_not_the_session() -> None:
     broken = tiny_model("llama")
     session = session_of(broken)
     session.add(SessionRequest("fine", (5, 6), Sampling(4, ignore_eos=True), seed=0))
@@ -269,7 +270,7 @@ def test_damaged_weights_fail_the_request_and_not_the_session() -> None:
     assert all(isinstance(event, TokenEvent) for event in session.step())
 
 
-def test_what_is_not_a_number_leaves_the_cache_with_its_request() -> None:
+def test_nan_is_cleared_from_the_cache_with_its_request() -> None:
     """In the pages of a prompt, then in the pages and the dense copy of one that runs beside another."""
     model: Any = tiny_model("llama", tie_word_embeddings=False)
     embeddings = model.get_input_embeddings().weight
@@ -289,7 +290,7 @@ def test_what_is_not_a_number_leaves_the_cache_with_its_request() -> None:
 
     session.add(request("lost", (5,) * 30, 18))
     assert step_with_damage_to(5) == ["lost"]
-    # Short rows beside long ones: their masks cover most of what lies there.
+    # Short rows beside long ones: their masks cover most of the row.
     wanted = [request("stays", (6,) * 20, 24), request("short", (8,), 8)]
     assert run(session, wanted)
 
@@ -306,14 +307,14 @@ def test_what_is_not_a_number_leaves_the_cache_with_its_request() -> None:
     assert run(session, [wanted[1]])
 
 
-def test_reset_names_what_is_lost_and_leaves_a_session_that_works(model: nn.Module) -> None:
+def test_reset_returns_lost_requests_and_leaves_a_working_session(model: nn.Module) -> None:
     session = session_of(model)
     wanted = requests(8, seed=5)
     for request in wanted:
         session.add(request)
     for _ in range(3):
         session.step()
-    running = set(session._entries)
+    running = set(session._requests)
     assert set(session.reset()) == running
     assert_empty(session)
     assert tokens(run(session, wanted)) == tokens(run(session_of(model), wanted))
@@ -323,8 +324,8 @@ def test_reset_names_what_is_lost_and_leaves_a_session_that_works(model: nn.Modu
     ("prompt", "new", "words"),
     [((), 1, "at least 1"), ((5,) * 48, 1, "at most 48"), ((5,), 48, "at most 48"), ((VOCAB_SIZE,), 1, "vocabulary")],
 )
-def test_requests_that_cannot_run_are_refused(model: nn.Module, prompt: tuple[int, ...], new: int, words: str) -> None:
+def test_impossible_requests_are_refused(model: nn.Module, prompt: tuple[int, ...], new: int, words: str) -> None:
     session = session_of(model)
-    with pytest.raises(SamplingError, match=words):
+    with pytest.raises(InputError, match=words):
         session.add(SessionRequest("r", prompt, Sampling(new), seed=0))
     assert_empty(session)

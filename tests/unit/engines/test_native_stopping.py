@@ -36,12 +36,12 @@ def test_all_end_of_sequence_ids_count(eos: Any, tokenizer_eos: int | None, expe
     assert stop_token_ids(model_with_eos(eos), tokenizer, Sampling(1)) == expected
 
 
-def test_the_end_of_the_turn_stops_too() -> None:
+def test_end_of_turn_stops() -> None:
     tokenizer = SimpleNamespace(eos_token_id=1)
     assert stop_token_ids(model_with_eos(2), tokenizer, Sampling(1, end_of_turn_ids=(5, 6))) == {1, 2, 5, 6}
 
 
-def test_ids_of_the_request_come_on_top_of_the_models() -> None:
+def test_request_stop_ids_are_added_to_the_models() -> None:
     tokenizer = SimpleNamespace(eos_token_id=1)
     assert stop_token_ids(
         model_with_eos([2, 3]), tokenizer, Sampling(1, stop_token_ids=(8, 9), end_of_turn_ids=(4,))
@@ -55,11 +55,11 @@ def test_ignore_eos_ignores_every_stop() -> None:
     assert rules.scanner() is None
 
 
-def test_a_model_without_generation_config_has_the_tokenizers_id() -> None:
+def test_model_without_generation_config_uses_the_tokenizers_eos() -> None:
     assert stop_token_ids(SimpleNamespace(), SimpleNamespace(eos_token_id=6), Sampling(1)) == {6}
 
 
-def test_stop_goes_before_length() -> None:
+def test_stop_takes_precedence_over_length() -> None:
     rules = StopRules(frozenset({7}), (), TOKENIZER)
     assert rules.reason([1, 7], 2, None) == "stop"
     assert rules.reason([7, 1], 2, None) == "length"

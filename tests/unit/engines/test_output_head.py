@@ -40,7 +40,7 @@ def test_plain_heads_are_a_matrix_product(family: str, plain: bool) -> None:
         torch.testing.assert_close(hidden @ head.weight.T, logits)
 
 
-def test_a_bias_is_not_plain() -> None:
+def test_head_with_bias_is_not_plain() -> None:
     model = tiny_model(attention="eager")
     model.lm_head = nn.Linear(32, 96, bias=True)
     assert not OutputHead(model).is_plain_linear
@@ -56,7 +56,7 @@ def test_adapters_on_the_head_are_part_of_it() -> None:
     assert not torch.allclose(hidden @ head.weight.T, logits)
 
 
-def test_a_factor_nobody_told_us_about_is_noticed() -> None:
+def test_unknown_logit_factor_is_detected() -> None:
     model = tiny_model(attention="eager")
     hidden, logits = hidden_and_logits(model)
     with pytest.raises(UnsupportedModelError, match="after the output head"):
@@ -64,7 +64,7 @@ def test_a_factor_nobody_told_us_about_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("field", ["lm_head_multiplier", "output_multiplier", "logits_scaling"])
-def test_factors_of_unknown_meaning_are_refused(field: str) -> None:
+def test_unsupported_logit_factors_are_refused(field: str) -> None:
     model = tiny_model(attention="eager")
     setattr(model.config, field, 2.0)
     with pytest.raises(UnsupportedModelError, match=rf"llama: config\.{field} is 2\.0"):
@@ -84,6 +84,6 @@ def test_prompt_tuning_is_refused() -> None:
         OutputHead(adapted)
 
 
-def test_a_model_without_a_head_is_refused() -> None:
+def test_model_without_a_head_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="no output head"):
         OutputHead(tiny_model(attention="eager").get_decoder())

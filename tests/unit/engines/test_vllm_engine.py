@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from posttrain.config import load_config
-from posttrain.engines.vllm import VllmEngine, VllmError, vllm_options
+from posttrain.engines.vllm import VllmEngine, vllm_options
+from posttrain.errors import InputError
 from posttrain.types import NoiseKey, Sampling, Task
 
 
@@ -66,20 +67,20 @@ SAMPLING = Sampling(
 
 
 def test_tokens_in_and_tokens_out_with_their_logprobs(vllm: FakeVllm) -> None:
-    heard: list[int] = []
-    found = VllmEngine("m", "t", max_model_len=9).generate(TASKS, 2, SAMPLING, NoiseKey(1, 0), heard.append)
+    received: list[int] = []
+    found = VllmEngine("m", "t", max_model_len=9).generate(TASKS, 2, SAMPLING, NoiseKey(1, 0), received.append)
     assert [prompt["prompt_token_ids"] for prompt, _ in vllm.requests] == [[5, 6], [5, 6], [7], [7]]
     assert [[completion.token_ids for completion in row] for row in found] == [[(7, 2)] * 2, [(8, 2)] * 2]
     assert found[1][0].logprobs == (-4.0, -1.0)
     assert (found[0][0].text, found[0][0].finish_reason) == ("t7", "stop")
-    assert heard == [4]
+    assert received == [4]
     parameters = vllm.requests[0][1]
     assert (parameters.temperature, parameters.top_p, parameters.top_k, parameters.logprobs) == (0.7, 0.9, 3, 0)
     assert (parameters.stop, parameters.stop_token_ids) == (["X"], [11, 2])
     assert [p.max_tokens for _, p in vllm.requests] == [7, 7, 8, 8], "prompt and answer fit max_model_len"
 
 
-def test_noise_is_keyed_by_draw_and_sample_and_by_nothing_else(vllm: FakeVllm) -> None:
+def test_noise_is_keyed_by_draw_and_sample_only(vllm: FakeVllm) -> None:
     engine = VllmEngine("m", "t", max_model_len=9)
     engine.generate(TASKS, 2, SAMPLING, NoiseKey(1, 0))
     engine.generate(TASKS[::-1], 1, SAMPLING, NoiseKey(1, 0))
@@ -87,9 +88,11 @@ def test_noise_is_keyed_by_draw_and_sample_and_by_nothing_else(vllm: FakeVllm) -
     assert len(set(seeds[:4])) == 4
     assert seeds[4:] == [seeds[2], seeds[0]]
     assert all(0 <= seed < 2**63 for seed in seeds)
+    engine.generate([replace(TASKS[0], first_sample=1, first_token=6)], 1, SAMPLING, NoiseKey(1, 0))
+    assert vllm.requests[-1][1].seed not in seeds, "a later turn of a sample draws other noise than its first"
 
 
-def test_ignoring_the_end_ignores_all_ends(vllm: FakeVllm) -> None:
+def test_ignore_eos_ignores_all_stops(vllm: FakeVllm) -> None:
     VllmEngine("m", "t", max_model_len=9).generate(
         TASKS, 1, Sampling(4, stop_strings=("X",), ignore_eos=True), NoiseKey(1, 0)
     )
@@ -97,7 +100,7 @@ def test_ignoring_the_end_ignores_all_ends(vllm: FakeVllm) -> None:
     assert (parameters.stop, parameters.stop_token_ids, parameters.ignore_eos) == (None, None, True)
 
 
-def test_an_adapter_goes_along(vllm: FakeVllm) -> None:
+def test_adapter_is_passed_to_vllm(vllm: FakeVllm) -> None:
     engine = VllmEngine("m", "t", max_model_len=9, adapter=Path("adapter"), adapter_rank=20)
     engine.generate(TASKS, 1, SAMPLING, NoiseKey(1, 0))
     assert vllm.lora == ("adapter", 1, "adapter")
@@ -113,15 +116,15 @@ def test_settings_become_arguments_of_vllm(vllm: FakeVllm) -> None:
     assert vllm.arguments["logprobs_mode"] == "processed_logprobs"
 
 
-def test_prompts_that_do_not_fit_and_replies_that_broke_off_are_errors(vllm: FakeVllm) -> None:
-    with pytest.raises(VllmError, match="task 'a' has 2 prompt tokens: between 1 and 1 fit"):
+def test_too_long_prompts_and_aborted_requests_are_errors(vllm: FakeVllm) -> None:
+    with pytest.raises(InputError, match="task 'a' has 2 prompt tokens: between 1 and 1 fit"):
         VllmEngine("m", "t", max_model_len=2).generate(TASKS, 1, SAMPLING, NoiseKey(1, 0))
     vllm.finish_reason = "abort"
     with pytest.raises(RuntimeError, match="abort"):
         VllmEngine("m", "t", max_model_len=9).generate(TASKS, 1, SAMPLING, NoiseKey(1, 0))
 
 
-def test_without_vllm_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(VllmError, match=r"pip install 'posttrain\[vllm\]', or use generation.backend=native"):
+    with pytest.raises(InputError, match=r"pip install 'posttrain\[vllm\]', or use generation.backend=native"):
         VllmEngine("m", "t", max_model_len=9)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from posttrain.config.rewards import parse_reward
-from posttrain.environments import RewardConfigError, build_environments, check_environments, code_tests
+from posttrain.environments import build_environments, check_environments, code_tests
 from posttrain.environments.code_suites import CallSuite, ProgramSuite, StepSuite, read_suite
 from posttrain.environments.code_tests import code_scorer, extracted_code
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.sandbox import levels
 from posttrain.environments.sandbox.program import SandboxFailure, SandboxUnavailable
 from posttrain.environments.sandbox.sandbox import Sandbox
+from posttrain.errors import InputError
 from posttrain.types import Completion, Task
 
 Scorer = Callable[[ScoringItem], dict[str, float]]
@@ -199,22 +202,28 @@ def test_a_sandbox_that_breaks_during_a_run_is_unscored_for_right_and_wrong_code
             broken.passed(code, StepSuite((("assert add(1, 2) == 3", True),)), stop_early=False)
 
 
-def test_running_out_of_time_is_the_codes_fault_only_if_it_used_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("program_s", "overhead_s"), [(0.7, 0.0), (0.05, 1.0)], ids=["slow code", "slow machine"])
+def test_out_of_time_is_unscored_unless_the_code_used_the_time(
+    program_s: float, overhead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     score = scorer(time_limit_s=1, wall_time_limit_s=1, timeout_s=2.5, reward="share_passed")
-    slow = item("import time\ntime.sleep(0.7)\nprint(1)", {"inputs": [""] * 9, "outputs": ["1"] * 9})
-    found = score(slow)
-    assert 0 < found["tests_passed"] < 9
-    real = Sandbox.run
+    programs = item("print(1)", {"inputs": [""] * 9, "outputs": ["1"] * 9})
+    real_run, now = Sandbox.run, 100.0
 
-    def slow_machine(self: Sandbox, *arguments: Any) -> Any:
-        import time
+    def timed_run(self: Sandbox, *arguments: Any) -> Any:
+        """The real outcome, at the speed that is to be tested."""
+        nonlocal now
+        now += program_s + overhead_s
+        program, limits, *rest = arguments
+        return replace(real_run(self, program, replace(limits, cpu_s=60, wall_s=60.0), *rest), wall_s=program_s)
 
-        time.sleep(1)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(Sandbox, "run", slow_machine)
-    with pytest.raises(Unscored, match="this machine ran"):
-        score(item("print(1)", {"inputs": [""] * 9, "outputs": ["1"] * 9}))
+    monkeypatch.setattr(Sandbox, "run", timed_run)
+    monkeypatch.setattr(code_tests, "time", SimpleNamespace(monotonic=lambda: now))
+    if overhead_s:
+        with pytest.raises(Unscored, match="this machine ran"):
+            score(programs)
+    else:
+        assert 0 < score(programs)["tests_passed"] < 9
 
 
 @pytest.mark.parametrize(
@@ -239,7 +248,7 @@ def test_tests_that_cannot_be_read_leave_the_code_unscored(
         all_passed(item(ADD, tests, **metadata))
 
 
-def test_the_three_kinds_of_tests_are_told_apart() -> None:
+def test_three_kinds_of_tests_are_recognised() -> None:
     assert isinstance(read_suite({"inputs": ["1"], "outputs": ["1"]}, {}), ProgramSuite)
     assert read_suite({"inputs": [["a", "b"]], "outputs": [["c"]]}, {}) == ProgramSuite((("a\nb", "c"),))
     assert isinstance(read_suite({"inputs": [[1]], "outputs": [1], "fn_name": "f"}, {}), CallSuite)
@@ -317,14 +326,14 @@ def test_a_time_limit_for_all_tests_that_is_too_short_for_one_is_refused() -> No
         scorer(timeout_s=5)
 
 
-def test_the_command_line_is_told_before_anything_runs() -> None:
-    with pytest.raises(RewardConfigError, match=r"env\.code cannot start: timeout_s is 5"):
+def test_command_line_is_refused_before_anything_runs() -> None:
+    with pytest.raises(InputError, match=r"env\.code cannot start: timeout_s is 5"):
         check_environments({"code": {"type": "code", "timeout_s": 5}})
-    with pytest.raises(RewardConfigError, match="cannot be used as a Python"):
+    with pytest.raises(InputError, match="cannot be used as a Python"):
         check_environments({"code": {"type": "code", "python": "/no/such/python"}})
-    with pytest.raises(RewardConfigError, match="sandbox"):
+    with pytest.raises(InputError, match="sandbox"):
         check_environments({"code": {"type": "code", "sandbox": "loose"}})
-    with pytest.raises(RewardConfigError, match="did you mean 'sandbox'"):
+    with pytest.raises(InputError, match="did you mean 'sandbox'"):
         check_environments({"code": {"type": "code", "sandbx": "strict"}})
 
 

@@ -130,7 +130,7 @@ def test_every_rule_gives_one_to_its_gold_answer(kind: str) -> None:
     assert (found["reward"] if isinstance(found, dict) else found) == 1.0
 
 
-def test_every_type_has_somebody_who_scores_it_and_a_gold_answer() -> None:
+def test_every_reward_type_has_a_scorer_and_a_gold_answer() -> None:
     assert set(REWARD_TYPES) == (set(WORKER_SCORERS) | set(IN_PROCESS)) - {"turns"}
     assert set(REWARD_TYPES) == set(GOLD) | TESTED_ELSEWHERE | set(IN_PROCESS)
     for kind, section in REWARD_TYPES.items():

@@ -18,10 +18,11 @@ import pytest
 from pydantic import ValidationError
 
 from posttrain.config.rewards import parse_reward
-from posttrain.environments import RewardConfigError, build_environments, check_environments, judge
+from posttrain.environments import build_environments, check_environments, judge
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.judge import NoVerdict, filled, judge_scorer, read_score
 from posttrain.environments.judge_records import Usage, UsageFile, VerdictCache
+from posttrain.errors import InputError
 from posttrain.types import Completion, Task
 
 Reply = Callable[[http.server.BaseHTTPRequestHandler], None]
@@ -69,6 +70,13 @@ class Endpoint:
                 handler.wfile.write(b" ")
 
         return send
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -288,7 +296,11 @@ def test_retry_after_is_honoured_in_seconds_and_as_a_date(endpoint: Endpoint, fo
     endpoint.replies = [raw(b"", 429, Retry_After="0.7"), says('{"score": 5}')]
     judge_scorer(setup_for(endpoint, folder))(ITEM)
     assert endpoint.times[1] - endpoint.times[0] >= 0.7
-    endpoint.replies = [raw(b"", 429, Retry_After=formatdate(time.time() + 2, usegmt=True)), says('{"score": 5}')]
+
+    def in_two_seconds(handler: http.server.BaseHTTPRequestHandler) -> None:
+        raw(b"", 429, Retry_After=formatdate(time.time() + 2, usegmt=True))(handler)
+
+    endpoint.replies = [in_two_seconds, says('{"score": 5}')]
     judge_scorer(setup_for(endpoint, folder, cache=False))(ITEM)
     assert endpoint.times[3] - endpoint.times[2] >= 0.9  # dates have whole seconds
 
@@ -300,12 +312,13 @@ def test_a_pause_beyond_the_time_limit_is_not_waited_for(endpoint: Endpoint, fol
     assert time.monotonic() - started_at < 30
 
 
-def test_an_endpoint_that_keeps_silent_is_given_up(endpoint: Endpoint, folder: Path) -> None:
+def test_silent_endpoint_times_out(endpoint: Endpoint, folder: Path) -> None:
     endpoint.replies = [endpoint.keeps_silent()]
     assert "no reply within" in unscored(endpoint, folder, request_timeout_s=0.3, max_retries=1)
+    wait_until(lambda: len(endpoint.requests) >= 2)  # the endpoint reads them in threads of its own
     assert len(endpoint.requests) == 2
     endpoint.replies = [endpoint.keeps_silent(), says('{"score": 5}')]
-    assert judge_scorer(setup_for(endpoint, folder, request_timeout_s=0.5))(ITEM)["reward"] == 0.5
+    assert judge_scorer(setup_for(endpoint, folder, request_timeout_s=2))(ITEM)["reward"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -337,7 +350,7 @@ def test_a_reply_without_end_is_cut_off(endpoint: Endpoint, folder: Path, monkey
     assert "longer than 1 MiB" in unscored(endpoint, folder, max_retries=0)
 
 
-def test_nobody_at_the_address_is_unscored_with_the_reason(endpoint: Endpoint, folder: Path) -> None:
+def test_unreachable_judge_is_unscored_with_the_reason(endpoint: Endpoint, folder: Path) -> None:
     endpoint.url = "http://127.0.0.1:9/v1"
     assert "ConnectionRefusedError" in unscored(endpoint, folder, max_retries=1)
 
@@ -459,7 +472,7 @@ def test_a_missing_key_or_prompt_ends_the_run_before_it_starts(
     with pytest.raises(BadSetup, match="No such file"):
         judge_scorer(setup_for(endpoint, folder, prompt_file="missing.txt"))
     block = {"type": "judge", "base_url": endpoint.url, "model": "m", "api_key_env": "NO_SUCH_KEY"}
-    with pytest.raises(RewardConfigError, match=r"env\.help cannot start: api_key_env names"):
+    with pytest.raises(InputError, match=r"env\.help cannot start: api_key_env names"):
         check_environments({"help": block}, folder)
     assert not endpoint.requests
 

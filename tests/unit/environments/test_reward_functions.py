@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.environments import RewardConfigError, build_environments, check_environments
-from posttrain.environments.item import ScoringItem, Unscored
+from posttrain.config import EnvironmentConfig
+from posttrain.environments import build_environments, check_environments
+from posttrain.environments.item import ScoringItem, Unscored, to_reward
 from posttrain.environments.python_function import FunctionLoadError, load_function, load_scorer
-from posttrain.environments.reward_values import to_reward
 from posttrain.environments.settings import read_settings
+from posttrain.errors import InputError
 from posttrain.types import Completion, Task
 
 ITEM = ScoringItem(
@@ -190,10 +191,10 @@ def test_a_function_that_cannot_be_used_is_refused_with_the_reason(
 ) -> None:
     if source is not None:
         (tmp_path / "rewards.py").write_text(source)
-    with pytest.raises(RewardConfigError, match=message) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         check_environments({"mine": {"function": function}}, tmp_path)
     assert str(caught.value).startswith(f"env.mine.function is {function!r}: ")
-    assert issubclass(RewardConfigError, ValueError)
+    assert issubclass(InputError, ValueError)
 
 
 def test_a_math_verify_that_does_not_import_is_found_by_the_check(
@@ -201,16 +202,19 @@ def test_a_math_verify_that_does_not_import_is_found_by_the_check(
 ) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError('built for another version')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RewardConfigError, match=r"env\.math cannot start: ImportError: built for another version"):
+    with pytest.raises(InputError, match=r"env\.math cannot start: ImportError: built for another version"):
         check_environments({"math": {}})
     check_environments({"math": {"math_verify_impl": "dapo_math_verify"}})
 
 
-def test_a_good_config_passes_the_check(tmp_path: Path) -> None:
+def test_check_environments_accepts_what_can_be_built(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("def f(prompt, response, reference): return 1")
-    check_environments({"math": {"num_workers": 8}, "mine": {"function": "rewards.py:f"}}, tmp_path)
-    check_environments({}, tmp_path)
-    check_environments(None, tmp_path)
+    blocks = {"math": {"num_workers": 8}, "mine": {"function": "rewards.py:f"}}
+    check_environments(blocks, tmp_path)
+    assert read_settings(blocks, tmp_path).keys() == blocks.keys()
+    for nothing in ({}, None):
+        check_environments(nothing, tmp_path)
+        assert not read_settings(nothing, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -230,20 +234,14 @@ def test_a_good_config_passes_the_check(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_setting_is_named_with_what_would_do(blocks: Any, message: str) -> None:
-    with pytest.raises(RewardConfigError, match=message):
+    with pytest.raises(InputError, match=message):
         build_environments(blocks)
 
 
-def test_blocks_may_be_pydantic_models_and_absent_values_mean_the_default(tmp_path: Path) -> None:
-    from pydantic import BaseModel
-
-    class Block(BaseModel):
-        num_workers: int = 3
-        timeout_s: float | None = None
-        math_verify_impl: str | None = None
-        function: str | None = None
-
-    settings = read_settings({"math": Block(), "mine": Block(function="a.py:f", timeout_s=2)}, tmp_path)
+def test_sections_of_a_config_are_taken_as_they_are(tmp_path: Path) -> None:
+    math_block = EnvironmentConfig(num_workers=3)
+    blocks = {"math": math_block, "mine": EnvironmentConfig(function="a.py:f", num_workers=3, timeout_s=2)}
+    settings = read_settings(blocks, tmp_path)
     math, mine = settings["math"].rewards[""], settings["mine"].rewards[""]
     assert (math.path, math.config.type, math.num_workers, math.timeout_s) == ("env.math", "math", 3, 10.0)
     assert (mine.path, mine.config.type, mine.num_workers, mine.timeout_s) == ("env.mine", "python", 3, 2.0)
@@ -253,7 +251,5 @@ def test_blocks_may_be_pydantic_models_and_absent_values_mean_the_default(tmp_pa
 
 def test_a_task_for_an_unknown_environment_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     environment = build_environments({"math": {}, "mine": {"function": "a.py:f"}}, tmp_path)
-    with pytest.raises(
-        RewardConfigError, match="task 'gsm8k:7' names environment 'maths'; under env: there is math, mine"
-    ):
+    with pytest.raises(InputError, match="task 'gsm8k:7' names environment 'maths'; under env: there is math, mine"):
         environment.score([Task(0, "gsm8k:7", "", (), "1", "maths")], [Completion((), (), "", "stop")])

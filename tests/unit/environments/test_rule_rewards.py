@@ -136,7 +136,7 @@ def test_json_without_a_schema_only_has_to_be_json() -> None:
     assert reward("json_schema", "[1, 2") == 0.0
 
 
-def test_where_says_which_part_of_the_answer_is_json() -> None:
+def test_where_selects_the_part_of_the_answer_that_is_json() -> None:
     bare, fenced = '{"name": "Ada"}', 'See:\n```json\n{"name": "Ada"}\n```'
     assert [reward("json_schema", text, where="whole") for text in (bare, fenced)] == [1.0, 0.0]
     assert [reward("json_schema", text, where="fenced") for text in (bare, fenced)] == [0.0, 1.0]

@@ -38,7 +38,9 @@ def test_strict_takes_namespaces_or_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         open_sandbox("strict", PYTHON)
 
 
-def test_best_effort_takes_the_next_best_and_says_what_it_does_not_protect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_effort_takes_the_next_level_and_warns_of_what_it_does_not_protect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(levels, "why_not", refusing("namespaces"))
     sandbox, warning = open_sandbox("best_effort", PYTHON)
     assert sandbox.level == "landlock"
@@ -83,7 +85,7 @@ def test_the_setting_that_stands_in_the_way_is_named(
     assert setting.replace("/", ".") in told
 
 
-def test_a_container_with_a_filter_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_with_a_filter_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     status = {"Seccomp": "2", "CapEff": "00000000a80425fb"}
     monkeypatch.setattr(levels, "_setting_in_status", lambda name: status[name])
     told = "\n".join(remedies("namespaces", "unshare(user namespace): Operation not permitted", PYTHON))
@@ -168,7 +170,7 @@ def test_an_ordinary_user_gets_the_full_sandbox() -> None:
     assert "Read-only file system" in found["writes"]
 
 
-def test_a_failure_of_the_kernel_is_told_with_the_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_failure_names_the_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(self: Sandbox, program: Program, limits: Limits) -> None:
         raise SandboxFailure(
             "the sandbox could not be set up: OSError: [Errno 1] unshare(user namespace): not permitted"

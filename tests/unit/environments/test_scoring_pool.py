@@ -96,9 +96,7 @@ def patient(folder: Path) -> Iterator[ScoringRouter]:
 
 @pytest.fixture(scope="module")
 def hasty(folder: Path) -> Iterator[ScoringRouter]:
-    with build_environments(
-        {"mine": {"function": "rewards.py:act", "timeout_s": 1.5, "num_workers": 3}}, folder
-    ) as env:
+    with build_environments({"mine": {"function": "rewards.py:act", "timeout_s": 3, "num_workers": 3}}, folder) as env:
         yield env
 
 
@@ -177,17 +175,17 @@ def test_a_forked_child_that_comes_back_gives_no_second_verdict(patient: Scoring
     assert [one.reward for one in score(patient, ["fork", "fork", "good", "fork"])] == [0.75, 0.75, 0.25, 0.75]
 
 
-def test_hanging_rewards_are_killed_in_time_however_they_hang(hasty: ScoringRouter) -> None:
+def test_hanging_rewards_are_killed_after_the_timeout(hasty: ScoringRouter) -> None:
     scores = score(hasty, ["hang", "good", "hang in c", "hang deaf", "print and hang", "good"])
     assert [one.reward for one in scores] == [None, 0.25, None, None, None, 0.25]
-    assert {one.error for one in scores if not one.scored} == {"timeout after 1.5 s"}
+    assert {one.error for one in scores if not one.scored} == {"timeout after 3 s"}
     assert "rewards.py" in str(scores[0].traceback), "the stack says where it hung"
     assert "rewards.py" in str(scores[2].traceback)
 
 
 def test_what_a_killed_reward_started_is_killed_with_it(hasty: ScoringRouter, folder: Path) -> None:
     (folder / "children").write_text("")
-    assert score(hasty, ["hang with children"])[0].error == "timeout after 1.5 s"
+    assert score(hasty, ["hang with children"])[0].error == "timeout after 3 s"
     children = [int(line) for line in (folder / "children").read_text().split()]
     assert len(children) == 2
     assert wait_until_gone(children) == []
@@ -279,7 +277,7 @@ def test_workers_never_import_torch_and_neither_does_checking_a_config(folder: P
     with build_environments({"mine": {"function": "rewards.py:has_torch"}}, folder) as environment:
         assert score(environment, ["x"])[0].reward == 0.0
     code = (
-        "import sys; from posttrain.environments import check_environments, RewardConfigError\n"
+        "import sys; from posttrain.environments import check_environments\n"
         "check_environments({'math': {}, 'mine': {'function': 'rewards.py:act'}})\n"
         "assert not {'torch', 'math_verify', 'sympy'} & set(sys.modules)"
     )

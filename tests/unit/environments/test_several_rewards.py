@@ -15,8 +15,9 @@ from posttrain.algorithms.rollout_metrics import rollout_metrics
 from posttrain.environments import ScoringRouter, build_environments, check_environments
 from posttrain.environments.combined import WeightedRewards, build_environment, scoring_item
 from posttrain.environments.pool import ScoringInterrupted
-from posttrain.environments.settings import RewardConfigError, read_settings
-from posttrain.reporting.rollout_rows import group_row
+from posttrain.environments.settings import read_settings
+from posttrain.errors import InputError
+from posttrain.reporting.rows import group_row
 from posttrain.types import Completion, Group, Rollout, Score, Task
 
 REWARDS = """
@@ -99,13 +100,13 @@ def test_named_numbers_of_a_function_are_parts_of_its_part(folder: Path) -> None
     assert found.parts == {"correct": 1.0, "format": 1.0, "mine": 0.75, "mine/wit": 0.5, "mine/wisdom": 0.25}
 
 
-def test_when_one_reward_fails_the_answer_is_unscored_names_it_and_keeps_the_others(folder: Path) -> None:
-    parts = {**PARTS, "mine": {"type": "python", "function": "rewards.py:fickle", "timeout_s": 1.0}}
+def test_failing_reward_leaves_the_answer_unscored_and_is_named(folder: Path) -> None:
+    parts = {**PARTS, "mine": {"type": "python", "function": "rewards.py:fickle", "timeout_s": 3}}
     with several(parts, folder, timeout_s=60) as environment:
         found = score(environment, ["<a>4 raise", "<a>4", "<a>4 hang", "<a>5 die"])
     assert [s.reward for s in found] == [None, pytest.approx(1.85), None, None]
     assert found[0].error == "mine: ValueError: bad input"
-    assert found[2].error == "mine: timeout after 1 s"
+    assert found[2].error == "mine: timeout after 3 s"
     assert found[3].error == "mine: the worker process exited with code 3"
     assert [s.parts for s in found if not s.scored] == [
         {"correct": 1.0, "format": 1.0},
@@ -152,7 +153,7 @@ def test_progress_counts_a_completion_when_all_rewards_have_it() -> None:
     assert all(count > 0 for count in counted)
 
 
-def test_rewards_are_told_tokens_and_how_the_answer_ended(folder: Path) -> None:
+def test_rewards_receive_tokens_and_finish_reason(folder: Path) -> None:
     task = Task(0, "t", "p", (), None, "several")
     whole = Completion((1, 2, 3), (0.0,) * 3, "abc", "stop")
     cut = Completion((1, 2, 3, 4), (0.0,) * 4, "abcd", "length", mask=(True, False, False, True))
@@ -221,9 +222,9 @@ def test_the_breakdown_is_in_the_rollouts_and_in_the_metrics() -> None:
         ({"rewards": {"a": {"type": "length", "target": 3, "shape": "cosine"}}}, "it takes limit, and no target"),
         ({"rewards": {"a": {"type": "json_schema", "schema": {}, "schema_file": "x"}}}, "both given"),
         ({"rewards": {"a": {"type": "exact", "extract": "[a"}}}, "not a regular expression"),
-        ({"rewards": {"a": {"type": "math"}}, "type": "math"}, "`type` says what a single reward is"),
-        ({"rewards": {"a": {"type": "math"}}, "function": "a.py:f"}, "`function` says what a single reward is"),
-        ({"rewards": {"a": {"type": "math"}}, "pattern": "x"}, "`pattern` says what a single reward is"),
+        ({"rewards": {"a": {"type": "math"}}, "type": "math"}, "`type` defines a single reward"),
+        ({"rewards": {"a": {"type": "math"}}, "function": "a.py:f"}, "`function` defines a single reward"),
+        ({"rewards": {"a": {"type": "math"}}, "pattern": "x"}, "`pattern` defines a single reward"),
         ({"rewards": {"a": "math"}}, r"env.several.rewards.a is 'math'"),
         ({"type": "regex", "pattern": "x", "weight": 2}, r"env.several.weight is 2: is not a key"),
         ({"type": "regex", "pattern": "x", "function": "a.py:f"}, r"function is 'a.py:f': is not a key"),
@@ -232,18 +233,16 @@ def test_the_breakdown_is_in_the_rollouts_and_in_the_metrics() -> None:
     ],
 )
 def test_a_wrong_block_is_refused_and_named(block: dict[str, Any], message: str) -> None:
-    with pytest.raises(RewardConfigError, match=message):
+    with pytest.raises(InputError, match=message):
         build_environments({"several": block})
 
 
 def test_a_reward_that_cannot_start_is_named_before_anything_is_scored(folder: Path) -> None:
     bad_schema = {"rewards": {**PARTS, "shape": {"type": "json_schema", "schema": {"type": 3}}}}
-    with pytest.raises(
-        RewardConfigError, match=r"env.several.rewards.shape cannot start: the schema is not a JSON schema"
-    ):
+    with pytest.raises(InputError, match=r"env.several.rewards.shape cannot start: the schema is not a JSON schema"):
         check_environments({"several": bad_schema}, folder)
     no_function = {"rewards": {**PARTS, "mine": {"type": "python", "function": "rewards.py:absent"}}}
-    with pytest.raises(RewardConfigError, match=r"env.several.rewards.mine.function is 'rewards.py:absent': .* has no"):
+    with pytest.raises(InputError, match=r"env.several.rewards.mine.function is 'rewards.py:absent': .* has no"):
         check_environments({"several": no_function}, folder)
 
 

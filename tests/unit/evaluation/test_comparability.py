@@ -12,7 +12,7 @@ from gate_folders import write_evaluation
 from posttrain.config.gate import GateConfig
 from posttrain.errors import InputError
 from posttrain.evaluation.comparison import compare
-from posttrain.evaluation.judges import judge_of
+from posttrain.evaluation.identity import judge_of
 from posttrain.evaluation.results import Evaluation, EvaluationError
 from posttrain.gate import judge
 
@@ -65,7 +65,7 @@ def test_scores_of_an_edited_judge_are_refused(tmp_path: Path, setting: dict[str
     assert gated(one, other, "mean_length_tokens").startswith("promote: main: evaluated under different settings: env.")
 
 
-def test_a_judge_is_what_its_files_say_and_not_where_they_are_or_how_fast(tmp_path: Path) -> None:
+def test_judge_is_identified_by_file_content_not_by_path_or_speed(tmp_path: Path) -> None:
     model = {"model": "m", "base_url": "http://a/v1"}
     shutil.copytree("rm", "copies/rm")
     one, other, elsewhere = pair(
@@ -86,7 +86,7 @@ def test_a_judge_is_what_its_files_say_and_not_where_they_are_or_how_fast(tmp_pa
         compare(one, another)
 
 
-def test_without_a_stored_identity_judges_are_told_apart_by_their_settings(tmp_path: Path) -> None:
+def test_without_stored_identity_judges_are_compared_by_settings(tmp_path: Path) -> None:
     one, faster, other = pair(
         tmp_path,
         {"config": {"env": {"mine": {"function": "a.py:f", "num_workers": 1}}}},
@@ -120,7 +120,7 @@ def test_passing_from_another_reward_is_another_metric(tmp_path: Path) -> None:
         ({"eval": {"metric": "cons@k", "k_value": 4}}, ""),
     ],
 )
-def test_what_changes_answers_is_told(tmp_path: Path, setting: dict[str, Any], told: str) -> None:
+def test_settings_that_change_answers_are_reported(tmp_path: Path, setting: dict[str, Any], told: str) -> None:
     one, other = pair(tmp_path, {"config": setting}, {"config": {}})
     cautions, verdict = compare(one, other).cautions, gated(one, other, "pass@1")
     assert len(cautions) == bool(told)
@@ -129,7 +129,7 @@ def test_what_changes_answers_is_told(tmp_path: Path, setting: dict[str, Any], t
     assert (verdict == "promote") == (not told)
 
 
-def test_files_of_the_same_name_with_another_content_are_told(tmp_path: Path) -> None:
+def test_same_file_name_with_other_content_is_reported(tmp_path: Path) -> None:
     asked = {"config": {"data": {"prompt_file": "p.txt"}, "tokenizer": {"chat_template": "t.jinja"}}}
     one, other, same = pair(
         tmp_path,

@@ -13,16 +13,24 @@ import pytest
 
 from posttrain.evaluation.comparison import compare, comparison_json, comparison_lines, exact_sign_test, sign_flip_test
 from posttrain.evaluation.comparison_html import render
-from posttrain.evaluation.results import Counts, Evaluation, EvaluationError, Problem, Sample, Summary, hash_of
+from posttrain.evaluation.results import (
+    Counts,
+    Evaluation,
+    EvaluationError,
+    EvaluationSummary,
+    ProblemResult,
+    SampleResult,
+    hash_of,
+)
 
 
 def evaluation(name: str, rewards: Sequence[Sequence[float | None]], **config: object) -> Evaluation:
     problems = tuple(
-        Problem(f"p{i}", i, "sums", f"What is <b>{i}</b>?", str(i), tuple(_sample(reward) for reward in row))
+        ProblemResult(f"p{i}", i, "sums", f"What is <b>{i}</b>?", str(i), tuple(_sample(reward) for reward in row))
         for i, row in enumerate(rewards)
     )
     num_samples = len(rewards[0])
-    summary = Summary(
+    summary = EvaluationSummary(
         model=name,
         dataset="sums",
         metric="pass@1",
@@ -39,9 +47,9 @@ def evaluation(name: str, rewards: Sequence[Sequence[float | None]], **config: o
     return Evaluation(Path(name), summary, problems)
 
 
-def _sample(reward: float | None) -> Sample:
+def _sample(reward: float | None) -> SampleResult:
     text = "<script>alert(1)</script>"
-    return Sample(text, 3, "stop", reward, answer=str(reward), error=None if reward is not None else "timeout")
+    return SampleResult(text, 3, "stop", reward, answer=str(reward), error=None if reward is not None else "timeout")
 
 
 @pytest.mark.parametrize(("wins", "losses"), [(0, 0), (1, 0), (5, 0), (6, 1), (8, 8), (3, 9)])
@@ -66,7 +74,7 @@ def test_the_permutation_test_is_near_the_one_that_lists_all_signs() -> None:
     assert sign_flip_test([], seed=3) == 1.0
 
 
-def test_a_clear_improvement_is_called_one_and_its_changes_are_listed() -> None:
+def test_clear_improvement_is_reported_with_its_changes() -> None:
     a = evaluation("a", [[0.0]] * 20 + [[1.0]] * 10)
     b = evaluation("b", [[1.0]] * 15 + [[0.0]] * 5 + [[1.0]] * 9 + [[0.0]])
     found = compare(a, b)
@@ -86,7 +94,7 @@ def test_a_clear_improvement_is_called_one_and_its_changes_are_listed() -> None:
     assert backwards.difference == -found.difference
 
 
-def test_noise_is_not_called_a_difference() -> None:
+def test_noise_is_not_reported_as_a_difference() -> None:
     found = compare(evaluation("a", [[1.0], [0.0], [0.0]]), evaluation("b", [[0.0], [1.0], [1.0]]))
     assert found.verdict.startswith("no difference can be told from noise")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from posttrain.config import load_config
-from posttrain.evaluation.answering import ServerAnswers
 from posttrain.evaluation.build import EvaluationBuild
+from posttrain.evaluation.server import OpenAiServer
 
 DATA = ("data.dataset_name=rows.jsonl", "data.problem_key=problem", "data.solution_key=answer")
 HUB = ("generation.model_name=org/model", *DATA)
@@ -59,11 +59,11 @@ def test_another_column_that_a_judge_reads_is_another_evaluation() -> None:
         "generation.precision=float32",
     ],
 )
-def test_how_vllm_holds_its_numbers_decides_answers(setting: str) -> None:
+def test_vllm_number_formats_change_the_identity(setting: str) -> None:
     assert differing(identity(*VLLM), identity(*VLLM, setting)) == ["engine"]
 
 
-def test_how_much_memory_vllm_takes_does_not() -> None:
+def test_vllm_memory_settings_do_not_change_the_identity() -> None:
     assert not differing(identity(*VLLM), identity(*VLLM, "generation.vllm_cfg.gpu_memory_utilization=0.8"))
 
 
@@ -88,7 +88,7 @@ def test_models_modules_and_tokenizers_count_by_their_content(file: str, words: 
     assert differing(before, identity(*HUB, *words)) == [key]
 
 
-def test_what_a_judge_writes_down_is_not_what_it_is() -> None:
+def test_files_written_by_a_judge_do_not_change_the_identity() -> None:
     settings = ("type=judge", "model=gpt", "base_url=http://localhost:1/v1", "cache_path=judge.sqlite")
     words = [f"env.m.rewards.s.{setting}" for setting in settings]
     write("judge.sqlite", "no verdicts yet")
@@ -101,7 +101,7 @@ def test_what_a_judge_writes_down_is_not_what_it_is() -> None:
     "setting",
     ["request_timeout_s=9", "max_retries=9", "input_price=1", "api_key_env=MY_KEY", "cache=false", "timeout_s=9"],
 )
-def test_how_fast_and_how_dear_a_judge_is_is_not_what_it_says(setting: str) -> None:
+def test_speed_and_cost_of_a_judge_do_not_change_the_identity(setting: str) -> None:
     words = [f"env.m.rewards.s.{each}" for each in ("type=judge", "model=gpt", "base_url=http://localhost:1/v1")]
     assert not differing(identity(*HUB, *words), identity(*HUB, *words, f"env.m.rewards.s.{setting}"))
     assert differing(identity(*HUB, *words), identity(*HUB, *words, "env.m.rewards.s.model=other")) == ["judge"]
@@ -110,7 +110,7 @@ def test_how_fast_and_how_dear_a_judge_is_is_not_what_it_says(setting: str) -> N
 def test_another_model_behind_the_same_address_is_another_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for name in ("old", "new"):
-        monkeypatch.setattr(ServerAnswers, "_first_model", lambda self, name=name: name)
+        monkeypatch.setattr(OpenAiServer, "_first_model", lambda self, name=name: name)
         found[name] = identity(*SERVER)
     assert differing(found["old"], found["new"]) == ["model"]
     assert not differing(found["new"], identity(*SERVER, "generation.openai_cfg.model=new")), (
@@ -119,7 +119,7 @@ def test_another_model_behind_the_same_address_is_another_evaluation(monkeypatch
 
 
 @pytest.mark.parametrize("setting", ["timeout_s=1200", "num_concurrent=4", "max_retries=9", "api_key_env_var=MY_KEY"])
-def test_how_a_server_is_asked_is_no_part_of_what_it_answers(setting: str) -> None:
+def test_request_settings_of_a_server_do_not_change_the_identity(setting: str) -> None:
     named = (*SERVER, "generation.openai_cfg.model=m")
     assert not differing(identity(*named), identity(*named, f"generation.openai_cfg.{setting}"))
     assert differing(identity(*named), identity(*named, "generation.openai_cfg.api=completions")) == ["server"]

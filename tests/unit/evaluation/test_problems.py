@@ -45,7 +45,7 @@ def test_real_rows(name: str, file: str, count: int, expected: str) -> None:
         pytest.skip(f"no {file} beside the repository")
     found = load(dataset_name=name, data_path=str(SHARED / file))
     assert len(found.problems) == count
-    assert found.problems[0].expected == expected
+    assert found.problems[0].reference == expected
     assert len({problem.id for problem in found.problems}) == count
     assert found.is_choice == (name == "mmlu")
 
@@ -86,7 +86,7 @@ def test_the_hub_is_asked_for_the_test_split(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     found = load(dataset_name="gsm8k")
     assert asked == [("openai/gsm8k", "main", "test")]
-    assert found.problems[0].expected == "2"
+    assert found.problems[0].reference == "2"
     assert found.problems[0].id == "gsm8k:0"
 
 
@@ -110,8 +110,19 @@ def test_files_of_your_own_in_every_format(tmp_path: Path, kind: str) -> None:
     unnamed = path.rename(tmp_path / "sums")
     formatted = load(dataset_name=str(unnamed), problem_key="Question", solution_key="Answer", file_format=kind)
     for found in (named, formatted):
-        assert [(p.prompt, p.expected) for p in found.problems] == [("1 + 1?", "2"), ("2 + 3?", "5")]
+        assert [(p.prompt, p.reference) for p in found.problems] == [("1 + 1?", "2"), ("2 + 3?", "5")]
     assert named.name == "sums"
+
+
+def test_a_format_that_does_not_fit_the_file_is_refused_with_the_files_own_name(tmp_path: Path) -> None:
+    file = tmp_path / "h.jsonl"
+    file.write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n")
+    with pytest.raises(DataError) as caught:
+        load(dataset_name=str(file), file_format="csv")
+    assert f"data.file_format: csv does not fit {file}, a .jsonl file" in str(caught.value)
+    assert "h.csv" not in str(caught.value)
+    named_json = file.rename(tmp_path / "h.json")
+    assert len(load(dataset_name=str(named_json), file_format="jsonl").problems) == 1, "lines of JSON in a .json file"
 
 
 def test_choices_are_shown_with_letters_and_a_prompt_file_wraps_them(tmp_path: Path) -> None:
@@ -119,7 +130,7 @@ def test_choices_are_shown_with_letters_and_a_prompt_file_wraps_them(tmp_path: P
     found = load(dataset_name=str(path))
     assert found.is_choice
     assert found.problems[0].prompt == "Which?\n\nA) x\nB) y"
-    assert found.problems[0].expected == "B"
+    assert found.problems[0].reference == "B"
     assert "Answer: X" in found.problems[0].messages[-1]["content"]
     (tmp_path / "p.txt").write_text("Choose.\n")  # NeMo RL's own say nothing of the question's place
     wrapped = load(dataset_name=str(path), prompt_file=str(tmp_path / "p.txt"))

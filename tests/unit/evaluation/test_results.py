@@ -10,10 +10,10 @@ import pytest
 from posttrain.evaluation.results import (
     Counts,
     EvaluationError,
+    EvaluationSummary,
     Interval,
-    Problem,
-    Sample,
-    Summary,
+    ProblemResult,
+    SampleResult,
     hash_of,
     problem_row,
     read_evaluation,
@@ -21,15 +21,15 @@ from posttrain.evaluation.results import (
 )
 
 
-def problem(index: int, reward: float | None = 1.0) -> Problem:
-    sample = Sample("text", 3, "stop", reward, answer="4", error=None if reward is not None else "timeout")
-    return Problem(f"p{index}", index, "sums", "2 + 2?", "4", (sample,))
+def problem(index: int, reward: float | None = 1.0) -> ProblemResult:
+    sample = SampleResult("text", 3, "stop", reward, answer="4", error=None if reward is not None else "timeout")
+    return ProblemResult(f"p{index}", index, "sums", "2 + 2?", "4", (sample,))
 
 
-def write(folder: Path, problems: list[Problem], *, edit: dict[str, object] | None = None) -> Path:
+def write(folder: Path, problems: list[ProblemResult], *, edit: dict[str, object] | None = None) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "problems.jsonl").write_text("".join(json.dumps(problem_row(p)) + "\n" for p in problems))
-    summary = Summary(
+    summary = EvaluationSummary(
         model="m",
         dataset="sums",
         metric="pass@1",
@@ -48,7 +48,7 @@ def write(folder: Path, problems: list[Problem], *, edit: dict[str, object] | No
     return folder
 
 
-def test_what_was_written_is_read_back_in_the_order_of_the_dataset(tmp_path: Path) -> None:
+def test_results_are_read_back_in_the_order_of_the_dataset(tmp_path: Path) -> None:
     problems = [problem(1), problem(0), problem(2, None)]
     found = read_evaluation(write(tmp_path, problems))
     assert [p.index for p in found.problems] == [0, 1, 2]
@@ -69,7 +69,7 @@ def test_the_hash_is_of_the_set_and_its_content() -> None:
     [
         (
             {"counts": {"problems": 3, "samples": 1, "unscored": 0, "truncated": 0}},
-            "1 problems, but summary.json speaks of 3",
+            "1 problems, but summary.json has 3",
         ),
         ({"problem_set_hash": "0"}, "other content hash"),
         ({"format": 9}, "format 9; this version of posttrain reads format 1"),
@@ -110,7 +110,7 @@ def test_a_null_reward_needs_its_reason(tmp_path: Path) -> None:
         read_evaluation(tmp_path)
 
 
-def test_an_evaluation_that_is_not_finished_or_none_says_so(tmp_path: Path) -> None:
+def test_unfinished_or_missing_evaluation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="no such folder"):
         read_evaluation(tmp_path / "nowhere")
     with pytest.raises(EvaluationError, match=r"no summary.json; expected the save_path"):

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from posttrain.config.evaluation import OpenAiConfig
-from posttrain.evaluation.answering import ServerAnswers, ServerError
-from posttrain.evaluation.problems import EvalProblem
-from posttrain.types import Sampling
+from posttrain.errors import InputError
+from posttrain.evaluation.server import OpenAiServer, ServedCompletion
+from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 SAMPLING = Sampling(max_new_tokens=7, temperature=0.5, top_p=0.9, stop_strings=("END",))
 
@@ -86,21 +86,31 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def problem(index: int, prompt: str) -> EvalProblem:
-    return EvalProblem(f"p{index}", index, prompt, ({"role": "user", "content": prompt},), "1", {}, "row")
-
-
-def source(server: Server, **settings: Any) -> ServerAnswers:
+def asking(server: Server, **settings: Any) -> OpenAiServer:
     config = OpenAiConfig(num_concurrent=4, max_retries=2, timeout_s=10, **settings)
-    return ServerAnswers(server.url, config, SAMPLING, seed=3, environment="math", first_wait_s=0.001)
+    return OpenAiServer(server.url, config, first_wait_s=0.001)
+
+
+def ask(client: OpenAiServer, prompts: Mapping[int, str], num_samples: int = 1) -> list[list[Completion]]:
+    """`prompts` by their place in the dataset."""
+    tasks = [
+        Task(index, f"p{index}", prompt, (), messages=({"role": "user", "content": prompt},))
+        for index, prompt in prompts.items()
+    ]
+    return client.generate(tasks, num_samples, SAMPLING, NoiseKey(3, 0))
+
+
+def num_tokens(completion: Completion) -> int | None:
+    assert isinstance(completion, ServedCompletion)
+    return completion.num_tokens
 
 
 def test_answers_come_back_in_order_with_their_lengths(server: Server) -> None:
     server.script = {f"q{i}": [f"answer {i}"] for i in range(6)}
-    found = source(server).answer([problem(i, f"q{i}") for i in range(6)], 2)
-    texts = [[answer.completion.text for answer in row if answer.completion] for row in found]
+    found = ask(asking(server), {i: f"q{i}" for i in range(6)}, 2)
+    texts = [[answer.text for answer in row if answer.error is None] for row in found]
     assert texts == [[f"answer {i}"] * 2 for i in range(6)]
-    assert {answer.num_tokens for row in found for answer in row} == {5}
+    assert {num_tokens(answer) for row in found for answer in row} == {5}
     first = server.bodies[0]
     assert (first["path"], first["model"], first["max_tokens"]) == ("/v1/chat/completions", "the-model", 7)
     assert (first["temperature"], first["top_p"], first["stop"]) == (0.5, 0.9, ["END"])
@@ -110,7 +120,7 @@ def test_answers_come_back_in_order_with_their_lengths(server: Server) -> None:
 
 def test_seeds_are_keyed_by_the_problem_and_not_by_the_order(server: Server) -> None:
     for order in ([0, 1, 2], [2, 1, 0]):
-        source(server).answer([problem(i, f"q{i}") for i in order], 1)
+        ask(asking(server), {i: f"q{i}" for i in order})
     seeds = [
         {body["messages"][-1]["content"]: body["seed"] for body in part}
         for part in (server.bodies[:3], server.bodies[3:])
@@ -128,16 +138,14 @@ def test_failures_are_tried_again_and_then_unscored_never_wrong(server: Server) 
     parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
     server.script["parts"] = [{"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]}]
     names = ["busy", "down", "bad", "odd", "cut", "filtered", "uncounted", "number", "parts"]
-    found = dict(zip(names, source(server).answer([problem(i, n) for i, n in enumerate(names)], 1), strict=True))
-    assert found["busy"][0].completion is not None
-    assert found["busy"][0].completion.text == "late"
-    assert found["cut"][0].completion is not None
-    assert found["cut"][0].completion.finish_reason == "length"
+    found = dict(zip(names, (row[0] for row in ask(asking(server), dict(enumerate(names)))), strict=True))
+    assert found["busy"].text == "late"
+    assert found["cut"].finish_reason == "length"
     for name in ("cut", "uncounted"):
-        assert found[name][0].num_tokens is None, "no usage, or none that can be read: an unknown length is not 0"
-    assert found["uncounted"][0].completion is not None
-    assert found["parts"][0].completion is not None
-    assert found["parts"][0].completion.text == "42"
+        assert num_tokens(found[name]) is None, "no usage, or none that can be read: an unknown length is not 0"
+    assert found["parts"].text == "42"
+    for name in ("busy", "cut", "uncounted", "parts"):
+        assert found[name].error is None
     for name, said in {
         "down": "HTTP 500",
         "bad": "HTTP 400",
@@ -145,23 +153,22 @@ def test_failures_are_tried_again_and_then_unscored_never_wrong(server: Server) 
         "number": "no answer in it",
         "filtered": "content_filter",
     }.items():
-        assert found[name][0].completion is None
-        assert said in str(found[name][0].error)
+        assert said in str(found[name].error)
     assert server.asked["down"] == 3
     assert server.asked["bad"] == 1, "a request that is wrong stays wrong"
 
 
 def test_a_server_that_answers_nothing_ends_the_evaluation(server: Server) -> None:
     server.script = {"q": [500]}
-    with pytest.raises(ServerError, match=r"none of 2 requests was answered .*HTTP 500.*the same command goes on"):
-        source(server).answer([problem(0, "q")], 2)
+    with pytest.raises(InputError, match=r"none of 2 requests was answered .*HTTP 500.*the same command goes on"):
+        ask(asking(server), {0: "q"}, 2)
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_an_interrupt_waits_neither_for_attempts_nor_for_answers(server: Server, is_silent: bool) -> None:
+def test_interrupt_does_not_wait_for_retries_or_replies(server: Server, is_silent: bool) -> None:
     answers = threading.Event()
     server.script = {f"q{i}": [answers if is_silent else 503] for i in range(6)}
-    asking = replace(source(server), first_wait_s=60.0)
+    client = replace(asking(server), first_wait_s=60.0)
     before = set(threading.enumerate())
 
     def interrupt() -> None:
@@ -171,47 +178,47 @@ def test_an_interrupt_waits_neither_for_attempts_nor_for_answers(server: Server,
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        asking.answer([problem(i, f"q{i}") for i in range(6)], 1)
+        ask(client, {i: f"q{i}" for i in range(6)})
     answers.set()
     for thread in set(threading.enumerate()) - before:
         if "process_request" not in thread.name:  # the server's, which wait for the connection to be closed
             thread.join(30)
             assert not thread.is_alive()
     assert sum(server.asked.values()) == 4, "nothing was asked again, and nothing else"
-    asking.close()
+    client.close()
 
 
-def test_an_error_of_ours_ends_all_threads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: ServerAnswers, problem: EvalProblem, sample: int) -> None:
-        raise ZeroDivisionError(problem.id)
+def test_internal_error_ends_all_threads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: OpenAiServer, path: str, body: object) -> None:
+        raise ZeroDivisionError(path)
 
-    monkeypatch.setattr(ServerAnswers, "_ask", fail)
+    monkeypatch.setattr(OpenAiServer, "_ask", fail)
     with pytest.raises(ZeroDivisionError):
-        source(server).answer([problem(i, f"q{i}") for i in range(6)], 1)
+        ask(asking(server), {i: f"q{i}" for i in range(6)})
 
 
-def test_a_wrong_key_is_not_tried_a_thousand_times(server: Server) -> None:
+def test_wrong_key_is_not_retried(server: Server) -> None:
     server.script = {"q": [401]}
-    with pytest.raises(ServerError, match="HTTP 401"):
-        source(server).answer([problem(0, "q")], 100)
+    with pytest.raises(InputError, match="HTTP 401"):
+        ask(asking(server), {0: "q"}, 100)
     assert server.asked["q"] <= 8
 
 
 def test_the_key_comes_from_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "secret")
-    source(server, api_key_env_var="MY_KEY")
+    asking(server, api_key_env_var="MY_KEY")
     monkeypatch.delenv("MY_KEY")
-    source(server, api_key_env_var="MY_KEY")
+    asking(server, api_key_env_var="MY_KEY")
     assert server.keys == ["Bearer secret", None]
 
 
 def test_plain_text_and_further_fields(server: Server) -> None:
-    source(server, api="completions", extra_body={"min_p": 0.1}).answer([problem(0, "q")], 1)
+    ask(asking(server, api="completions", extra_body={"min_p": 0.1}), {0: "q"})
     assert server.bodies[0]["path"] == "/v1/completions"
     assert server.bodies[0]["prompt"] == "q"
     assert server.bodies[0]["min_p"] == 0.1
 
 
 def test_an_address_without_a_server_is_named() -> None:
-    with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1: no answer .*is the server there\?"):
-        ServerAnswers("http://127.0.0.1:9/v1", OpenAiConfig(), SAMPLING, 0, "math")
+    with pytest.raises(InputError, match=r"http://127.0.0.1:9/v1: no answer .*is the server there\?"):
+        OpenAiServer("http://127.0.0.1:9/v1", OpenAiConfig())

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from posttrain.demo.arithmetic import build_tokenizer
 from posttrain.errors import InputError
 from posttrain.export.gguf_export import GgufSettings, check_gguf_target, export_gguf
-from posttrain.export.gguf_import import convert_gguf
 from posttrain.export.gguf_tokenizer import pre_tokenizer_name
+from posttrain.models.gguf_import import convert_gguf
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (posttrain[gguf])")
 
@@ -94,7 +94,7 @@ def test_import_undoes_export(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(tmp_path / "back"), logits(folder), rtol=1e-5, atol=1e-5)
 
 
-def test_the_stretched_positions_of_llama_3_are_written(tmp_path: Path) -> None:
+def test_llama_3_rope_scaling_is_written(tmp_path: Path) -> None:
     rope = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -113,7 +113,7 @@ def test_the_stretched_positions_of_llama_3_are_written(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(tensors["rope_freqs.weight"]), plain / stretched, rtol=1e-5, atol=1e-5)
 
 
-def test_the_rule_that_cuts_words_is_recognised() -> None:
+def test_pre_tokenizer_is_recognised() -> None:
     def name(tokenizer: PreTrainedTokenizerFast) -> str | None:
         import json
 
@@ -127,7 +127,7 @@ def test_the_rule_that_cuts_words_is_recognised() -> None:
     assert name(odd) == "smollm"
 
 
-def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_unsupported_models_are_refused_and_leave_no_file(tmp_path: Path) -> None:
     folder = save(tmp_path / "gemma", "gemma")
     with pytest.raises(InputError, match="gemma is not written as GGUF; accepted: llama"):
         export_gguf(folder, tmp_path / "m.gguf", GgufSettings(), say=quiet)

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import randomise, tiny_model
 from torch import nn
 
-from posttrain.export.lora import AdapterError, MergedSource, open_adapter
+from posttrain.errors import InputError
+from posttrain.export.merge_lora import MergedSource, open_adapter
 from posttrain.export.weight_sources import SafetensorsSource
 
 
@@ -59,19 +60,19 @@ def rewrite(adapter: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(
     "settings", [{"use_dora": True}, {"bias": "all"}, {"peft_type": "LOHA"}, {"r": 0}, {"lora_alpha": None}]
 )
-def test_what_is_not_plain_lora_is_refused_by_name(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_other_adapters_than_plain_lora_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     _, _, adapter = adapted(tmp_path)
     rewrite(adapter, **settings)
-    with pytest.raises(AdapterError, match=next(iter(settings))):
+    with pytest.raises(InputError, match=next(iter(settings))):
         open_adapter(adapter)
 
 
-def test_half_an_adapter_is_refused(tmp_path: Path) -> None:
+def test_incomplete_adapter_is_refused(tmp_path: Path) -> None:
     _, _, adapter = adapted(tmp_path)
     tensors = load_file(adapter / "adapter_model.safetensors")
     removed = next(name for name in tensors if "lora_B" in name)
     save_file({name: t for name, t in tensors.items() if name != removed}, adapter / "adapter_model.safetensors")
-    with pytest.raises(AdapterError, match="has no partner"):
+    with pytest.raises(InputError, match="has no counterpart"):
         open_adapter(adapter)
 
 
@@ -79,7 +80,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     _, _, adapter = adapted(tmp_path)
     tiny_model("llama", hidden_size=16).save_pretrained(tmp_path / "narrow")
     tiny_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "shallow")
-    with pytest.raises(AdapterError, match=r"is for a weight of shape \[32, 48\], but that of the base"):
+    with pytest.raises(InputError, match=r"is for a weight of shape \[32, 48\], but that of the base"):
         MergedSource(SafetensorsSource(tmp_path / "narrow"), open_adapter(adapter))
-    with pytest.raises(AdapterError, match=r"adapts model\.layers\.1\..*, which the base model .* does not have"):
+    with pytest.raises(InputError, match=r"adapts model\.layers\.1\..*, which the base model .* does not have"):
         MergedSource(SafetensorsSource(tmp_path / "shallow"), open_adapter(adapter))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_runs import save_model
 
-from posttrain.export.periodic import PeriodicExport
+from posttrain.export.convert import PeriodicExport
 
 
 def test_weights_that_are_not_finite_are_saved_without_a_copy(tmp_path: Path) -> None:

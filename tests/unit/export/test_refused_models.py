@@ -18,10 +18,11 @@ from tiny_runs import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from posttrain.cli.main import main
+from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.errors import InputError
-from posttrain.export.verification import VerificationError, loaded_logits
-from posttrain.export.weight_names import ModelShape
-from posttrain.models.reference import load_for_sampling, resolve_model
+from posttrain.export.verification import loaded_logits
+from posttrain.export.weight_names import WeightShapes
+from posttrain.models.accepted_names import resolve_model
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 Refused = Callable[..., str]
@@ -34,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Runs convert, which has to fail as bad input; the one line that it says."""
+    """Runs convert, which has to fail as bad input, and returns its one-line message."""
 
     def run(source: Path, *options: str, to: tuple[str, ...] | None = None) -> str:
         before = sorted(path.name for path in tmp_path.iterdir())
@@ -61,9 +62,7 @@ def copy_with(model: Path, folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("own", ["", "notes.txt", "config.json"])
-def test_a_model_below_the_named_folder_is_not_what_was_named(
-    model: Path, tmp_path: Path, refused: Refused, own: str
-) -> None:
+def test_model_in_a_subfolder_is_not_taken(model: Path, tmp_path: Path, refused: Refused, own: str) -> None:
     shutil.copytree(model, tmp_path / "demo/model")
     if own:
         (tmp_path / "demo" / own).write_text((model / "config.json").read_text())
@@ -100,25 +99,25 @@ def test_architectures_of_another_family_are_refused(tmp_path: Path, refused: Re
 def test_weights_that_transformers_misses_fail_the_verification(tmp_path: Path) -> None:
     tiny_model("llama", vocab_size=260).save_pretrained(tmp_path / "llama")
     config = AutoConfig.from_pretrained(tmp_path / "llama")
-    shape = ModelShape.of(config, "llama")
+    shape = WeightShapes.of(config, "llama")
     assert loaded_logits(tmp_path / "llama", shape).shape[-1] == 260
     weights = load_file(tmp_path / "llama/model.safetensors")
 
     save_file({**weights, "stranger": torch.zeros(2)}, tmp_path / "llama/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(VerificationError, match=r"finds 1 weights of the converted folder .* among them stranger"):
+    with pytest.raises(InputError, match=r"finds 1 weights of the converted folder .* among them stranger"):
         loaded_logits(tmp_path / "llama", shape)
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "llama/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(VerificationError, match=r"finds 1 weights .* among them model\.norm\.weight"):
+    with pytest.raises(InputError, match=r"finds 1 weights .* among them model\.norm\.weight"):
         loaded_logits(tmp_path / "llama", shape)
 
 
 def test_the_verification_loads_by_model_type_as_users_do(tmp_path: Path) -> None:
     tiny_model("llama", vocab_size=260).save_pretrained(tmp_path / "llama")
     mixed = copy_with(tmp_path / "llama", tmp_path / "mixed", model_type="qwen2")
-    llama = ModelShape.of(AutoConfig.from_pretrained(tmp_path / "llama"), "llama")
-    shape = ModelShape(AutoConfig.from_pretrained(mixed), LlamaForCausalLM, "mixed", llama.shapes, llama.tied, False)
-    with pytest.raises(VerificationError, match=r"missing.* among them model\.layers\.0\.self_attn\..*bias"):
+    llama = WeightShapes.of(AutoConfig.from_pretrained(tmp_path / "llama"), "llama")
+    shape = WeightShapes(AutoConfig.from_pretrained(mixed), LlamaForCausalLM, "mixed", llama.shapes, llama.tied, False)
+    with pytest.raises(InputError, match=r"missing.* among them model\.layers\.0\.self_attn\..*bias"):
         loaded_logits(mixed, shape)
 
 
@@ -133,7 +132,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), BAD_VALUES, ids=[next(iter(changes)) for changes, _ in BAD_VALUES])
-def test_a_value_that_no_model_has_is_quoted(
+def test_impossible_config_value_is_quoted(
     model: Path, tmp_path: Path, refused: Refused, changes: dict[str, Any], words: str
 ) -> None:
     folder = copy_with(model, tmp_path / "bad", **changes)
@@ -147,7 +146,7 @@ def test_a_value_that_no_model_has_is_quoted(
     assert "hf_config_overrides" not in str(of_eval_and_serve.value)
 
 
-def test_such_a_value_is_quoted_for_gguf_too(model: Path, tmp_path: Path, refused: Refused) -> None:
+def test_impossible_config_value_is_quoted_for_gguf(model: Path, tmp_path: Path, refused: Refused) -> None:
     pytest.importorskip("gguf")
     folder = copy_with(model, tmp_path / "bad", rms_norm_eps="x")
     assert f"{folder}/config.json: " in refused(folder, to=("--gguf", str(tmp_path / "model.gguf")))
@@ -157,7 +156,7 @@ def test_such_a_value_is_quoted_for_gguf_too(model: Path, tmp_path: Path, refuse
 
 
 @pytest.mark.parametrize("name", ["gate.yaml", "eval.yaml", "pipelines/demo.yaml"])
-def test_a_yaml_of_something_else_is_no_config_of_a_run(model: Path, refused: Refused, name: str) -> None:
+def test_other_yaml_files_are_refused_as_run_config(model: Path, refused: Refused, name: str) -> None:
     error = refused(model, "--config", str(CONFIGS / name))
     assert f"{CONFIGS / name} is no config of a training run" in error
 
@@ -175,7 +174,7 @@ def test_a_config_that_names_no_model_is_refused_unless_base_does(
     assert main(["convert", str(model), "--to", str(tmp_path / "hf"), *options]) == 0
 
 
-def test_a_base_that_is_not_here_is_refused_and_a_hub_name_is_kept(
+def test_base_must_be_a_folder_or_a_hub_name(
     model: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -238,9 +237,7 @@ def test_an_index_that_names_no_files_is_refused(
         ("tokenizer.json", "{}", "the tokenizer in .* cannot be read: KeyError: 'added_tokens'; see tokenizer.json"),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_named_when_it_is_loaded(
-    model: Path, tmp_path: Path, file: str, content: str, words: str
-) -> None:
+def test_invalid_tokenizer_file_is_named(model: Path, tmp_path: Path, file: str, content: str, words: str) -> None:
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / file).write_text(content)
     with pytest.raises(InputError, match=words):
@@ -253,15 +250,13 @@ def test_quantized_weights_without_their_package_are_bad_input(model: Path, tmp_
         load_for_sampling(str(tmp_path / "model"), device="cpu")
 
 
-def test_weights_that_the_config_does_not_know_are_warned_of(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unexpected_weights_are_warned_of(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_for_sampling(str(model), device="cpu")
     assert "warning" not in capsys.readouterr().err
     copy_with(model, tmp_path / "model", num_hidden_layers=1)
     load_for_sampling(str(tmp_path / "model"), device="cpu")
     said = capsys.readouterr().err
-    assert "holds 9 weights that its config.json does not know (model.layers.1.input_layernorm.weight, " in said
+    assert "holds 9 weights that its config.json does not describe (model.layers.1.input_layernorm.weight, " in said
 
 
 # -- adapters ------------------------------------------------------------------------------------------------------------
@@ -287,14 +282,14 @@ def adapter(model: Path, tmp_path: Path) -> Path:
 def test_the_config_of_another_adapter_is_refused(
     adapter: Path, refused: Refused, changes: dict[str, Any], words: str
 ) -> None:
-    """The rank decides how much an adapter counts: merged by another one, the model would be wrong and nobody would know."""
+    """The scale depends on the rank: merging with another one would give a wrong model silently."""
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     assert words in refused(adapter, "--merge-lora")
     assert words in refused(adapter)
 
 
-def test_an_adapter_that_does_not_fit_is_explained(adapter: Path) -> None:
+def test_unfitting_adapter_is_explained(adapter: Path) -> None:
     file = adapter / "adapter_config.json"
     right = json.loads(file.read_text())
     file.write_text(json.dumps({**right, "r": 4}))

@@ -37,7 +37,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("candidate", "code", "words"), [("good", 0, "promote"), ("bad", 3, "reject"), ("same", 4, "needs more samples")]
 )
-def test_each_verdict_has_its_exit_code_and_says_why(
+def test_each_verdict_has_its_exit_code_and_reasons(
     folders: Path, capsys: pytest.CaptureFixture[str], candidate: str, code: int, words: str
 ) -> None:
     files = ["--json", "out/gate.json", "--html", "out/gate.html"]
@@ -57,7 +57,7 @@ def test_each_verdict_has_its_exit_code_and_says_why(
     assert ("to decide: about" in printed) == (words == "needs more samples")
 
 
-def test_the_example_config_works_as_it_is(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_config_works_unchanged(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gate", "--config", str(EXAMPLE), "--candidate", "good", "--production", "old"]) == 0
     capsys.readouterr()
     assert main(["gate", "--config", str(EXAMPLE), "--candidate", "bad", "--production", "old", "--json", "-"]) == 3
@@ -65,7 +65,7 @@ def test_the_example_config_works_as_it_is(folders: Path, capsys: pytest.Capture
     assert [rule["outcome"] for rule in report["rules"]] == ["fail", "pass", "pass", "pass"]
 
 
-def test_what_the_example_leaves_to_be_uncommented_works_too(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commented_part_of_the_example_config_works(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = EXAMPLE.read_text()
     commented = text[text.index("  # cost:") :]
     (folders / "gate.yaml").write_text("checks:\n" + re.sub("^  # ", "  ", commented, flags=re.MULTILINE))
@@ -80,7 +80,7 @@ def test_settings_on_the_command_line_override_the_file(folders: Path, capsys: p
     assert main([*base, "gate.min_problems=1000"]) == 4
 
 
-def test_evaluations_come_by_name_or_as_a_folder_of_them(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations_are_given_by_name_or_as_a_folder(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folders / "sets").mkdir()
     (folders / "good").rename(folders / "sets" / "main")
     (folders / "same").rename(folders / "sets" / "safety")
@@ -97,7 +97,7 @@ def test_evaluations_come_by_name_or_as_a_folder_of_them(folders: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--candidate", "good"], "--production FOLDER, or --no-production"),
         (["--candidate", "good", "--production", "old", "--no-production"], "exclude each other"),
@@ -112,16 +112,16 @@ def test_evaluations_come_by_name_or_as_a_folder_of_them(folders: Path, capsys: 
         (["--candidate", "good", "--production", "old", "gate.confidnce=0.9"], "did you mean `gate.confidence`?"),
     ],
 )
-def test_bad_input_ends_with_64_and_says_what_is_wrong(
-    folders: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+def test_bad_input_exits_with_64_and_names_the_problem(
+    folders: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
     assert main(["gate", "--config", "gate.yaml", "--json", "gate.json", *arguments]) == 64
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert not (folders / "gate.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("checks: {}", "`checks` = {}: is empty|`checks`: is empty"),
         ("gate: {confidence: 0.9}", "gate.yaml: `checks` is missing"),
@@ -149,17 +149,17 @@ def test_bad_input_ends_with_64_and_says_what_is_wrong(
         ("checks: [", "not valid YAML"),
     ],
 )
-def test_gate_files_that_make_no_sense_are_refused_with_their_line(
-    folders: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+def test_contradictory_gate_files_are_refused_with_their_line(
+    folders: Path, capsys: pytest.CaptureFixture[str], text: str, expected: str
 ) -> None:
     (folders / "gate.yaml").write_text(text)
     assert main(["gate", "--config", "gate.yaml", "--candidate", "good", "--no-production"]) == 64
     error = capsys.readouterr().err
-    assert any(one in error for one in said.split("|")), error
+    assert any(one in error for one in expected.split("|")), error
     assert "gate.yaml" in error
 
 
-def test_the_verdict_on_a_single_problem_is_json_that_every_reader_takes(folders: Path) -> None:
+def test_verdict_on_a_single_problem_is_valid_json(folders: Path) -> None:
     write_evaluation(folders / "one", [[1.0]], text=lambda index, reward: "x")
     words = ["--json", "one.json", "checks.accuracy.metric=mean_length_tokens"]
     assert main(["gate", "--config", "gate.yaml", "--candidate", "one", "--production", "one", *words]) == 4

@@ -36,14 +36,14 @@ def decided(checks: dict[str, dict[str, Any]], candidate: Evaluation) -> GateRes
         ("The answer is 4. " + "x" * 400 + " I cannot assist with more.", False),
     ],
 )
-def test_refusals_are_told_by_how_they_begin(tmp_path: Path, text: str, refuses: bool) -> None:
+def test_refusals_are_recognised_by_their_beginning(tmp_path: Path, text: str, refuses: bool) -> None:
     found = write_evaluation(tmp_path / "a", [[0.0]] * 30, text=lambda index, _: text)
     (rule,) = decided({"a": {"metric": "refusal_rate", "at_least": 0.0}}, found).rules
     assert rule.candidate == float(refuses), beginning(text)
 
 
 @pytest.mark.parametrize("apostrophe", ["'", "\u2019"])
-def test_own_patterns_find_apostrophes_of_either_kind(tmp_path: Path, apostrophe: str) -> None:
+def test_own_patterns_match_both_kinds_of_apostrophes(tmp_path: Path, apostrophe: str) -> None:
     found = write_evaluation(tmp_path / "a", [[0.0]] * 30, text=lambda index, _: "That\u2019s off limits.")
     check = {"metric": "refusal_rate", "at_least": 0.0, "patterns": [f"That{apostrophe}s off"]}
     assert decided({"a": check}, found).rules[0].candidate == 1.0
@@ -77,7 +77,7 @@ def test_format_cost_parts_and_rewards_are_measured(tmp_path: Path) -> None:
         mean("pass@1", patterns=["x"])
 
 
-def test_lengths_that_a_server_did_not_report_are_not_zero(tmp_path: Path) -> None:
+def test_unreported_lengths_are_missing_not_zero(tmp_path: Path) -> None:
     found = write_evaluation(tmp_path / "a", [[1.0], [0.0]] * 100, num_tokens=lambda index: None, cost=3.0)
     with pytest.raises(InputError, match=r"'mean_length_tokens' was not measured .*reports no `usage`"):
         decided({"a": {"metric": "mean_length_tokens", "at_most": 100}}, found)
@@ -85,9 +85,9 @@ def test_lengths_that_a_server_did_not_report_are_not_zero(tmp_path: Path) -> No
     assert decided(by_answer, found).verdict == "promote", "the cost is known all the same"
 
 
-def test_a_metric_that_was_not_measured_is_an_error_that_lists_the_measured_ones(tmp_path: Path) -> None:
+def test_unmeasured_metric_is_an_error_that_lists_the_measured_ones(tmp_path: Path) -> None:
     found = write_evaluation(tmp_path / "a", [[1.0, 0.0, 1.0, 0.0]] * 30, parts=lambda reward: {"format": reward})
-    for metric, said in (
+    for metric, expected in (
         (
             "pass@8",
             r"'pass@8' was not measured in .*measured: pass@1…4, cons@1…4, avg@4, reward, part:format, .*num_tests",
@@ -97,5 +97,5 @@ def test_a_metric_that_was_not_measured_is_an_error_that_lists_the_measured_ones
         ("kl_from_base", "posttrain gate measure-kl"),
         ("cost_per_answer", "eval.gpu_hour_price"),
     ):
-        with pytest.raises(InputError, match=f"checks.a: .*{said}"):
+        with pytest.raises(InputError, match=f"checks.a: .*{expected}"):
             decided({"a": {"metric": metric, "at_least": 0.1}}, found)

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.gate.distributions import beta_cdf, beta_quantile, normal_quantile, t_quantile
 from posttrain.gate.statistics import (
-    Estimate,
+    MeanEstimate,
     detectable_distance,
     estimate_mean,
     estimate_paired,
@@ -29,7 +29,7 @@ def integral(density: Callable[[np.ndarray], np.ndarray], low: float, high: floa
 
 
 @pytest.mark.parametrize(("a", "b", "x"), [(2.0, 3.0, 0.3), (50.0, 1.5, 0.97), (5.0, 200.0, 0.02), (1.0, 1.0, 0.4)])
-def test_the_beta_distribution_is_its_integral(a: float, b: float, x: float) -> None:
+def test_beta_cdf_is_the_integral_of_its_density(a: float, b: float, x: float) -> None:
     log_norm = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
     expected = integral(lambda t: np.exp(log_norm) * t ** (a - 1) * (1 - t) ** (b - 1), 0.0, x)
     assert beta_cdf(x, a, b) == pytest.approx(expected, abs=1e-6)
@@ -37,7 +37,7 @@ def test_the_beta_distribution_is_its_integral(a: float, b: float, x: float) -> 
 
 
 @pytest.mark.parametrize(("share", "degrees"), [(0.95, 3), (0.975, 10), (0.99, 57.3), (0.9, 4000)])
-def test_the_quantile_of_students_t_is_where_its_integral_says(share: float, degrees: float) -> None:
+def test_t_quantile_inverts_the_integral_of_its_density(share: float, degrees: float) -> None:
     log_norm = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
     quantile = t_quantile(share, degrees)
     inside = integral(lambda t: np.exp(log_norm) * (1 + t**2 / degrees) ** (-(degrees + 1) / 2), 0.0, quantile)
@@ -59,7 +59,7 @@ def binomial_tail(total: int, probability: float, at_least: int) -> float:
 
 
 @pytest.mark.parametrize(("hits", "total"), [(0, 30), (3, 40), (20, 40), (39, 40), (30, 30)])
-def test_the_bounds_of_a_proportion_are_where_the_binomial_tails_are_five_percent(hits: int, total: int) -> None:
+def test_bounds_of_a_proportion_have_binomial_tails_of_five_percent(hits: int, total: int) -> None:
     found = estimate_mean([1.0] * hits + [0.0] * (total - hits), CONFIDENCE, RATE)
     assert found.method == "exact binomial"
     assert found.mean == hits / total
@@ -69,7 +69,7 @@ def test_the_bounds_of_a_proportion_are_where_the_binomial_tails_are_five_percen
         assert 1 - binomial_tail(total, found.high, hits + 1) == pytest.approx(0.05)
 
 
-def test_equal_values_do_not_prove_that_there_is_no_spread() -> None:
+def test_equal_values_have_an_interval_of_positive_width() -> None:
     assert estimate_mean([1.0] * 30, CONFIDENCE, RATE).low < 0.92
     assert estimate_mean([0.5] * 30, CONFIDENCE, RATE).low < 0.45
     assert estimate_paired([0.0] * 30, CONFIDENCE, DIFFERENCE).low < -0.05
@@ -78,7 +78,7 @@ def test_equal_values_do_not_prove_that_there_is_no_spread() -> None:
     assert estimate_mean([512.0] * 30, CONFIDENCE, (0.0, 512.0)).high > 512, "and longer ones were only not seen"
 
 
-def test_the_bounds_are_the_wider_of_students_with_and_without_imagined_problems() -> None:
+def test_bounds_are_the_wider_of_those_with_and_without_pseudo_observations() -> None:
     values = np.random.default_rng(0).exponential(100.0, 60)
     ends = (0.0, float(values.max()))
     found = estimate_mean(list(values), CONFIDENCE, ends)
@@ -93,7 +93,7 @@ def test_the_bounds_are_the_wider_of_students_with_and_without_imagined_problems
     assert found.high == pytest.approx(max(highs))
 
 
-def test_pairing_makes_the_bounds_narrower_where_problems_differ_in_difficulty() -> None:
+def test_pairing_narrows_the_bounds_where_problems_differ_in_difficulty() -> None:
     rng = np.random.default_rng(1)
     difficulty = rng.beta(0.3, 0.3, 200)
     left, right = ((rng.binomial(4, difficulty) / 4).tolist() for _ in range(2))
@@ -116,7 +116,7 @@ def passes(simulate: Callable[[np.random.Generator], bool], seed: int) -> float:
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
 @pytest.mark.parametrize("num_problems", [30, 200])
-def test_a_candidate_that_is_only_noise_is_rarely_better_than_production(share: float, num_problems: int) -> None:
+def test_equal_candidate_is_rarely_better_than_production(share: float, num_problems: int) -> None:
     def is_better(rng: np.random.Generator) -> bool:
         difficulty = rng.beta(2 * share, 2 * (1 - share), num_problems)
         ours, theirs = (rng.random(num_problems) < difficulty for _ in range(2))
@@ -126,7 +126,7 @@ def test_a_candidate_that_is_only_noise_is_rarely_better_than_production(share: 
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_candidate_at_the_margin_rarely_counts_as_no_worse(share: float) -> None:
+def test_candidate_at_the_margin_is_rarely_no_worse(share: float) -> None:
     def is_no_worse(rng: np.random.Generator) -> bool:
         ours, theirs = rng.random(150) < share - 0.05, rng.random(150) < share
         return estimate_paired((ours.astype(float) - theirs).tolist(), CONFIDENCE, DIFFERENCE).low > -0.05
@@ -134,7 +134,7 @@ def test_a_candidate_at_the_margin_rarely_counts_as_no_worse(share: float) -> No
     assert passes(is_no_worse, 3) <= ALLOWED
 
 
-def test_noise_on_other_problems_is_rarely_better_either() -> None:
+def test_equal_candidate_on_other_problems_is_rarely_better() -> None:
     def is_better(rng: np.random.Generator) -> bool:
         ours, theirs = (rng.binomial(4, 0.4, size) / 4 for size in (80, 160))
         return estimate_unpaired(ours.tolist(), theirs.tolist(), CONFIDENCE, RATE, RATE).low > 0
@@ -143,7 +143,7 @@ def test_noise_on_other_problems_is_rarely_better_either() -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
-def test_a_mean_on_the_threshold_rarely_passes_it_in_either_direction(share: float) -> None:
+def test_mean_on_the_threshold_rarely_passes_in_either_direction(share: float) -> None:
     def values(rng: np.random.Generator) -> list[float]:
         return (rng.binomial(4, rng.beta(2 * share, 2 * (1 - share), 100)) / 4).tolist()
 
@@ -151,7 +151,7 @@ def test_a_mean_on_the_threshold_rarely_passes_it_in_either_direction(share: flo
     assert passes(lambda rng: estimate_mean(values(rng), CONFIDENCE, RATE).high < share, 6) <= ALLOWED
 
 
-def test_skewed_lengths_rarely_pass_as_no_longer() -> None:
+def test_skewed_lengths_keep_the_error_rate() -> None:
     def is_shorter(rng: np.random.Generator) -> bool:
         ours, theirs = rng.lognormal(0.2, 0.8, 100), rng.lognormal(0.0, 0.8, 100)
         ratio = math.exp(0.2)
@@ -163,7 +163,7 @@ def test_skewed_lengths_rarely_pass_as_no_longer() -> None:
 
 
 @pytest.mark.parametrize("num_expected", [1, 3, 7])
-def test_lengths_that_hardly_ever_change_rarely_pass_as_no_longer(num_expected: int) -> None:
+def test_lengths_that_rarely_change_keep_the_error_rate(num_expected: int) -> None:
     """Greedy answers of two similar models are mostly the same; those that are not may be much longer."""
     num_problems = 100
     mean_change = math.exp(0.7**2 / 2) * num_expected / num_problems
@@ -177,7 +177,7 @@ def test_lengths_that_hardly_ever_change_rarely_pass_as_no_longer(num_expected: 
     assert passes(is_no_longer, num_expected) <= ALLOWED
 
 
-def test_looking_again_as_problems_are_added_stays_within_the_error_if_the_looks_were_announced() -> None:
+def test_declared_looks_keep_the_error_rate() -> None:
     looks = (60, 90, 120, 150, 180)
 
     def is_ever_better(confidence: float) -> Callable[[np.random.Generator], bool]:
@@ -195,27 +195,27 @@ def test_looking_again_as_problems_are_added_stays_within_the_error_if_the_looks
 # -- how many it would take -----------------------------------------------------------------------------------------------
 
 
-def test_the_number_asked_for_gives_a_decision_with_the_power_asked_for() -> None:
+def test_needed_problems_give_a_decision_with_the_requested_power() -> None:
     gain, power = 0.1, 0.8
     rng = np.random.default_rng(8)
     pilot = (rng.random(20_000) < 0.5 + gain).astype(float) - (rng.random(20_000) < 0.5)
     found = estimate_paired(pilot.tolist(), CONFIDENCE, DIFFERENCE)
-    few = Estimate(gain, -1.0, 1.0, found.deviation, 50, CONFIDENCE, "paired t")
+    few = MeanEstimate(gain, -1.0, 1.0, found.deviation, 50, CONFIDENCE, "paired t")
     needed = needed_problems(few, 0.0, power)
     assert needed is not None
 
-    def is_told(rng: np.random.Generator) -> bool:
+    def is_decided(rng: np.random.Generator) -> bool:
         ours, theirs = rng.random(needed) < 0.5 + gain, rng.random(needed) < 0.5
         return estimate_paired((ours.astype(float) - theirs).tolist(), CONFIDENCE, DIFFERENCE).low > 0
 
-    assert passes(is_told, 9) == pytest.approx(power, abs=0.04)
+    assert passes(is_decided, 9) == pytest.approx(power, abs=0.04)
     assert detectable_distance(few, needed, power) == pytest.approx(gain, rel=0.01)
 
 
-def test_an_estimate_on_the_threshold_asks_for_no_number() -> None:
-    on_it = Estimate(0.5, 0.4, 0.6, 0.5, 100, CONFIDENCE, "t")
+def test_estimate_on_the_threshold_needs_no_finite_number() -> None:
+    on_it = MeanEstimate(0.5, 0.4, 0.6, 0.5, 100, CONFIDENCE, "t")
     assert needed_problems(on_it, 0.5, 0.8) is None
-    assert needed_problems(on_it, 0.5 + 1e-5, 0.8) is None, "more than anybody will ever have"
+    assert needed_problems(on_it, 0.5 + 1e-5, 0.8) is None, "more than MAX_ASKED"
     near = needed_problems(on_it, 0.501, 0.8)
     assert near is not None
     assert near == math.ceil(((normal_quantile(0.95) + normal_quantile(0.8)) * 0.5 / 0.001) ** 2)
@@ -235,7 +235,7 @@ def test_an_estimate_on_the_threshold_asks_for_no_number() -> None:
         (30, 30, 0.95),
     ],
 )
-def test_the_number_asked_for_of_a_rate_is_that_of_the_exact_bound(hits: int, total: int, threshold: float) -> None:
+def test_needed_problems_of_a_rate_are_those_of_the_exact_bound(hits: int, total: int, threshold: float) -> None:
     found = estimate_mean([1.0] * hits + [0.0] * (total - hits), CONFIDENCE, RATE)
     needed = needed_problems(found, threshold, 0.8)
     assert needed is not None
@@ -260,7 +260,7 @@ def binomial_chances(total: int, rate: float) -> np.ndarray:
     return np.exp(logs[-1] - logs - logs[::-1] + hits * math.log(rate) + (total - hits) * math.log1p(-rate))
 
 
-def test_what_imagined_problems_add_is_not_asked_for_again_and_again() -> None:
+def test_needed_problems_account_for_pseudo_observations() -> None:
     """Their weight falls as real ones come in: without a single change, the bound narrows with n and not with its root."""
     unchanged = estimate_paired([0.0] * 30, CONFIDENCE, DIFFERENCE)
     needed = needed_problems(unchanged, -0.01, 0.8)

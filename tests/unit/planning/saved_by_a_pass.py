@@ -17,15 +17,14 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from posttrain.config import LoraConfig
-from posttrain.models.loading import add_lora
-from posttrain.planning.calibration import CALIBRATION
-from posttrain.planning.layer_bytes import LayerBytes
-from posttrain.planning.settings import OptimizerSettings, RunSettings
-from posttrain.planning.shape import shape_of_config
-from posttrain.planning.workload import Bundle, Pass
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.models.lora import add_lora
+from posttrain.planning.workload import SharedPrompt
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.memory.layer_bytes import LayerBytes
+from posttrain.policy.memory.model_shape import shape_of_config
+from posttrain.policy.memory.settings import OptimizerSettings, RunSettings
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch
 
@@ -56,7 +55,7 @@ def measure(family: str, lora: bool) -> dict[str, object]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), attention_context(row.attention):
         forward(row, 1.0)
     settings = RunSettings(2, False, RANK if lora else None, OptimizerSettings(), False, CHUNK, False, 1, None)
-    counted = LayerBytes(shape, settings, CALIBRATION).kept(Pass.of(Bundle(1, ANSWER, 1), 1, None))
+    counted = LayerBytes(shape, settings).kept(SharedPrompt(1, ANSWER, 1).in_one_pass(1, None))
     return {
         "case": f"{family}{' with LoRA' if lora else ''}",
         "num_fused": num_fused,

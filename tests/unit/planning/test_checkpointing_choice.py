@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from posttrain.config import PolicyConfig, load_config
-from posttrain.planning.calibration import GIB
-from posttrain.planning.checkpointing_choice import should_checkpoint
-from posttrain.policy.peak_memory import PeakMemory
-from posttrain.reporting.metric_rows import Hardware, training_row
+from posttrain.policy.memory.rank import GIB, should_checkpoint
+from posttrain.policy.parallel import Mesh
+from posttrain.policy.runtime import PeakMemory
+from posttrain.reporting.rows import Hardware, training_row
 from posttrain.types import StepReport
 
 LLAMA_8B = {
@@ -37,7 +37,7 @@ def chooses(policy: PolicyConfig, memory_gib: float, **options: Any) -> bool:
     return should_checkpoint(LLAMA_8B, policy, memory_bytes=int(memory_gib * GIB), **given)
 
 
-def test_it_depends_on_the_memory_and_on_what_else_is_there() -> None:
+def test_checkpointing_depends_on_free_memory() -> None:
     short = policy("grpo", "policy.optimizer.state_dtype=bfloat16", "policy.optimizer.master_weights=none",
                    "policy.sequence_packing.train_mb_tokens=8192")  # fmt: skip
     assert not chooses(short, 140)
@@ -46,7 +46,7 @@ def test_it_depends_on_the_memory_and_on_what_else_is_there() -> None:
     assert not chooses(short, 100, ranks=8)
 
 
-def test_it_depends_on_the_micro_batch() -> None:
+def test_checkpointing_depends_on_the_micro_batch() -> None:
     lora = ["policy.dtensor_cfg.lora_cfg.enabled=true"]
     assert not chooses(policy("grpo", *lora, "policy.sequence_packing.train_mb_tokens=8192"), 80)
     assert chooses(policy("grpo", *lora, "policy.sequence_packing.train_mb_tokens=32768"), 80)
@@ -86,7 +86,7 @@ def test_adapters_on_some_layers_count_as_on_all(words: list[str]) -> None:
     assert chooses(policy("grpo", *lora, *words), 40)
 
 
-def test_a_model_that_cannot_be_counted_recomputes() -> None:
+def test_unsupported_model_recomputes_activations() -> None:
     assert should_checkpoint({"model_type": "other"}, policy(), memory_bytes=10**15, has_reference=False, ranks=1)
 
 
@@ -114,7 +114,7 @@ def test_peaks_are_the_largest_since_they_were_taken(monkeypatch: pytest.MonkeyP
     assert memory.take() == {}
 
 
-def test_memory_is_reported_beside_speed_and_not_as_something_learnt() -> None:
+def test_memory_is_a_performance_metric() -> None:
     report = StepReport({"loss": 1.0, "peak_gib_training_max": 2.5}, {"policy_training": 1.0}, num_tokens=10)
     row = training_row(1, report, Hardware(1))
     assert row["performance/peak_gib_training_max"] == 2.5
@@ -125,10 +125,10 @@ def test_memory_is_reported_beside_speed_and_not_as_something_learnt() -> None:
 @pytest.mark.parametrize(
     ("device", "memory_gib", "expected"), [("cpu", 0, False), ("cuda", 40, True), ("cuda", 400, False)]
 )
-def test_a_worker_asks_the_planner_on_a_gpu(
+def test_worker_uses_the_estimate_on_a_gpu(
     device: str, memory_gib: float, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from posttrain.policy import worker
+    from posttrain.policy import trainer
 
     class Properties:
         total_memory = int(memory_gib * GIB)
@@ -138,8 +138,8 @@ def test_a_worker_asks_the_planner_on_a_gpu(
             return LLAMA_8B
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(worker.storage, "base_config", lambda model: Config())
-    rank = worker.PolicyWorker.__new__(worker.PolicyWorker)
-    rank.device, rank.world_size, rank.model = torch.device(device), 1, torch.nn.Module()
-    setup = worker.WorkerSetup(policy(), seed=0, needs_reference=False)
+    monkeypatch.setattr(trainer, "base_config", lambda model: Config())
+    rank = trainer.PolicyTrainer.__new__(trainer.PolicyTrainer)
+    rank.device, rank.mesh, rank.model = torch.device(device), Mesh(), torch.nn.Module()
+    setup = trainer.RankSetup(policy(), seed=0, needs_reference=False)
     assert rank._recomputes_activations(setup) is expected

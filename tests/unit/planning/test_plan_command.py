@@ -15,10 +15,10 @@ from posttrain.cli.main import main
 from posttrain.config import load_config
 from posttrain.planning.calibration import GPUS
 from posttrain.planning.measured import compare, read_measured
-from posttrain.planning.memory import SAMPLING, SCORING, TRAINING
-from posttrain.planning.plan import Estimate, assumptions, estimate_run
+from posttrain.planning.plan import RunEstimate, assumptions, estimate_run
 from posttrain.planning.proposal import explain, propose, remedies
-from posttrain.planning.shape import NAMED_SHAPES
+from posttrain.policy.memory.model_shape import NAMED_SHAPES
+from posttrain.policy.memory.rank import SAMPLING, SCORING, TRAINING
 
 REPOSITORY = Path(__file__).parents[3]
 STEP = [
@@ -33,14 +33,14 @@ STEP = [
 SHORT_STATE = ["policy.optimizer.state_dtype=bfloat16", "policy.optimizer.master_weights=none"]
 
 
-def planned(*words: str, kind: str = "grpo", gpu: str = "h200") -> Estimate:
+def planned(*words: str, kind: str = "grpo", gpu: str = "h200") -> RunEstimate:
     return estimate_run(load_config(kind, None, list(words)).config, GPUS[gpu])
 
 
 # -- the command ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_needs_neither_torch_nor_weights() -> None:
+def test_planning_needs_neither_torch_nor_weights() -> None:
     script = (
         "import sys\nfrom posttrain.cli.main import main\ncode = main(sys.argv[1:])\n"
         "print('LOADED', *[name for name in ('torch', 'transformers') if name in sys.modules])\nsys.exit(code)\n"
@@ -84,7 +84,7 @@ def test_json_holds_every_phase_and_stage_and_adds_up(capsys: pytest.CaptureFixt
     assert any("not measured" in line for line in plan["assumptions"])
 
 
-def test_what_does_not_fit_is_64_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_that_does_not_fit_exits_64_with_remedies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "grpo", *STEP]) == 64
     captured = capsys.readouterr()
     assert "optimizer state" in captured.out, "the table is printed all the same"
@@ -98,8 +98,8 @@ def test_what_does_not_fit_is_64_and_says_what_would(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "z80", "grpo"], "--gpu z80: not in the planner's table; it knows h200, h100"),
-        ([], "say which kind of run is meant"),
+        (["--gpu", "z80", "grpo"], "--gpu z80: not in the planner's table; accepted: h200, h100"),
+        ([], "give the kind of run"),
         (["--config", str(REPOSITORY / "configs/eval.yaml")], "is the config of an evaluation"),
         (
             ["grpo", "policy.model_name=llama-8b", "--prompt-tokens", "600"],
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_64_and_says_what_would(capsys: pytest.CaptureFixtu
         (["grpo", "policy.model_name=nowhere"], "no folder 'nowhere'"),
         (["grpo", "--run", "/nonexistent/run", "policy.model_name=llama-8b"], "no such folder"),
         (["grpo", "--run", "/", "policy.model_name=llama-8b"], "no config.yaml there"),
-        (["grop"], "'grop' is no kind of run: say which"),
+        (["grop"], "'grop' is no kind of run: give the kind"),
     ],
 )
 def test_bad_input_is_64_with_a_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +133,7 @@ def test_kto_scores_answers_beside_other_prompts_too() -> None:
     assert planned("policy.model_name=llama-1.5b", kind="dpo").workload.num_scorings == 1
 
 
-def test_what_is_not_counted_is_told() -> None:
+def test_uncounted_parts_are_listed() -> None:
     words = [
         "policy.model_name=llama-1.5b",
         "grpo.use_dynamic_sampling=true",
@@ -143,7 +143,7 @@ def test_what_is_not_counted_is_told() -> None:
     config = load_config("grpo", None, words).config
     said = "\n".join(assumptions(estimate_run(config, GPUS["h200"]), config))
     assert "adapters are counted on every linear layer" in said
-    assert "dynamic sampling is counted as one round" in said
+    assert "dynamic sampling is counted as one batch" in said
 
 
 def test_the_copy_of_a_checkpoint_takes_host_memory() -> None:
@@ -197,7 +197,7 @@ def test_a_proposal_names_the_section_whose_budget_holds() -> None:
     assert not any("sequence_packing" in remedy.words for remedy in remedies(tight))
 
 
-def test_activations_are_recomputed_only_where_they_have_to_be() -> None:
+def test_activations_are_recomputed_only_if_needed() -> None:
     long = [*SHORT_STATE, "policy.model_name=llama-8b", "policy.max_total_sequence_length=32768"]
     roomy, tight = planned(*STEP, *SHORT_STATE), planned(*long, "policy.sequence_packing.train_mb_tokens=32768")
     proposals = [propose(found) for found in (roomy, tight)]
@@ -215,7 +215,7 @@ def test_remedies_are_enough(change: list[str]) -> None:
     assert all(remedy.is_enough for remedy in tried)
 
 
-def test_remedies_are_put_together_where_one_is_not_enough() -> None:
+def test_remedies_are_combined_if_one_is_not_enough() -> None:
     found = planned(*STEP, "policy.sequence_packing.train_mb_tokens=65536", gpu="a100-80gb")
     words = [remedy.words for remedy in remedies(found) if remedy.is_enough]
     assert len(words) == 1
@@ -223,7 +223,7 @@ def test_remedies_are_put_together_where_one_is_not_enough() -> None:
     assert "fits" in explain(found)
 
 
-def test_what_no_setting_can_mend_says_so() -> None:
+def test_plan_without_remedy_says_so() -> None:
     found = planned("policy.model_name=llama-8b", *SHORT_STATE)
     tiny = replace(GPUS["l40s"], memory_bytes=2**30)
     hopeless = replace(found, gpu=tiny)
@@ -246,7 +246,7 @@ def run_folder(folder: Path, rows: list[dict[str, Any]], *words: str) -> Path:
     return folder
 
 
-def row_of(step: int, found: Estimate, factor: float) -> dict[str, Any]:
+def row_of(step: int, found: RunEstimate, factor: float) -> dict[str, Any]:
     stages = {f"timing/train/{name}": seconds * factor for name, seconds in found.time.stages.items()}
     return {
         "step": step,
@@ -284,7 +284,7 @@ def test_a_run_is_compared_stage_by_stage_without_its_first_step(
     assert json.loads(capsys.readouterr().out)["measured"]["num_steps"] == 3
 
 
-def test_lengths_of_the_run_are_used_and_those_given_win(tmp_path: Path) -> None:
+def test_given_lengths_take_precedence_over_those_of_the_run(tmp_path: Path) -> None:
     row = {"step": 1, "timing/train/total_step_time": 1.0, "performance/mean_total_tokens_per_sample": 300.0}
     folder = run_folder(tmp_path, [{**row, "train/mean_generation_length": 200.0}], *STEP)
     config = load_config("grpo", folder / "config.yaml", []).config
@@ -294,13 +294,13 @@ def test_lengths_of_the_run_are_used_and_those_given_win(tmp_path: Path) -> None
     assert (given.workload.lengths.prompt, given.workload.lengths.answer) == (100.0, 50)
 
 
-def test_a_folder_without_a_step_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_steps_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_folder(tmp_path, [], *STEP)
     assert main(["plan", "--run", str(folder)]) == 64
     assert "has no training step yet" in capsys.readouterr().err
 
 
-def test_a_run_on_a_cpu_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_on_a_cpu_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(*STEP, *SHORT_STATE)
     folder = run_folder(tmp_path, [row_of(1, found, 1.0)], *STEP, *SHORT_STATE)
     (folder / "run.json").write_text(json.dumps({"device_word": "device"}))

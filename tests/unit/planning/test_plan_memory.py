@@ -13,14 +13,23 @@ from posttrain.config.policy import OptimizerConfig
 from posttrain.data.packing import MicroBatching, cost, plan_micro_batches
 from posttrain.engines.native.engine import NativeSettings, _pages_wanted
 from posttrain.engines.native.scheduler import PromptGroup
-from posttrain.planning.calibration import CALIBRATION, GIB, GPUS
-from posttrain.planning.layer_bytes import LayerBytes
-from posttrain.planning.memory import OPTIMIZER, SCORING, TRAINING, MemoryModel, block_size, cache_pages, state_bytes
-from posttrain.planning.settings import EngineSettings, OptimizerSettings, RunSettings
-from posttrain.planning.shape import NAMED_SHAPES, shape_of_config
-from posttrain.planning.workload import Bundle, Lengths, MicroBatch, Pass, Workload
-from posttrain.policy import low_precision
-from posttrain.policy.compact import make_optimizer
+from posttrain.planning.calibration import GPUS
+from posttrain.planning.memory import cache_pages, plan_memory
+from posttrain.planning.workload import MeanLengths, MicroBatch, SharedPrompt, Workload
+from posttrain.policy.memory.layer_bytes import LayerBytes, Pass
+from posttrain.policy.memory.model_shape import NAMED_SHAPES, shape_of_config
+from posttrain.policy.memory.rank import (
+    GIB,
+    OPTIMIZER,
+    RUNTIME_BYTES,
+    SCORING,
+    TRAINING,
+    RankMemory,
+    block_size,
+    state_bytes,
+)
+from posttrain.policy.memory.settings import EngineSettings, OptimizerSettings, RunSettings
+from posttrain.policy.optimizer import low_precision, make_optimizer
 from posttrain.types import Task, TokenBatch
 
 LLAMA = NAMED_SHAPES["llama-8b"]
@@ -43,7 +52,7 @@ def workload(**changes: object) -> Workload:
         kind="grpo",
         num_groups=64,
         group_size=32,
-        lengths=Lengths(128, 772, "test"),
+        lengths=MeanLengths(128, 772, "test"),
         max_total_tokens=900,
         max_new_tokens=772,
         fixed_length=True,
@@ -56,8 +65,8 @@ def workload(**changes: object) -> Workload:
     return replace(step, **changes)  # type: ignore[arg-type]
 
 
-def model_of(settings: RunSettings = PLAIN) -> MemoryModel:
-    return MemoryModel(LLAMA, settings, H200, CALIBRATION)
+def model_of(settings: RunSettings = PLAIN) -> RankMemory:
+    return RankMemory(LLAMA, settings)
 
 
 # -- optimizer state -----------------------------------------------------------------------------------------------------
@@ -107,11 +116,11 @@ def test_state_of_an_8b_model_by_hand() -> None:
     shortest = replace(PLAIN, optimizer=OptimizerSettings("compact", 2, "int8", has_masters=False))
     assert model_of(shortest).state_bytes() == pytest.approx(n * (2 + 8 / 256), rel=1e-3)
     offloaded = replace(PLAIN, optimizer=OptimizerSettings("compact", 2, "bfloat16", False, is_offloaded=True))
-    plan = model_of(offloaded).plan(workload())
+    plan = plan_memory(model_of(offloaded), workload(), H200)
     assert plan.host_items == {"optimizer state": 4 * n}
     for copy, bytes_each in (("with optimizer", 2 + 4), ("weights", 2)):
         copied = replace(short, checkpoint_copy=copy)
-        assert model_of(copied).plan(workload()).host_items == {"copy of a checkpoint": bytes_each * n}
+        assert plan_memory(model_of(copied), workload(), H200).host_items == {"copy of a checkpoint": bytes_each * n}
     assert all("optimizer state" not in phase.items for phase in plan.phases)
 
 
@@ -126,13 +135,13 @@ def test_a_layer_of_an_8b_model_keeps_what_its_operations_keep() -> None:
     gate_and_up = 2 * inner + 2 * inner
     norm_factors = 4 + 4
     expected = residuals + qkv + attended + gate_and_up + norm_factors
-    assert LayerBytes(LLAMA, PLAIN, CALIBRATION).kept_per_token() == expected
+    assert LayerBytes(LLAMA, PLAIN).kept_per_token() == expected
 
 
 def test_recomputing_keeps_the_stream_between_layers_and_one_layer_at_a_time() -> None:
-    row = Pass.of(Bundle(1, 900, 1), 9, None)
-    plain = LayerBytes(LLAMA, PLAIN, CALIBRATION)
-    recomputing = LayerBytes(LLAMA, replace(PLAIN, checkpointing=True), CALIBRATION)
+    row = SharedPrompt(1, 900, 1).in_one_pass(9, None)
+    plain = LayerBytes(LLAMA, PLAIN)
+    recomputing = LayerBytes(LLAMA, replace(PLAIN, checkpointing=True))
     stream = 32 * 4 * 4096 * row.tokens
     assert recomputing.kept(row) == plain.kept(row) - 32 * plain.kept_by_layer(row) + stream
     assert recomputing.layer_backward(row) == plain.layer_backward(row) + plain.kept_by_layer(row)
@@ -140,7 +149,7 @@ def test_recomputing_keeps_the_stream_between_layers_and_one_layer_at_a_time() -
 
 def test_keys_of_a_shared_prompt_are_repeated_for_every_answer() -> None:
     """One prompt of 1,024 tokens with 16 answers of 129, of which 128 are fed: counted token by token."""
-    bundle = Bundle(1024, 129, 16)
+    bundle = SharedPrompt(1024, 129, 16)
     keys = pairs = 0
     for query in range(1024):
         pairs += query + 1
@@ -152,15 +161,15 @@ def test_keys_of_a_shared_prompt_are_repeated_for_every_answer() -> None:
     assert bundle.gathered == keys
     assert bundle.pairs(None) == pairs
     assert bundle.fed == 1024 + 16 * 128
-    row = Pass.of(bundle, 1, None)
-    layer = LayerBytes(LLAMA, PLAIN, CALIBRATION)
+    row = bundle.in_one_pass(1, None)
+    layer = LayerBytes(LLAMA, PLAIN)
     assert layer.kept_by_layer(row) - row.tokens * layer.kept_per_token() == keys * 2 * 2 * 1024
-    assert Bundle(1024, 129, 1).gathered == 0, "an answer alone is one sequence with its prompt"
+    assert SharedPrompt(1024, 129, 1).gathered == 0, "an answer alone is one sequence with its prompt"
 
 
 def test_the_head_holds_logits_of_one_chunk_and_a_gradient_in_fp32() -> None:
     vocab, chunk = 128256, 2**30 // 128256
-    layer = LayerBytes(LLAMA, PLAIN, CALIBRATION)
+    layer = LayerBytes(LLAMA, PLAIN)
     assert layer.chunk_tokens == chunk
     long = Pass(3 * chunk, 3 * chunk, 0, 0)
     assert layer.head_forward(long) == 4 * vocab * chunk
@@ -168,21 +177,21 @@ def test_the_head_holds_logits_of_one_chunk_and_a_gradient_in_fp32() -> None:
     assert layer.head_backward(long, accumulates=True) == (4 + 2) * vocab * chunk, (
         "it is added to the sum that is there"
     )
-    sharded = LayerBytes(LLAMA, replace(PLAIN, ranks=8), CALIBRATION)
+    sharded = LayerBytes(LLAMA, replace(PLAIN, ranks=8))
     assert sharded.head_backward(long, accumulates=True) == layer.head_backward(long, accumulates=False)
     short = Pass(100, 100, 0, 0)
     assert layer.head_backward(short, accumulates=False) == 2 * vocab * 100 + 4 * vocab * 4096
     assert not layer.recomputes_logits(short)
     assert layer.recomputes_logits(long)
-    adapters = LayerBytes(LLAMA, replace(PLAIN, lora_rank=8), CALIBRATION)
+    adapters = LayerBytes(LLAMA, replace(PLAIN, lora_rank=8))
     assert adapters.head_backward(short, accumulates=False) == (4 + 2) * vocab * 100, "a frozen head has no gradient"
 
 
 @pytest.mark.parametrize(("tokens", "measured_gib"), [(8100, 58.0), (16200, 87.0)])
 def test_the_peak_of_a_measured_training_pass_is_predicted_within_15_percent(tokens: int, measured_gib: float) -> None:
     """Measured with gradients in bf16 and without an optimizer; sequences of 900 tokens."""
-    layer = LayerBytes(LLAMA, PLAIN, CALIBRATION)
-    row = Pass.of(Bundle(1, 899, 1), tokens / 900, None)
+    layer = LayerBytes(LLAMA, PLAIN)
+    row = SharedPrompt(1, 899, 1).in_one_pass(tokens / 900, None)
     moment = max(layer.head_backward(row, accumulates=False), layer.layer_backward(row))
     predicted = (2 * 2 * LLAMA.num_weights + layer.kept(row) + moment) / GIB
     assert predicted == pytest.approx(measured_gib, rel=0.15)
@@ -193,18 +202,20 @@ def test_the_peak_of_a_measured_training_pass_is_predicted_within_15_percent(tok
 
 def test_gradients_are_there_from_the_second_micro_batch_on() -> None:
     gradients = 4 * LLAMA.num_weights
-    many = model_of().plan(workload())
+    many = plan_memory(model_of(), workload(), H200)
     items = next(phase.items for phase in many.phases if phase.name == TRAINING)
     assert items["gradients"] == gradients
-    one = workload(num_groups=1, group_size=2, lengths=Lengths(10, 20, ""), train=MicroBatch(8192, 4))
-    alone = next(phase.items for phase in model_of().plan(one).phases if phase.name == TRAINING)
+    one = workload(num_groups=1, group_size=2, lengths=MeanLengths(10, 20, ""), train=MicroBatch(8192, 4))
+    alone = next(phase.items for phase in plan_memory(model_of(), one, H200).phases if phase.name == TRAINING)
     assert alone["activations"] < items["activations"] / 10
     assert sum(alone.values()) < sum(items.values())
 
 
 def test_a_reference_is_a_second_copy_unless_there_are_adapters() -> None:
     def items(settings: RunSettings) -> dict[str, float]:
-        return dict(next(p.items for p in model_of(settings).plan(workload()).phases if p.name == SCORING))
+        return dict(
+            next(p.items for p in plan_memory(model_of(settings), workload(), H200).phases if p.name == SCORING)
+        )
 
     assert items(replace(PLAIN, has_reference=True))["reference"] == 2 * LLAMA.num_weights
     assert "reference" not in items(replace(PLAIN, has_reference=True, lora_rank=8))
@@ -213,7 +224,7 @@ def test_a_reference_is_a_second_copy_unless_there_are_adapters() -> None:
 def test_foreach_adam_needs_another_copy_in_fp32_and_fused_does_not() -> None:
     def work(kind: str) -> float:
         settings = replace(PLAIN, optimizer=OptimizerSettings(kind))  # type: ignore[arg-type]
-        return next(p for p in model_of(settings).plan(workload()).phases if p.name == OPTIMIZER).items[
+        return next(p for p in plan_memory(model_of(settings), workload(), H200).phases if p.name == OPTIMIZER).items[
             "optimizer's work"
         ]
 
@@ -238,7 +249,7 @@ def test_the_cache_has_the_pages_that_the_engine_asks_for(seed: int) -> None:
     step = workload(
         num_groups=groups,
         num_sampled=samples,
-        lengths=Lengths(prompt, new, ""),
+        lengths=MeanLengths(prompt, new, ""),
         max_new_tokens=new,
         max_total_tokens=prompt + new,
     )
@@ -252,7 +263,7 @@ def test_the_rank_with_most_prompts_decides_the_cache() -> None:
 
 def test_a_pair_is_the_largest_pass_where_the_budget_is_smaller() -> None:
     pairs = workload(
-        num_groups=64, group_size=2, lengths=Lengths(100, 50, "test"), fixed_length=False,
+        num_groups=64, group_size=2, lengths=MeanLengths(100, 50, "test"), fixed_length=False,
         train=MicroBatch(900, 2, keeps_groups_whole=True),
     )  # fmt: skip
     batch = TokenBatch.build([[1] * 100], [[1] * 800, [1] * 800], [0, 0], {"mask": torch.ones(1600)})
@@ -261,20 +272,20 @@ def test_a_pair_is_the_largest_pass_where_the_budget_is_smaller() -> None:
 
 
 def test_the_cache_takes_what_is_left_and_goes_when_it_is_large() -> None:
-    cache = model_of(replace(PLAIN, optimizer=OptimizerSettings("compact", 2, "int8", False))).plan(workload()).cache
+    cache = plan_memory(
+        model_of(replace(PLAIN, optimizer=OptimizerSettings("compact", 2, "int8", False))), workload(), H200
+    ).cache
     assert cache is not None
     assert cache.bytes_per_token == 32 * 2 * 8 * 128 * 2
     assert not cache.is_short
     assert not cache.is_kept
-    tight = model_of().plan(workload()).cache
+    tight = plan_memory(model_of(), workload(), H200).cache
     assert tight is not None
     assert tight.is_short
-    used = model_of()._while_sampling()
-    assert sum(used.values()) + CALIBRATION.runtime_bytes + tight.num_bytes == pytest.approx(
-        0.9 * H200.memory_bytes, rel=0.001
-    )
+    used = model_of().while_sampling()
+    assert sum(used.values()) + RUNTIME_BYTES + tight.num_bytes == pytest.approx(0.9 * H200.memory_bytes, rel=0.001)
     fixed = replace(PLAIN, engine=EngineSettings(512, 16, 8192, 2.0, 0.9))
-    small = model_of(fixed).plan(workload()).cache
+    small = plan_memory(model_of(fixed), workload(), H200).cache
     assert small is not None
     assert small.num_bytes == pytest.approx(2 * GIB, rel=0.01)
     assert small.is_kept

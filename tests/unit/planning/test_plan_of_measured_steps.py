@@ -1,13 +1,13 @@
-"""Whole GRPO steps that were measured on an H200 (docs/performance.md): what the planner says of each, by default."""
+"""Full GRPO steps that were measured on an H200 (docs/performance.md), and the planner's predictions."""
 
 from __future__ import annotations
 
 import pytest
 
 from posttrain.config import load_config
-from posttrain.planning.calibration import GIB, GPUS
-from posttrain.planning.memory import SAMPLING, SCORING, TRAINING
-from posttrain.planning.plan import Estimate, estimate_run
+from posttrain.planning.calibration import GPUS
+from posttrain.planning.plan import RunEstimate, estimate_run
+from posttrain.policy.memory.rank import GIB, SAMPLING, SCORING, TRAINING
 
 SHORT_STATE = ("policy.optimizer.state_dtype=bfloat16", "policy.optimizer.master_weights=none")
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=8")
@@ -31,7 +31,7 @@ STEPS = {
 
 def planned(
     shape: str, prompts: int, samples: int, prompt: int, answer: int, train_row: int, score_row: int, *more: str
-) -> Estimate:
+) -> RunEstimate:
     words = (
         f"policy.model_name={shape}",
         f"grpo.num_prompts_per_step={prompts}",

@@ -11,8 +11,8 @@ from tiny_models import tiny_model
 from tiny_reward_models import tiny_reward_model
 
 from posttrain.config import LoraConfig
-from posttrain.models.loading import add_lora
-from posttrain.planning.shape import NAMED_SHAPES, UnknownModelError, find_shape, shape_of_config
+from posttrain.models.lora import add_lora
+from posttrain.policy.memory.model_shape import NAMED_SHAPES, UnknownModelError, find_shape, shape_of_config
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -76,11 +76,11 @@ def test_a_folder_is_read_without_its_weights(tmp_path: Path) -> None:
         ({"intermediate_size": None}, "has no intermediate_size"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(change: dict[str, object], words: str) -> None:
+def test_unsupported_models_are_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(UnknownModelError, match=words):
         shape_of_config("other", {**tiny_model("llama").config.to_dict(), **change})
 
 
-def test_a_name_that_is_nothing_says_what_may_be_given() -> None:
+def test_unknown_name_lists_what_is_accepted() -> None:
     with pytest.raises(UnknownModelError, match=r"no folder 'nothing'.*llama-8b"):
         find_shape("nothing")

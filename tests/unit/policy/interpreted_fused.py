@@ -31,16 +31,16 @@ from fused_references import (
 )
 from kernel_references import mend_interpreter
 from peft import LoraConfig, get_peft_model
-from tiny_models import byte_tokenizer
+from tiny_models import LOGPROB_ROUNDING, byte_tokenizer
 from torch import Tensor
 
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.policy import adam
 from posttrain.policy.fused import adam_kernels, kernels, ops, softmax
 from posttrain.policy.fused.joining import joined
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Product
-from posttrain.policy.low_precision import block_size, noise_key
+from posttrain.policy.optimizer import compact_adam
+from posttrain.policy.optimizer.low_precision import block_size, noise_key
 from posttrain.types import NoiseKey, Sampling, Task
 
 mend_interpreter()
@@ -125,18 +125,18 @@ def test_an_update_of_adam_is_the_one_in_plain_torch(
     """Over several updates, of numbers whose index takes more than 32 bits. Torch's square root on a CPU may miss the last
     bit, which may tip a rounding by chance in rare places."""
     results = []
-    for update in (adam_kernels.update, adam.update_slice):
+    for update in (adam_kernels.update, compact_adam.update_slice):
         weight = noise(*shape).to(weights)
-        state = adam.new_state(weight, adam.StateFormat(moments, masters))
-        tensors = [weight, *[state.get(entry) for entry in adam.ENTRIES]]
+        state = compact_adam.new_state(weight, compact_adam.StateFormat(moments, masters))
+        tensors = [weight, *[state.get(entry) for entry in compact_adam.ENTRIES]]
         if (size := block_size(shape) if moments == "int8" else None) is not None:
             tensors = [None if tensor is None else tensor.view(-1, size) for tensor in tensors[:4]]
-            tensors += [state[entry].view(-1) for entry in adam.ENTRIES[3:]]
+            tensors += [state[entry].view(-1) for entry in compact_adam.ENTRIES[3:]]
         for step in range(1, 4):
             gradient = noise(*shape, seed=step).view_as(tensors[0]) * 10.0**-step
             rest = [0.5, 0.99, 0.1, 0.1, 0.999, 0.001, -0.1 / step, 0.03 * step, 1e-8]
             keys = torch.tensor([noise_key(step, what) for what in range(3)])
-            update(adam.Slice(tensors[0], gradient, tensors[1:], 2**33 + 5, torch.tensor(rest), keys))
+            update(compact_adam.Slice(tensors[0], gradient, tensors[1:], 2**33 + 5, torch.tensor(rest), keys))
         results.append(tensors)
     for ours, theirs in zip(*results, strict=True):
         assert (ours is None) == (theirs is None)
@@ -304,7 +304,7 @@ def test_logprobs_of_rows_with_impossible_tokens(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", FUSED_LAYERS)
-def test_model_says_and_learns_the_same(family: str) -> None:
+def test_fused_model_has_the_same_outputs_and_gradients(family: str) -> None:
     model = family_model(family)
     own = copy.deepcopy(model)
     assert fuse_layers(decoder_of(model), may_join=True) == num_fused(model) == FUSED_LAYERS[family]
@@ -341,4 +341,4 @@ def test_adapters_in_training_and_in_sampling() -> None:
     completion = engine.generate([task], 1, Sampling(3, ignore_eos=True), NoiseKey(0, 0))[0][0]
     for each in (model, own):
         expected = trainer_logprobs(each, [task.prompt_ids], [completion.token_ids], [0])
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0.0)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=LOGPROB_ROUNDING, rtol=0.0)

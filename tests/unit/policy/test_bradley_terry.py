@@ -59,7 +59,7 @@ def test_centring_adds_the_squared_sum_of_each_pair() -> None:
     assert centred["preference_loss"] == pytest.approx(plain["loss"])
 
 
-def test_a_margin_asks_for_a_larger_difference() -> None:
+def test_a_margin_requires_a_larger_difference() -> None:
     wanted = [0.5, 2.0, 0.0]
     expected = [
         math.log1p(math.exp(-(c - r - margin))) for c, r, margin in zip(SCORES[0::2], SCORES[1::2], wanted, strict=True)

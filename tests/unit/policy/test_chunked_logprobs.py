@@ -6,7 +6,7 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from posttrain.policy.attention import attention_context
+from posttrain.models.attention_interface import attention_context
 from posttrain.policy.logprobs import TokenLogprobs, _LinearLogprobs
 from posttrain.policy.packed import PackedRow
 from posttrain.types import TokenBatch

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from posttrain.checkpointing import CheckpointError
 from posttrain.config.policy import OptimizerConfig
 from posttrain.errors import InputError
-from posttrain.policy.adam import CompactAdam, StateFormat
-from posttrain.policy.compact import CompactOptimizer, make_optimizer
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
+from posttrain.policy.optimizer import make_optimizer
+from posttrain.policy.optimizer.compact import CompactOptimizer
+from posttrain.policy.optimizer.compact_adam import CompactAdam, StateFormat
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 KWARGS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
 FORMATS = [
@@ -79,20 +80,22 @@ def values(net: Net) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["torch.optim.AdamW", "torch.optim.Adam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp32_state_in_host_memory_takes_the_steps_of_torch(kind: str, dtype: torch.dtype) -> None:
+def test_offloaded_fp32_state_equals_torch_adam(kind: str, dtype: torch.dtype) -> None:
     ours, our_optimizer = compact(dtype, StateFormat(offload=True), name=kind, weight_decay=0.1)
     theirs, their_optimizer = ordinary(dtype, kind, weight_decay=0.1)
     for net, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
         train(net, optimizer, range(30), max_norm=1.0)
     saved, expected = our_optimizer.state_tensors(), their_optimizer.state_tensors()
     assert saved.keys() == expected.keys()
+    # Each of the 30 steps rounds a number a few times: 30 * 3 * eps. Fused multiply-adds round less often.
+    rtol = 30 * 3 * torch.finfo(torch.float32).eps
     for key, tensor in saved.items():
         torch.testing.assert_close(
-            tensor, expected[key], rtol=2e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}"
+            tensor, expected[key], rtol=rtol, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
         )
     for name, parameter in values(ours).items():
         torch.testing.assert_close(
-            parameter, values(theirs)[name], rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-7
+            parameter, values(theirs)[name], rtol=rtol if dtype == torch.float32 else 8e-3, atol=1e-6
         )
     assert torch.equal(ours.frozen, torch.ones(2, dtype=dtype))
 
@@ -101,7 +104,7 @@ def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     form = StateFormat("int8", masters=False)
     whole, whole_optimizer = compact(torch.bfloat16, form)
     train(whole, whole_optimizer, range(5))
-    monkeypatch.setattr("posttrain.policy.adam._SLICE", 300)
+    monkeypatch.setattr("posttrain.policy.optimizer.compact_adam._SLICE", 300)
     sliced, sliced_optimizer = compact(torch.bfloat16, form)
     train(sliced, sliced_optimizer, range(5))
     for name, parameter in values(sliced).items():
@@ -162,7 +165,7 @@ def test_a_regression_ends_where_fp32_ends(form: StateFormat) -> None:
     assert relative < (0.003 if form.masters else 0.01)
 
 
-def test_without_masters_updates_below_the_resolution_add_up_by_chance() -> None:
+def test_without_masters_small_updates_add_up_by_stochastic_rounding() -> None:
     """500 steps of 4e-5 on a weight of 1: bf16 has nothing between 1 and 0.996, so to the nearest it would stay 1."""
     net = nn.Linear(64, 64, bias=False).bfloat16()
     nn.init.ones_(net.weight)
@@ -224,7 +227,7 @@ def test_a_backward_pass_leaves_no_bf16_gradients_behind() -> None:
     ],
     ids=lambda value: name_of(value) if isinstance(value, StateFormat) else "",
 )
-def test_state_takes_the_memory_that_it_says(form: StateFormat, bytes_per_number: float) -> None:
+def test_state_takes_the_documented_memory(form: StateFormat, bytes_per_number: float) -> None:
     net, optimizer = compact(torch.bfloat16, form)
     train(net, optimizer, range(1))
     of_wide = [t for key, t in optimizer.state_tensors().items() if "wide" in key and t.dim() > 0]
@@ -259,7 +262,7 @@ def restore(net: Net, optimizer: MixedPrecisionOptimizer, weights: dict[str, Ten
 
 @pytest.mark.parametrize("form", FORMATS, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_goes_on_from_saved_state_to_the_last_bit(form: StateFormat, dtype: torch.dtype) -> None:
+def test_resumed_optimizer_state_is_bitwise_equal(form: StateFormat, dtype: torch.dtype) -> None:
     whole, whole_optimizer = compact(dtype, form)
     train(whole, whole_optimizer, range(8))
     first, first_optimizer = compact(dtype, form)
@@ -346,7 +349,7 @@ def test_the_config_chooses_the_optimizer() -> None:
     assert OptimizerConfig(state_dtype="bf16", master_weights="fp32").state_dtype == "bfloat16"  # type: ignore[arg-type]
 
 
-def test_schedules_and_learning_rates_work_as_ever() -> None:
+def test_schedules_and_learning_rates_are_those_of_the_plain_optimizer() -> None:
     schedule = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 4}}
     net = Net(torch.bfloat16)
     optimizer = make_optimizer(net, OptimizerConfig(kwargs=KWARGS, state_dtype="int8"), schedule, seed=0)
@@ -378,7 +381,7 @@ def test_other_optimizers_are_refused() -> None:
         CompactOptimizer(Net(torch.bfloat16), "torch.optim.AdamW", {"amsgrad": True}, None, StateFormat("int8"), 0)
 
 
-def test_something_that_reads_the_weights_is_waited_for_before_they_change() -> None:
+def test_an_update_waits_for_readers_of_the_weights() -> None:
     for build in (lambda: ordinary(torch.bfloat16), lambda: compact(torch.bfloat16, StateFormat("int8"))):
         net, optimizer = build()
         give(net, optimizer, 0)

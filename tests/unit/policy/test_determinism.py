@@ -10,8 +10,9 @@ from tiny_runs import save_model
 from torch import Tensor
 
 from posttrain.config import load_config
-from posttrain.policy.determinism import deterministic_algorithms
-from posttrain.policy.worker import PolicyWorker, WorkerSetup
+from posttrain.orchestration.rank import Rank
+from posttrain.policy.runtime import deterministic_algorithms
+from posttrain.policy.trainer import PolicyTrainer, RankSetup
 from posttrain.types import TokenBatch
 
 BATCH = TokenBatch(
@@ -24,10 +25,10 @@ BATCH = TokenBatch(
 )
 
 
-def worker(tmp_path: Path, wanted: bool) -> PolicyWorker:
+def worker(tmp_path: Path, wanted: bool) -> PolicyTrainer:
     words = [f"policy.model_name={save_model(tmp_path)}", "policy.device=cpu", "policy.precision=float32"]
     config = load_config("grpo", None, [*words, f"policy.deterministic={wanted}"]).config
-    return PolicyWorker(WorkerSetup(config.policy, 0, needs_reference=False))
+    return PolicyTrainer(RankSetup(config.policy, 0, needs_reference=False))
 
 
 class Watching:
@@ -63,13 +64,13 @@ def test_the_mode_is_on_while_the_policy_is_validated(wanted: bool, tmp_path: Pa
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_sampling_is_told_too(tmp_path: Path) -> None:
-    rank = worker(tmp_path, True)
-    assert rank.engine is not None
-    assert rank.engine.settings.deterministic
+def test_the_engine_of_a_deterministic_policy_is_deterministic(tmp_path: Path) -> None:
+    engine = Rank(worker(tmp_path, True)).engine
+    assert engine is not None
+    assert engine.settings.deterministic
 
 
-def test_what_was_before_comes_back() -> None:
+def test_nested_determinism_restores_the_previous_mode() -> None:
     with deterministic_algorithms(True):
         with deterministic_algorithms(False):
             assert torch.are_deterministic_algorithms_enabled()

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from float64 import TOLERANCE, approx
 
+from posttrain.config import LossFnConfig
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.types import TokenBatch
 
@@ -60,9 +62,10 @@ def batch(own: list[list[float]], between: int) -> tuple[torch.Tensor, TokenBatc
     return torch.tensor(current, requires_grad=True), tokens
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_gradient_and_metrics_are_those_of_the_models_tokens_alone(name: str) -> None:
-    objective = ClippedPolicyGradient(**VARIANTS[name])
+    objective = ClippedPolicyGradient(LossFnConfig(**{"reference_policy_kl_penalty": 0.0, **VARIANTS[name]}))
     own = [[-0.5, -1.0, -0.2], [-2.0, -0.1, -0.7, -0.4]]
     results = []
     for between in (0, 3):
@@ -75,6 +78,6 @@ def test_loss_gradient_and_metrics_are_those_of_the_models_tokens_alone(name: st
         results.append((loss.item(), logprobs.grad[is_own], {key: float(value) for key, value in metrics.items()}))
     (loss, gradient, metrics), (other_loss, other_gradient, other_metrics) = results
     assert math.isfinite(loss)
-    assert other_loss == pytest.approx(loss, rel=1e-6)
-    torch.testing.assert_close(other_gradient, gradient, rtol=1e-6, atol=1e-7)
-    assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+    assert other_loss == approx(loss)
+    torch.testing.assert_close(other_gradient, gradient, rtol=TOLERANCE, atol=TOLERANCE)
+    assert other_metrics == approx(metrics)

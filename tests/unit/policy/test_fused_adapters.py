@@ -28,16 +28,16 @@ from fused_references import (
 )
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners import lora
-from tiny_models import byte_tokenizer
+from tiny_models import LOGPROB_ROUNDING, byte_tokenizer
 from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.policy.fused.adapters import product_of, recorded_state
+from posttrain.policy.checkpoint.files import load
+from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.fused.adapters import capture_key, product_of
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.fused.products import Multiply
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
-from posttrain.policy.saving import CheckpointWriter
-from posttrain.policy.storage import load
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.types import NoiseKey, Sampling, Task
 
 pytest.importorskip("triton", reason="Triton is not installed here (it is on Linux, with the extra dev)")
@@ -282,21 +282,21 @@ def test_adapters_that_are_put_on_a_fused_model() -> None:
     assert_near("without them again", hidden(bare), hidden(family_model("llama", FP64)), EXACT)
 
 
-def test_a_recorded_pass_is_valid_until_something_else_is_active_or_lies_elsewhere() -> None:
+def test_a_captured_pass_is_valid_until_adapters_or_addresses_change() -> None:
     model, _ = fused_and_own()
-    state = recorded_state(model)
+    state = capture_key(model)
     hidden(model)
     fill_adapters(model, seed=70)
-    assert recorded_state(model) == state, "new values in the same place"
+    assert capture_key(model) == state, "new values in the same place"
     with model.disable_adapter():
-        assert recorded_state(model) != state
-    assert recorded_state(model) == state
+        assert capture_key(model) != state
+    assert capture_key(model) == state
     model.merge_adapter()
-    assert recorded_state(model) != state
+    assert capture_key(model) != state
     model.unmerge_adapter()
-    assert recorded_state(model) == state
+    assert capture_key(model) == state
     next(iter(model.parameters())).data = next(iter(model.parameters())).data.clone()
-    assert recorded_state(model) != state
+    assert capture_key(model) != state
 
 
 # -- they change -----------------------------------------------------------------------------------------------------------
@@ -389,9 +389,9 @@ def test_sampler_uses_the_adapters_as_the_trainer_does(modules_are_not_called: A
     with modules_are_not_called():
         tokens, logprobs = sampled()
         assert model.training, "dropout is back"
-        torch.testing.assert_close(logprobs, scored(tokens, model), atol=2e-5, rtol=0.0)
+        torch.testing.assert_close(logprobs, scored(tokens, model), atol=LOGPROB_ROUNDING, rtol=0.0)
         with model.disable_adapter():
             base_tokens, base_logprobs = sampled()
-            torch.testing.assert_close(base_logprobs, scored(base_tokens, model), atol=2e-5, rtol=0.0)
+            torch.testing.assert_close(base_logprobs, scored(base_tokens, model), atol=LOGPROB_ROUNDING, rtol=0.0)
     assert (tokens, logprobs.tolist()) != (base_tokens, base_logprobs.tolist())
-    torch.testing.assert_close(logprobs, scored(tokens, own), atol=2e-5, rtol=0.0)
+    torch.testing.assert_close(logprobs, scored(tokens, own), atol=LOGPROB_ROUNDING, rtol=0.0)

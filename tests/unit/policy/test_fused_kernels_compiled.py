@@ -51,12 +51,12 @@ def test_kernels_of_the_head_compile(compiled: Compiled) -> None:
 @pytest.mark.parametrize("masters", [True, False], ids=["masters", "no masters"])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
 def test_an_update_of_adam_compiles(moments: Any, masters: bool, compiled: Compiled) -> None:
-    from posttrain.policy import adam
     from posttrain.policy.fused import adam_kernels
+    from posttrain.policy.optimizer import compact_adam
 
     weight = torch.zeros(4, 256, dtype=BF16)
-    state = adam.new_state(weight, adam.StateFormat(moments, masters))
-    entries = [state.get(entry) for entry in adam.ENTRIES]
+    state = compact_adam.new_state(weight, compact_adam.StateFormat(moments, masters))
+    entries = [state.get(entry) for entry in compact_adam.ENTRIES]
     numbers, keys = torch.zeros(9), torch.zeros(3, dtype=torch.long)
-    adam_kernels.update(adam.Slice(weight, weight.float(), entries, 0, numbers, keys))
+    adam_kernels.update(compact_adam.Slice(weight, weight.float(), entries, 0, numbers, keys))
     assert set(compiled) == {"_update_blocks" if moments == "int8" else "_update"}

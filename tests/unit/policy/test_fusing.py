@@ -24,17 +24,18 @@ from fused_references import (
     states_and_gradients,
     use_torch_kernels,
 )
-from tiny_models import VOCAB_SIZE, byte_tokenizer, tiny_model
+from tiny_models import LOGPROB_ROUNDING, VOCAB_SIZE, byte_tokenizer, tiny_model
 from torch import Tensor, nn
 
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.policy.checkpoint.files import load
+from posttrain.policy.checkpoint.writer import CheckpointWriter
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.joining import joined
 from posttrain.policy.fused.layers import fuse_layers
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
-from posttrain.policy.saving import CheckpointWriter
-from posttrain.policy.storage import load
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 from posttrain.types import NoiseKey, Sampling, Task
 
 pytest.importorskip("triton", reason="Triton is not installed here (it is on Linux, with the extra dev)")
@@ -68,7 +69,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("may_join", [True, False], ids=["joined", "not joined"])
 @pytest.mark.parametrize("family", FUSED_LAYERS)
-def test_model_says_and_learns_the_same(family: str, may_join: bool) -> None:
+def test_fused_model_has_the_same_outputs_and_gradients(family: str, may_join: bool) -> None:
     model, own = fused_and_own(family, may_join=may_join)
     assert num_fused(model) == FUSED_LAYERS[family]
     assert_same_model(model, own, EXACT)
@@ -88,13 +89,13 @@ def test_activation_checkpointing(family: str, may_join: bool) -> None:
     assert_same_model(model, own, EXACT)
 
 
-def test_families_that_look_alike_are_told_apart_by_their_numbers() -> None:
+def test_similar_families_are_distinguished_by_their_outputs() -> None:
     """Granite without its factor is Llama, with it is not; an activation is not visible in the parts of a layer."""
     assert fuse_layers(decoder_of(family_model("granite", residual_multiplier=1.0)), may_join=True) == 2
     assert fuse_layers(decoder_of(family_model("llama", hidden_act="gelu")), may_join=True) == 0
 
 
-def test_layers_that_want_other_arguments_are_left_alone() -> None:
+def test_layers_with_other_arguments_are_not_fused() -> None:
     model = family_model("llama")
     decoder: Any = decoder_of(model)
     rotation = decoder.rotary_emb.forward
@@ -292,7 +293,7 @@ def test_sampler_runs_fused_layers_and_agrees_with_the_trainer(family: str) -> N
     for each in (own, model):
         logprobs = logits(each, sequence)[0, 6:-1].log_softmax(-1)
         expected = logprobs.gather(1, sequence[0, 7:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=2e-5, rtol=0.0)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=LOGPROB_ROUNDING, rtol=0.0)
 
 
 # -- sums that are left to the next norm -------------------------------------------------------------------------------------
@@ -345,7 +346,7 @@ def normed(decoder: Any, **options: Any) -> Any:
         return decoder(input_ids=ids, use_cache=False, **options)
 
 
-def test_whoever_looks_at_a_layers_output_sees_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_see_the_complete_output_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model, own = fused_and_own("llama")
     decoder, plain = decoder_of(model), decoder_of(own)
     seen: list[Tensor] = []
@@ -372,7 +373,7 @@ def test_recomputation_of_either_kind() -> None:
         assert_same_model(model, own, EXACT)
 
 
-def test_a_family_that_does_something_between_layers_keeps_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_not_deferred_if_a_family_uses_states_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_model("llama", FP64)
     layer: Any = decoder_of(model).layers[0]
     called = type(layer).__call__

@@ -10,11 +10,11 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from posttrain.config.policy import OptimizerConfig
-from posttrain.policy.compact import make_optimizer
 from posttrain.policy.fused.accumulate import add_product, begin_sum, move_to_sum, sum_of
 from posttrain.policy.fused.joining import joined
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.logprobs import _LinearLogprobs
+from posttrain.policy.optimizer import make_optimizer
 
 BF16 = torch.bfloat16
 OPTIMIZERS = [{}, {"state_dtype": "bfloat16", "master_weights": "none"}]

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from float64 import TOLERANCE, approx
 
 from posttrain.algorithms.supervised_batches import judged_batch, mismatched_batch
+from posttrain.config import DpoConfig
 from posttrain.policy.objectives import KtoLoss
 from posttrain.types import Judged, TokenBatch
 
@@ -29,19 +31,22 @@ def random_batch(seed: int = 0, kl: float = 0.3) -> tuple[TokenBatch, torch.Tens
     return batch.with_columns(**columns), current
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("sft", ["off", "sum", "mean", "tokens"])
 @pytest.mark.parametrize(("good_weight", "bad_weight"), [(1.0, 1.0), (1.5, 0.25)])
 def test_equals_the_slow_reference(sft: str, good_weight: float, bad_weight: float) -> None:
     batch, current = random_batch()
     beta, weight, sft_weight = 0.4, 0.8, 0.0 if sft == "off" else 0.3
     objective = KtoLoss(
-        reference_policy_kl_penalty=beta,
-        desirable_weight=good_weight,
-        undesirable_weight=bad_weight,
-        preference_loss_weight=weight,
-        sft_loss_weight=sft_weight,
-        sft_average_log_probs=sft == "mean",
-        sft_token_level_loss=sft == "tokens",
+        DpoConfig(
+            reference_policy_kl_penalty=beta,
+            desirable_weight=good_weight,
+            undesirable_weight=bad_weight,
+            preference_loss_weight=weight,
+            sft_loss_weight=sft_weight,
+            sft_average_log_probs=sft == "mean",
+            sft_token_level_loss=sft == "tokens",
+        )
     )
     logprobs = current.clone().requires_grad_()
     loss, metrics = objective(logprobs, batch)
@@ -62,27 +67,27 @@ def test_equals_the_slow_reference(sft: str, good_weight: float, bad_weight: flo
     expected = weight * preference + sft_weight * nll
     (slow_gradient,) = torch.autograd.grad(expected, tokens)
 
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
-    torch.testing.assert_close(gradient.double(), slow_gradient, rtol=1e-5, atol=1e-7)
-    assert float(metrics["preference_loss"]) == pytest.approx(float(preference.detach()), rel=1e-6)
-    assert float(metrics["sft_loss"]) == pytest.approx(0.0 if sft == "off" else float(nll.detach()), rel=1e-6)
+    assert float(loss.detach()) == approx(float(expected.detach()))
+    torch.testing.assert_close(gradient, slow_gradient, rtol=TOLERANCE, atol=TOLERANCE)
+    assert float(metrics["preference_loss"]) == approx(float(preference.detach()))
+    assert float(metrics["sft_loss"]) == approx(0.0 if sft == "off" else float(nll.detach()))
     for name, good in (("rewards_chosen_mean", True), ("rewards_rejected_mean", False)):
-        assert float(metrics[name]) == pytest.approx(sum(rewards[good]) / len(rewards[good]), rel=1e-5)
+        assert float(metrics[name]) == approx(sum(rewards[good]) / len(rewards[good]))
     right = sum(r > 0.3 for r in rewards[True]) + sum(r < 0.3 for r in rewards[False])
     assert float(metrics["num_ranked_right"]) == right
 
 
 def test_at_equality_the_loss_is_one_half_and_every_answer_a_tie() -> None:
     batch, _ = random_batch(kl=0.0)
-    loss, metrics = KtoLoss()(batch.columns["reference_logprobs"], batch)
+    loss, metrics = KtoLoss(DpoConfig())(batch.columns["reference_logprobs"], batch)
     assert float(loss) == 0.5
     assert (float(metrics["num_ties"]), float(metrics["num_ranked_right"])) == (5.0, 0.0)
 
 
-def test_a_higher_baseline_asks_more_of_good_answers_and_less_of_bad_ones() -> None:
+def test_a_higher_baseline_raises_the_loss_of_good_answers_and_lowers_that_of_bad_ones() -> None:
     low, current = random_batch(kl=0.0)
     high = low.with_columns(kl_baseline=torch.full_like(current, 2.0))
-    only_good, only_bad = KtoLoss(undesirable_weight=0.0), KtoLoss(desirable_weight=0.0)
+    only_good, only_bad = KtoLoss(DpoConfig(undesirable_weight=0.0)), KtoLoss(DpoConfig(desirable_weight=0.0))
     assert float(only_good(current, high)[0]) > float(only_good(current, low)[0])
     assert float(only_bad(current, high)[0]) < float(only_bad(current, low)[0])
 
@@ -90,13 +95,13 @@ def test_a_higher_baseline_asks_more_of_good_answers_and_less_of_bad_ones() -> N
 def test_hopeless_answers_have_a_finite_gradient() -> None:
     batch, current = random_batch()
     logprobs = (current - 400).requires_grad_()
-    loss, _ = KtoLoss(reference_policy_kl_penalty=1.0)(logprobs, batch)
+    loss, _ = KtoLoss(DpoConfig(reference_policy_kl_penalty=1.0))(logprobs, batch)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert math.isfinite(float(loss.detach()))
     assert gradient.isfinite().all()
 
 
-def test_mismatched_answers_are_those_to_the_prompt_before() -> None:
+def test_mismatched_answers_belong_to_the_previous_prompt() -> None:
     batch = judged_batch(answers())
     mismatched = mismatched_batch(batch, max_total_tokens=6)
     assert [prompt.tolist() for prompt in mismatched.prompts] == [[1, 2 + i] for i in range(5)]

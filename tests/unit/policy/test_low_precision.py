@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from posttrain.policy.low_precision import (
+from posttrain.policy.optimizer.low_precision import (
     block_size,
     decode_first_moment,
     decode_second_moment,
@@ -58,7 +58,7 @@ def test_a_word_depends_on_its_key_and_index_alone() -> None:
 # -- bf16 --------------------------------------------------------------------------------------------------------------
 
 
-def test_rounding_to_bf16_by_chance_is_right_on_average() -> None:
+def test_stochastic_rounding_to_bf16_is_unbiased() -> None:
     values = torch.tensor([1.0 + 2**-10, 3.14159, -2.71828, 1e-30, -6.02e23, 0.3])
     count = 2**16
     rounded = round_to_bf16(values.repeat(count, 1), words((count, len(values)), "mean")).double()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from posttrain.checkpointing import CheckpointError
 from posttrain.errors import InputError
-from posttrain.policy.optimizer import MixedPrecisionOptimizer, gradient_norm
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, gradient_norm
 
 ADAMW = ("torch.optim.AdamW", {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8})
 SGD = ("torch.optim.SGD", {"lr": 1.0})
@@ -315,7 +315,7 @@ def test_a_schedule_that_was_changed_holds_from_the_checkpoint_on(before: Any, a
     assert resumed.learning_rate == scheduled(faster, after, 11).learning_rate
 
 
-def test_a_schedule_that_is_over_before_the_checkpoint_is_told() -> None:
+def test_schedule_that_ends_before_the_checkpoint_is_refused() -> None:
     state = scheduled(ADAMW, ONE_CYCLE, 6).schedule_state()
     shorter = build(torch.float32, ADAMW, {**ONE_CYCLE, "kwargs": {"max_lr": 1.0, "total_steps": 4}})[1]
     with pytest.raises(InputError, match=r"policy.scheduler ends before the checkpoint"):
@@ -379,12 +379,15 @@ def test_the_state_of_another_optimizer_or_schedule_is_refused(saved: Any, now: 
         assert part in str(caught.value)
 
 
-def test_the_same_kinds_with_other_numbers_are_accepted_and_so_are_older_checkpoints() -> None:
+def test_check_kinds_accepts_other_hyperparameters_and_checkpoints_without_kinds() -> None:
     state = build(torch.float32, ADAMW, COSINE)[1].schedule_state()
     slower = (ADAMW[0], {**ADAMW[1], "lr": 1e-3})
     build(torch.float32, slower, {**COSINE, "kwargs": {"T_max": 20}})[1].check_kinds(state)
-    del state["kinds"]
-    build(torch.float32, SGD, None)[1].check_kinds(state)
+    other = build(torch.float32, SGD, None)[1]
+    with pytest.raises(CheckpointError):
+        other.check_kinds(state)
+    del state["kinds"]  # as older versions saved it
+    assert other.check_kinds(state) is None
 
 
 def test_the_norm_of_many_numbers_is_right() -> None:

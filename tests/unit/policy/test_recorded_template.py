@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
-from posttrain.policy import storage
-from posttrain.policy.saving import CheckpointWriter
+from posttrain.policy.checkpoint import contents, files
+from posttrain.policy.checkpoint.writer import CheckpointWriter
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 OWN = (
@@ -40,8 +40,8 @@ def saved(folder: Path, chat: ChatFormat) -> Any:
     tokenizer.chat_template = chat.recorded_template
     model = tiny_model(vocab_size=len(tokenizer))
     CheckpointWriter(model, tokenizer, None, torch.device("cpu")).save(folder, optimizer=False)
-    storage.load(folder, model, tokenizer, None)
-    both = [AutoTokenizer.from_pretrained(folder / place) for place in (storage.WEIGHTS, storage.TOKENIZER)]
+    files.load(folder, model, tokenizer, None)
+    both = [AutoTokenizer.from_pretrained(folder / place) for place in (contents.WEIGHTS, contents.TOKENIZER)]
     assert both[0].chat_template == both[1].chat_template
     return both[0]
 

@@ -7,8 +7,7 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor
 
-from posttrain.policy.fingerprint import model_fingerprint
-from posttrain.policy.reference_cache import FILE_NAME, CachedReference, answer_keys
+from posttrain.policy.reference_cache import FILE_NAME, CachedReference, answer_keys, model_fingerprint
 from posttrain.types import TokenBatch
 
 LARGE = 2**30

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from float64 import TOLERANCE
 from tiny_models import byte_tokenizer, tiny_model
 from tiny_reward_models import PAD, random_pairs, score_tokens, tiny_reward_model
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification
 
-from posttrain.engines.native.forward import observe_layers
-from posttrain.models.loading import SettingsError, add_lora, load_model
+from posttrain.models.loading import SettingsError, load_model
+from posttrain.models.lora import add_lora
 from posttrain.policy.head import UnsupportedModelError
+from posttrain.policy.model_support import observe_layers
 from posttrain.policy.reward_head import RewardHead, load_reward_model, padding_for_scores, use_padding
 from posttrain.types import TokenBatch
 
@@ -26,6 +28,7 @@ def sequences(batch: TokenBatch) -> list[Tensor]:
     return [torch.cat([batch.prompts[p], r]) for p, r in zip(batch.prompt_of, batch.responses, strict=True)]
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-sliding", "qwen3", "gemma2", "gemma3"])
 def test_packed_scores_are_those_of_transformers(family: str) -> None:
     own = tiny_reward_model(family, attention="eager")
@@ -35,7 +38,7 @@ def test_packed_scores_are_those_of_transformers(family: str) -> None:
         tokens = score_tokens(tiny_reward_model(family), PAIRS)
     parts = tokens.split(PAIRS.response_lengths)
     assert all(float(part[:-1].abs().sum()) == 0 for part in parts), "a score stands at the last token alone"
-    torch.testing.assert_close(torch.stack([part[-1] for part in parts]), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.stack([part[-1] for part in parts]), expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert float(expected.std()) > 0.1, "scores that are all alike show nothing"
 
 
@@ -95,7 +98,7 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_missing_folder_is_told_by_its_field(tmp_path: Path) -> None:
+def test_missing_folder_error_names_the_field(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"policy\.model_name: no folder"):
         load(tmp_path / "nowhere")
 

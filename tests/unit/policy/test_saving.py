@@ -13,12 +13,14 @@ from tiny_models import byte_tokenizer, tiny_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from posttrain.policy import host_memory, saving, staging, storage, weight_files
-from posttrain.policy.adam import StateFormat
-from posttrain.policy.compact import CompactOptimizer
-from posttrain.policy.optimizer import MixedPrecisionOptimizer
-from posttrain.policy.saving import CheckpointWriter
-from posttrain.policy.staging import HostCopy, StagingArea
+from posttrain.policy import host_memory
+from posttrain.policy.checkpoint import background_copy, contents, files
+from posttrain.policy.checkpoint import writer as writer_module
+from posttrain.policy.checkpoint.background_copy import HostCopy, StagingArea
+from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.optimizer.compact import CompactOptimizer
+from posttrain.policy.optimizer.compact_adam import StateFormat
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 CPU = torch.device("cpu")
 ADAMW = ("torch.optim.AdamW", {"lr": 1e-2})
@@ -32,20 +34,20 @@ ADAMW = ("torch.optim.AdamW", {"lr": 1e-2})
 def test_transformers_loads_what_was_written(
     family: str, max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "_MAX_FILE_BYTES", max_bytes)
+    monkeypatch.setattr(files, "_MAX_FILE_BYTES", max_bytes)
     model = tiny_model(family, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs")
     writer = CheckpointWriter(model, byte_tokenizer(), None, CPU)
     writer.save(tmp_path / "ours", optimizer=False)
-    folder = tmp_path / "ours" / storage.WEIGHTS
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    folder = tmp_path / "ours" / contents.WEIGHTS
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
     if max_bytes > 10**6:
-        assert files == ["model.safetensors"]
+        assert names == ["model.safetensors"]
     else:
-        assert len(files) > 1
-        assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+        assert len(names) > 1
+        assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
         index = json.loads((folder / "model.safetensors.index.json").read_text())
-        assert set(index["weight_map"].values()) == set(files)
+        assert set(index["weight_map"].values()) == set(names)
         assert index["metadata"]["total_size"] == 2 * sum(p.numel() for p in model.parameters())
     ours = AutoModelForCausalLM.from_pretrained(folder)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
@@ -55,23 +57,23 @@ def test_transformers_loads_what_was_written(
         assert torch.equal(a, b), name
 
 
-def test_settings_of_generation_that_transformers_loads_and_does_not_save_end_no_training(tmp_path: Path) -> None:
+def test_unsaveable_generation_config_does_not_break_checkpointing(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.generation_config.temperature = 0.6  # without do_sample, as many models have it
     with pytest.raises(ValueError, match="do_sample"):
         model.save_pretrained(tmp_path / "theirs")
     CheckpointWriter(model, byte_tokenizer(), None, CPU).save(tmp_path / "ours", optimizer=False)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / storage.WEIGHTS)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / contents.WEIGHTS)
     assert (loaded.generation_config.temperature, loaded.generation_config.do_sample) == (0.6, None)
 
 
-def test_families_whose_files_hold_other_tensors_are_left_to_transformers(tmp_path: Path) -> None:
+def test_families_stored_with_other_tensors_are_saved_by_transformers(tmp_path: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes, **heads))
-    assert weight_files.is_stored_otherwise(model, weight_files.named_weights(model))
+    assert contents.is_stored_otherwise(model, contents.named_weights(model))
     CheckpointWriter(model, byte_tokenizer(), None, CPU).save(tmp_path, optimizer=False)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / storage.WEIGHTS)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / contents.WEIGHTS)
     for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -79,7 +81,7 @@ def test_families_whose_files_hold_other_tensors_are_left_to_transformers(tmp_pa
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 
-def test_host_memory_has_the_shapes_that_were_asked_for() -> None:
+def test_host_memory_has_the_requested_shapes() -> None:
     like = [
         torch.empty(3, 5, dtype=torch.bfloat16),
         torch.empty(()),
@@ -94,7 +96,7 @@ def test_host_memory_has_the_shapes_that_were_asked_for() -> None:
 
 
 def test_tensors_are_copied_into_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_SEGMENT_BYTES", 100)  # several pieces of memory
+    monkeypatch.setattr(background_copy, "_SEGMENT_BYTES", 100)  # several pieces of memory
     tensors = {f"t{i}": torch.randn(i + 1, 5) for i in range(6)}
     area = StagingArea(pin=False)
     addresses = []
@@ -116,7 +118,7 @@ def test_tensors_are_copied_into_memory_that_is_used_again(monkeypatch: pytest.M
 
 def test_a_copy_that_never_arrives_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error of the device nothing moves any more; those who wait must not wait for ever."""
-    monkeypatch.setattr(staging, "_LONGEST_COPY_S", 0.05)
+    monkeypatch.setattr(background_copy, "_LONGEST_COPY_S", 0.05)
     copy = HostCopy(CPU)
     copy._mark = torch.zeros(1, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="did not arrive in host memory"):
@@ -124,7 +126,7 @@ def test_a_copy_that_never_arrives_ends_in_an_error(monkeypatch: pytest.MonkeyPa
     copy.wait()
 
 
-def test_memory_is_taken_ahead_of_time() -> None:
+def test_memory_is_allocated_ahead_of_time() -> None:
     tensors = {"a": torch.zeros(1000)}
     area = StagingArea(pin=False)
     assert not area.prepare(tensors), "that happens in another thread"
@@ -135,7 +137,7 @@ def test_memory_is_taken_ahead_of_time() -> None:
     assert area.prepare(tensors)
 
 
-def test_memory_is_taken_again_when_the_optimizer_has_got_its_state() -> None:
+def test_memory_is_reallocated_once_the_optimizer_has_state() -> None:
     area = StagingArea(pin=False)
     area.prepare({"a": torch.zeros(1000)})  # a first step without an update
     more = {"a": torch.zeros(1000), "state": torch.zeros(2000)}
@@ -143,7 +145,7 @@ def test_memory_is_taken_again_when_the_optimizer_has_got_its_state() -> None:
     assert {key: view.shape for key, view in area.views(more).items()} == {"a": (1000,), "state": (2000,)}
 
 
-def test_memory_that_cannot_be_had_is_an_error_for_whoever_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_is_raised_by_views(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(num_bytes: int) -> Tensor:
         raise OSError("Cannot allocate memory")
 
@@ -182,7 +184,7 @@ def everything(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> dict[str
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
-def test_the_files_hold_what_was_there_when_the_save_began(kind: str, tmp_path: Path) -> None:
+def test_files_hold_the_state_at_the_beginning_of_the_save(kind: str, tmp_path: Path) -> None:
     model, optimizer, writer = build(kind)
     update(model, optimizer, 0)
     at_once, then = tmp_path / "at_once", everything(model, optimizer)
@@ -198,7 +200,7 @@ def test_the_files_hold_what_was_there_when_the_save_began(kind: str, tmp_path: 
 
     for folder in (at_once, tmp_path / "later"):
         again_model, again_optimizer, _ = build(kind)
-        storage.load(folder, again_model, byte_tokenizer(), again_optimizer)
+        files.load(folder, again_model, byte_tokenizer(), again_optimizer)
         found = everything(again_model, again_optimizer)
         assert found.keys() == then.keys()
         for key, tensor in found.items():
@@ -207,7 +209,7 @@ def test_the_files_hold_what_was_there_when_the_save_began(kind: str, tmp_path: 
     assert {path.relative_to(tmp_path / "later") for path in (tmp_path / "later").rglob("*")} == names
 
 
-def test_the_thread_that_writes_does_not_ask_the_model_for_its_tensors(
+def test_background_thread_does_not_read_tensors_from_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked for its state, a sharded model gives up the whole parameters that somebody may be sampling with."""
@@ -221,27 +223,34 @@ def test_the_thread_that_writes_does_not_ask_the_model_for_its_tensors(
     for name in ("state_dict", "named_parameters", "parameters"):
         monkeypatch.setattr(model, name, refuse)
     writer.write()
-    assert (tmp_path / storage.WEIGHTS / "model.safetensors").exists()
+    assert (tmp_path / contents.WEIGHTS / "model.safetensors").exists()
 
 
-def test_an_update_waits_for_the_copy_and_says_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_waits_for_the_copy_and_reports_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, writer = build("bf16")
     update(model, optimizer, 0)
     before = everything(model, optimizer)
-    may_copy, finish = threading.Event(), HostCopy.finish
-    monkeypatch.setattr(HostCopy, "finish", lambda copy: may_copy.wait(10) and finish(copy))
+    may_copy, is_waiting, finish, wait = threading.Event(), threading.Event(), HostCopy.finish, HostCopy.wait
+
+    def wait_visibly(copy: HostCopy) -> None:
+        is_waiting.set()
+        wait(copy)
+
+    monkeypatch.setattr(HostCopy, "finish", lambda copy: may_copy.wait(60) and finish(copy))
+    monkeypatch.setattr(HostCopy, "wait", wait_visibly)
     writer.begin(tmp_path, optimizer=True)
     threading.Thread(target=writer.write).start()
     updating = threading.Thread(target=update, args=(model, optimizer, 1))
     updating.start()
-    updating.join(0.3)
+    assert is_waiting.wait(60)
+    updating.join(0.1)
     assert updating.is_alive()
     assert all(torch.equal(tensor, before[key]) for key, tensor in everything(model, optimizer).items())
     may_copy.set()
-    updating.join(10)
+    updating.join(60)
     assert not updating.is_alive()
     assert not torch.equal(everything(model, optimizer)["weight/model.norm.weight"], before["weight/model.norm.weight"])
-    assert 0.2 < writer.take_waited_s() < 10
+    assert writer.take_waited_s() >= 0.1
     assert writer.take_waited_s() == 0
 
 
@@ -255,7 +264,7 @@ def test_what_a_copy_used_is_not_freed_by_the_thread_that_writes(
         def __del__(self) -> None:
             freed_by.append(threading.current_thread().name)
 
-    monkeypatch.setattr(saving, "HostCopy", Watched)
+    monkeypatch.setattr(writer_module, "HostCopy", Watched)
     _, _, writer = build("plain")
     for number in range(2):
         writer.begin(tmp_path / str(number), optimizer=False)
@@ -272,7 +281,7 @@ def test_an_error_while_writing_does_not_keep_updates_waiting(tmp_path: Path, mo
     def fail(*arguments: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(storage, "write", fail)
+    monkeypatch.setattr(files, "write", fail)
     writer.begin(tmp_path, optimizer=True)
     with pytest.raises(OSError, match="no space"):
         writer.write()
@@ -283,12 +292,12 @@ def test_an_error_while_writing_does_not_keep_updates_waiting(tmp_path: Path, mo
 def test_too_little_memory_is_an_obstacle_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, writer = build("bf16")
     update(model, optimizer, 0)
-    monkeypatch.setattr("posttrain.policy.saving.available_bytes", lambda: 1000)
+    monkeypatch.setattr("posttrain.policy.checkpoint.writer.available_bytes", lambda: 1000)
     assert "GiB of host memory, of which 0.0 are free" in writer.obstacle(optimizer=True)
     monkeypatch.undo()
     while not writer.prepare(optimizer=True):
         pass
-    monkeypatch.setattr("posttrain.policy.saving.available_bytes", lambda: 1000)
+    monkeypatch.setattr("posttrain.policy.checkpoint.writer.available_bytes", lambda: 1000)
     assert writer.obstacle(optimizer=True) == "", "what has been taken is there"
 
 
@@ -302,6 +311,6 @@ def test_adapters_are_saved_without_the_model_under_them(tmp_path: Path) -> None
     assert StagingArea.num_bytes(writer._to_stage(writer._contents(optimizer=False))) < 10_000
     writer.begin(tmp_path, optimizer=False)
     writer.write()
-    loaded = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / storage.WEIGHTS)
+    loaded = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / contents.WEIGHTS)
     for (name, a), (_, b) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(a, b), name

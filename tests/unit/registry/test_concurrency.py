@@ -50,7 +50,7 @@ print(*promote_all(folder, count, "first-only", 0))
 """
 
 
-def test_promotions_at_the_same_time_leave_one_production_version_and_a_whole_history(
+def test_concurrent_promotions_leave_one_production_version_and_a_full_history(
     registry: Registry, registry_folder: Path, make_model: Callable[[str], Path], passed: Lineage
 ) -> None:
     folder = make_model("a")
@@ -89,7 +89,7 @@ def _hold(path: Path, held: multiprocessing.synchronize.Event) -> None:
         time.sleep(60)
 
 
-def test_a_registry_that_another_process_writes_to_is_busy_until_that_one_dies(
+def test_registry_is_busy_while_another_process_writes(
     registry: Registry, registry_folder: Path, make_model: Callable[[str], Path], passed: Lineage
 ) -> None:
     context = multiprocessing.get_context("fork")
@@ -114,7 +114,7 @@ def test_a_registry_that_another_process_writes_to_is_busy_until_that_one_dies(
 @pytest.mark.parametrize(
     "kind", ["EXCLUSIVE", pytest.param("IMMEDIATE", marks=pytest.mark.slow)]
 )  # MLflow tries for 20 s
-def test_a_database_that_somebody_else_has_locked_is_busy_and_says_so_in_one_line(
+def test_locked_database_is_reported_as_busy_in_one_line(
     registry: Registry,
     registry_folder: Path,
     tmp_path: Path,
@@ -125,7 +125,7 @@ def test_a_database_that_somebody_else_has_locked_is_busy_and_says_so_in_one_lin
 ) -> None:
     """Such as a backup, or MLflow's own pages: they know nothing of our lock."""
     registry.add("m", make_model("a"), passed)
-    copied = shutil.copytree(registry_folder, tmp_path / kind)  # nobody has a connection to this one yet
+    copied = shutil.copytree(registry_folder, tmp_path / kind)  # no process has a connection to this one yet
     other = sqlite3.connect(copied / DATABASE, isolation_level=None)
     other.execute(f"BEGIN {kind}")
     capfd.readouterr()

@@ -62,7 +62,7 @@ def add(registry: Registry, folder: Path, *words: str) -> int:
 
 
 def refused(registry: Registry, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said of a folder that is refused. Nothing must have been written."""
+    """The message for a folder that is refused. Nothing must have been written."""
     assert registry.location.folder is not None
     before = sorted(registry.location.folder.rglob("*"))
     for words in ((), ("--in-place",)):
@@ -73,17 +73,17 @@ def refused(registry: Registry, folder: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("make", [make_plain, make_sharded, make_adapter, make_checkpoint])
-def test_whole_models_are_taken(registry: Registry, tmp_path: Path, make: Callable[[Path], Path]) -> None:
+def test_complete_models_are_accepted(registry: Registry, tmp_path: Path, make: Callable[[Path], Path]) -> None:
     assert add(registry, make(tmp_path / "step_3")) == 0
     assert registry.verify(registry.get("m", 1)) == []
 
 
-def test_a_checkpoint_of_another_system_has_no_checksums_and_is_taken(registry: Registry, tmp_path: Path) -> None:
+def test_checkpoint_without_checksums_is_accepted(registry: Registry, tmp_path: Path) -> None:
     make_plain(tmp_path / "step_3" / "policy" / "weights" / "model")
     assert add(registry, tmp_path / "step_3") == 0
 
 
-def test_a_checkpoint_without_its_optimizer_is_taken(registry: Registry, tmp_path: Path) -> None:
+def test_checkpoint_without_optimizer_is_accepted(registry: Registry, tmp_path: Path) -> None:
     step = make_checkpoint(tmp_path / "step_3")
     (step / "policy" / "optimizer" / "state.pt").unlink()
     assert add(registry, step) == 0
@@ -102,7 +102,7 @@ def test_a_folder_without_a_model_is_refused(
 
 
 @pytest.mark.timeout(60)
-def test_a_pipe_in_the_folder_is_not_waited_for(
+def test_pipe_in_the_folder_does_not_block(
     registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_plain(tmp_path / "model")
@@ -145,13 +145,13 @@ def test_a_config_that_is_no_json_is_refused(
 ) -> None:
     folder = make_plain(tmp_path / "model")
     (folder / "config.json").write_text("{")
-    assert f"{folder / 'config.json'} cannot be read" in refused(registry, folder, capsys)
+    assert f"{folder / 'config.json'}: not JSON" in refused(registry, folder, capsys)
 
 
 @pytest.mark.parametrize(
     "name", ["policy/weights/model/model.safetensors", "policy/tokenizer/tokenizer.json", "config.yaml"]
 )
-def test_a_checkpoint_that_is_not_what_was_saved_is_refused(
+def test_modified_checkpoint_is_refused(
     registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     step = make_checkpoint(tmp_path / "step_3")
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_is_not_what_was_saved_is_refused(
     assert f"{step} is not what was saved: {name} is not what was saved: its SHA-256 differs" in said
 
 
-def test_a_checkpoint_that_was_never_completed_is_refused(
+def test_incomplete_checkpoint_is_refused(
     registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = make_checkpoint(tmp_path / "step_3")

@@ -1,4 +1,4 @@
-"""Models that somebody made in MLflow by other means, under a name that is then used here."""
+"""Models that were created in MLflow by other means, under a name that is then used here."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import tiny_pipelines
 
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.pipeline.models import versions_of
+from posttrain.pipeline.iteration_models import versions_of
 from posttrain.registry import Lineage, Registry
 from posttrain.registry.store import _MARK
 
 
-def test_a_name_that_was_made_in_mlflow_is_listed_once_it_has_versions_of_ours(
+def test_model_created_in_mlflow_is_listed_once_it_has_our_versions(
     registry: Registry, make_model: Callable[[str], Path]
 ) -> None:
     registry._store.client.create_registered_model("tiny")

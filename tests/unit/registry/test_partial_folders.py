@@ -1,4 +1,4 @@
-"""What is half-written is seen by nobody, cleared away after a kill, and never in the way of another writer."""
+"""Incomplete folders are invisible, removed after a kill, and never block another writer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from posttrain.registry import Lineage, Registry
 from posttrain.registry import artifacts as artifacts_module
 from posttrain.registry.artifacts import content_digest, measure, put_in_place
-from posttrain.registry.partial_folder import PartialFolder, clear_abandoned
+from posttrain.registry.locking import PartialFolder, clear_abandoned
 from posttrain.registry.version import ModelVersion
 
 Make = Callable[[str], Path]
@@ -24,7 +24,7 @@ Make = Callable[[str], Path]
 HOLDS = """
 import sys
 from pathlib import Path
-from posttrain.registry.partial_folder import PartialFolder
+from posttrain.registry.locking import PartialFolder
 folder = PartialFolder(Path(sys.argv[1]))
 (folder.path / "half").write_text("x")
 print(folder.path, flush=True)
@@ -84,7 +84,7 @@ def test_two_downloads_at_once_leave_one_whole_folder(
     assert list(version.path.parent.iterdir()) == [version.path]
 
 
-def test_two_that_mend_the_same_folder_do_not_trip_over_each_other(
+def test_two_processes_may_replace_the_same_damaged_folder(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, target = make_model("a"), tmp_path / "target"
@@ -102,9 +102,7 @@ def test_two_that_mend_the_same_folder_do_not_trip_over_each_other(
     assert (target / "model.safetensors").read_text() == "weights a"
 
 
-def test_what_a_killed_process_was_writing_is_cleared_away_by_the_next_addition(
-    registry: Registry, make_model: Make, tmp_path: Path
-) -> None:
+def test_remains_of_a_killed_add_are_removed_by_the_next(registry: Registry, make_model: Make, tmp_path: Path) -> None:
     model = make_model("a")
     root = registry.location.folder
     assert root is not None
@@ -122,7 +120,7 @@ def test_what_a_killed_process_was_writing_is_cleared_away_by_the_next_addition(
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_a_folder_that_was_taken_for_abandoned_is_made_again(
+def test_folder_removed_as_abandoned_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
 ) -> None:
     real = os.open

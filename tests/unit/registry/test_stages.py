@@ -16,7 +16,7 @@ def promote(version: int, to: Stage = "production", *, expected: int = NOTHING_E
     return change("promote", version, to, expected=expected)
 
 
-def test_a_version_is_a_candidate_until_something_happens_to_it() -> None:
+def test_new_version_is_a_candidate() -> None:
     assert Stages().of(7) == "candidate"
 
 
@@ -55,12 +55,12 @@ def test_rolling_a_canary_back_archives_it_and_leaves_production_alone() -> None
     assert (stages.of(2), stages.canary, stages.production) == ("archived", NO_VERSION, 1)
 
 
-def test_archiving_production_leaves_none_and_rollback_finds_the_one_before() -> None:
+def test_rollback_after_archiving_production() -> None:
     stages, _ = replay([promote(1), promote(2), promote(2, "archived")])
     assert (stages.production, stages.previous_production()) == (NO_VERSION, 1)
 
 
-def test_a_change_that_expected_another_version_is_void_and_says_so() -> None:
+def test_change_with_unmet_expectation_is_refused() -> None:
     stages, entries = replay(
         [promote(1), promote(2, expected=1), promote(3, expected=1), promote(4, expected=NO_VERSION)]
     )
@@ -88,7 +88,7 @@ changes = st.builds(
 
 @given(st.lists(changes, max_size=25))
 @settings(max_examples=100, deadline=None)
-def test_any_log_leaves_every_version_in_one_stage_and_explains_every_move(log: list[Change]) -> None:
+def test_any_log_gives_one_stage_per_version(log: list[Change]) -> None:
     known = dict.fromkeys(range(1, 5), "candidate")
     stages = Stages()
     for one in log:

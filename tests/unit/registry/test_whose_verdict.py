@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_runs.save_model(tmp_path_factory.mktemp("models") / "model")
 
 
-def test_a_verdict_on_a_model_that_nobody_knows_lets_nothing_through(
+def test_verdict_on_an_unknown_model_does_not_pass(
     registry: Registry, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = write_verdict(tmp_path / "gate.json", main={"model": "http://host/v1", "model_fingerprint": None})
@@ -41,7 +41,7 @@ def test_a_verdict_on_a_model_that_nobody_knows_lets_nothing_through(
 
 
 def test_one_unknown_model_among_those_judged_is_enough(model: Path, tmp_path: Path) -> None:
-    from posttrain.evaluation.identity import folder_fingerprint
+    from posttrain.models.fingerprint import folder_fingerprint
 
     ours = {"model": str(model), "model_fingerprint": folder_fingerprint(model)}
     known = write_verdict(tmp_path / "known.json", main=ours, safety=ours)
@@ -51,4 +51,4 @@ def test_one_unknown_model_among_those_judged_is_enough(model: Path, tmp_path: P
     nameless = write_verdict(tmp_path / "nameless.json")
     assert "a model that its report does not name" in str(gather_lineage(model, gate=nameless).objection)
     other = write_verdict(tmp_path / "other.json", main={**ours, "model_fingerprint": "another"})
-    assert "which are others" in str(gather_lineage(model, gate=other).objection)
+    assert "which differ" in str(gather_lineage(model, gate=other).objection)

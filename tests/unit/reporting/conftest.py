@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.reporting import RunRecorder
 from posttrain.types import Completion, Group, Rollout, Score, StepReport, Task
 
@@ -32,7 +33,7 @@ class Bench:
 
     def recorder(self, resumed_step: int = 0, **changes: Any) -> RunRecorder:
         options: dict[str, Any] = {
-            "algorithm": "grpo",
+            "presentation": GrpoRecipe.presentation,
             "max_steps": 10,
             "num_devices": 2,
             "peak_flops_per_device": None,
@@ -58,11 +59,17 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path / "run")
 
 
-def make_group(draw: int = 0, texts: tuple[str, ...] = ("4", "5"), scores: tuple[Score, ...] | None = None) -> Group:
+def make_group(
+    draw: int = 0,
+    texts: tuple[str, ...] = ("4", "5"),
+    scores: tuple[Score, ...] | None = None,
+    advantages: tuple[float, ...] | None = None,
+) -> Group:
     scores = scores or tuple(Score(float(index == 0), {"correct": float(index == 0)}) for index in range(len(texts)))
     task = Task(draw, f"sums:{draw}", "2 + 2 = ", (1, 2, 3), reference="4")
     completions = [Completion(tuple(range(len(text) + 1)), (0.0,) * (len(text) + 1), text, "stop") for text in texts]
-    return Group(task, tuple(Rollout(c, s) for c, s in zip(completions, scores, strict=True)))
+    rollouts = zip(completions, scores, advantages or (0.0,) * len(texts), strict=True)
+    return Group(task, tuple(Rollout(completion, score, advantage) for completion, score, advantage in rollouts))
 
 
 def make_report(step: int = 1, *, step_s: float = 8.0, groups: tuple[Group, ...] = (), **metrics: float) -> StepReport:

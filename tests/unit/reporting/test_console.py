@@ -24,7 +24,7 @@ def control_characters(text: str) -> set[str]:
     return {char for char in text if (ord(char) < 32 and char != "\n") or 127 <= ord(char) < 160 or char == "\u202e"}
 
 
-def test_a_log_file_never_gets_a_control_character(bench: Any, group: Any, report: Any) -> None:
+def test_log_file_gets_no_control_characters(bench: Any, group: Any, report: Any) -> None:
     recorder = bench.recorder(num_val_samples_to_print=2)
     scores = (Score(1.0), Score(None, error=HOSTILE, traceback=HOSTILE))
     groups = (group(0, (HOSTILE, "x"), scores),)
@@ -41,7 +41,7 @@ def test_a_log_file_never_gets_a_control_character(bench: Any, group: Any, repor
     assert "[bold]x[/bold] :smile:" in bench.output
 
 
-def test_a_terminal_obeys_no_escape_sequence_of_a_model() -> None:
+def test_escape_sequences_of_a_model_do_not_reach_the_terminal() -> None:
     stream = Terminal()
     Console(stream, quiet=False).show([Line(HOSTILE)])
     assert "\x1b[31m" not in stream.getvalue()
@@ -49,7 +49,7 @@ def test_a_terminal_obeys_no_escape_sequence_of_a_model() -> None:
     assert "[bold]x[/bold] :smile:" in stream.getvalue()
 
 
-def test_plain_progress_speaks_every_half_minute_and_gives_the_time_left(bench: Any) -> None:
+def test_plain_progress_prints_every_half_minute_with_the_time_left(bench: Any) -> None:
     recorder = bench.recorder()
     start = len(bench.output)
     with recorder.progress("generation", total=100) as advance:
@@ -63,7 +63,7 @@ def test_plain_progress_speaks_every_half_minute_and_gives_the_time_left(bench: 
     ]
 
 
-def test_live_bars_may_be_nested_and_advanced_from_threads_and_leave_nothing_behind(
+def test_live_bars_can_be_nested_and_advanced_from_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -85,7 +85,7 @@ def test_live_bars_may_be_nested_and_advanced_from_threads_and_leave_nothing_beh
     assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h")  # the cursor is given back
 
 
-def test_a_bar_is_closed_when_its_work_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_is_closed_when_its_block_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = Terminal()
     with pytest.raises(RuntimeError, match="boom"), Console(stream, quiet=False).progress("generation", 4):
@@ -93,14 +93,14 @@ def test_a_bar_is_closed_when_its_work_fails(monkeypatch: pytest.MonkeyPatch) ->
     assert stream.getvalue().count("\x1b[?25h") == 1
 
 
-def test_a_stream_that_cannot_encode_the_signs_gets_others() -> None:
+def test_symbols_are_replaced_where_the_encoding_lacks_them() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", newline="\n")
     Console(stream, quiet=False).show([Line("▶ a → b"), Line("日本")])
     assert raw.getvalue() == b"> a -> b\n??\n"
 
 
-def test_one_line_steps_fit_a_terminal_of_a_hundred_and_twenty_columns(bench: Any) -> None:
+def test_one_line_steps_fit_into_120_columns(bench: Any) -> None:
     metrics = {"loss": -0.0123, "reward": 0.5, "mean_generation_length": 1234.5, "kl_penalty": 1e-9, "grad_norm": 12.0}
     recorder = bench.recorder(max_steps=10_000)
     for step in (1, 10_000):
@@ -115,7 +115,7 @@ def test_one_line_steps_fit_a_terminal_of_a_hundred_and_twenty_columns(bench: An
     [(0.0, "0.00s"), (0.0042, "4.2ms"), (9.987, "9.99s"), (59.94, "59.9s"), (61, "1m 01s"), (3599.7, "1h 00m")]
     + [(7500, "2h 05m"), (200_000, "2d 07h")],
 )
-def test_durations_read_well(seconds: float, text: str) -> None:
+def test_format_of_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -124,5 +124,5 @@ def test_durations_read_well(seconds: float, text: str) -> None:
     [(0.0, "0.0000"), (0.25, "0.2500"), (-0.00001, "-1.00e-05"), (903.45312, "903.4531"), (12345.678, "12,345.7")]
     + [(3, "3"), (None, "n/a"), (float("nan"), "n/a"), (1.5e9, "1,500,000,000"), (1.23e-7, "1.23e-07")],
 )
-def test_numbers_read_well(value: float | None, text: str) -> None:
+def test_format_of_numbers(value: float | None, text: str) -> None:
     assert number(value) == text

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
+from posttrain.recipes.dpo import DpoRecipe
+from posttrain.recipes.grpo import GrpoRecipe
+from posttrain.recipes.recipe import Recipe
+from posttrain.recipes.rm import RewardModelRecipe
+from posttrain.recipes.sft import SftRecipe
 from posttrain.reporting import RunRecorder
 from posttrain.reporting import recorder as recorder_module
 from posttrain.types import Score, StepReport
 
 
-def test_the_step_block_has_results_timing_with_percent_and_throughput(bench: Any, report: Any) -> None:
+def test_step_block_has_results_timing_with_percent_and_throughput(bench: Any, report: Any) -> None:
     recorder = bench.recorder(device_word="GPU", flops_per_token=1e10, peak_flops_per_device=1e13, max_steps=100)
     recorder.begin_step(5)
     recorder.stage("Generating responses for batch of size 512")
@@ -31,13 +36,13 @@ def test_the_step_block_has_results_timing_with_percent_and_throughput(bench: An
     assert "  • Training Model Floating Point Utilization: 25.00%" in lines
 
 
-def test_the_header_comes_with_the_results_when_no_one_announced_the_step(bench: Any, report: Any) -> None:
+def test_header_comes_with_the_results_without_begin_step(bench: Any, report: Any) -> None:
     recorder = bench.recorder()
     recorder.record_step(1, report(1), None)
     assert bench.output.count("= Step 1/10 =") == 1
 
 
-def test_short_steps_get_one_line_each_and_a_block_now_and_then(bench: Any, report: Any) -> None:
+def test_short_steps_get_one_line_and_a_periodic_block(bench: Any, report: Any) -> None:
     recorder = bench.recorder(max_steps=100)
     for step in range(1, 31):
         bench.clock.now += 1.0
@@ -48,26 +53,26 @@ def test_short_steps_get_one_line_each_and_a_block_now_and_then(bench: Any, repo
     single = [int(step) for step in re.findall(r"^step +(\d+)/100 ", bench.output, re.MULTILINE)]
     assert blocks == [1, 11, 21, 25]  # the first, every ten seconds, and with a validation
     assert sorted(blocks + single) == list(range(1, 31))
-    assert bench.output.count("▶ Training policy...") == 1  # only before anybody knew that steps are short
+    assert bench.output.count("▶ Training policy...") == 1  # only before the steps turned out to be short
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "metrics", "expected"),
+    ("recipe", "metrics", "expected"),
     [
-        ("dpo", {"accuracy": 0.75, "rewards_chosen_mean": 1.5}, ["Accuracy: 0.7500", "Chosen Reward: 1.5000"]),
-        ("rm", {"accuracy": 0.75, "rewards_std": 0.5}, ["Accuracy: 0.7500", "Spread of Rewards: 0.5000"]),
-        ("sft", {"lr": 2e-5}, ["Loss: 0.1000", "Learning Rate: 2.00e-05"]),
+        (DpoRecipe, {"accuracy": 0.75, "rewards_chosen_mean": 1.5}, ["Accuracy: 0.7500", "Chosen Reward: 1.5000"]),
+        (RewardModelRecipe, {"accuracy": 0.75, "rewards_std": 0.5}, ["Accuracy: 0.7500", "Spread of Rewards: 0.5000"]),
+        (SftRecipe, {"lr": 2e-5}, ["Loss: 0.1000", "Learning Rate: 2.00e-05"]),
     ],
 )
-def test_each_algorithm_shows_its_own_metrics(
-    bench: Any, report: Any, algorithm: Any, metrics: Any, expected: list[str]
+def test_each_kind_of_run_shows_its_own_metrics(
+    bench: Any, report: Any, recipe: type[Recipe], metrics: Any, expected: list[str]
 ) -> None:
-    bench.recorder(algorithm=algorithm).record_step(1, report(**metrics), None)
+    bench.recorder(presentation=recipe.presentation).record_step(1, report(**metrics), None)
     assert [text for text in expected if f"  • {text}\n" in bench.output] == expected
     assert "Avg Reward" not in bench.output
 
 
-def test_the_time_left_follows_the_pace_of_the_clock(bench: Any, report: Any) -> None:
+def test_remaining_time_follows_the_clock(bench: Any, report: Any) -> None:
     recorder = bench.recorder(max_steps=10)
     recorder.record_step(1, report(1), None)
     assert "Left for the run: about 1m 12s" in bench.output  # nine steps of the 8 s that the first one reports
@@ -101,7 +106,7 @@ def test_validation_before_training_is_a_row_of_step_0(bench: Any, group: Any) -
     assert (bench.folder / "rollouts" / "validation_step_0.jsonl.gz").exists()
 
 
-def test_a_warning_is_shown_once_counted_and_kept_in_the_report(bench: Any, report: Any) -> None:
+def test_warning_is_shown_once_counted_and_in_the_report(bench: Any, report: Any) -> None:
     recorder = bench.recorder()
     for _ in range(3):
         recorder.warn("all rewards are equal")
@@ -127,10 +132,17 @@ def test_warnings_that_differ_in_numbers_only_are_one_warning(bench: Any) -> Non
     ]
 
 
-def test_a_warning_before_the_start_is_kept(bench: Any) -> None:
-    options = {"algorithm": "sft", "max_steps": 1, "num_devices": 1, "peak_flops_per_device": None}
+def test_warning_before_start_is_kept(bench: Any) -> None:
     recorder = RunRecorder(
-        bench.folder, **options, flops_per_token=None, config_yaml="", stream=bench.stream, clock=bench.clock
+        bench.folder,
+        presentation=SftRecipe.presentation,
+        max_steps=1,
+        num_devices=1,
+        peak_flops_per_device=None,
+        flops_per_token=None,
+        config_yaml="",
+        stream=bench.stream,
+        clock=bench.clock,
     )
     recorder.warn("data.train: 3 rows left out: too long")
     recorder.start(0)
@@ -138,7 +150,7 @@ def test_a_warning_before_the_start_is_kept(bench: Any) -> None:
     assert "data.train: 3 rows left out" in (bench.folder / "report.html").read_text()
 
 
-def test_the_first_traceback_is_shown_once_and_reasons_are_counted(bench: Any, group: Any, report: Any) -> None:
+def test_first_traceback_is_shown_once_and_reasons_are_counted(bench: Any, group: Any, report: Any) -> None:
     failed = Score(None, error="ValueError: bad", traceback="Traceback:\n  ValueError: bad\n")
     late = Score(None, error="timeout after 5 s")
     recorder = bench.recorder()
@@ -159,9 +171,7 @@ def test_the_first_traceback_is_shown_once_and_reasons_are_counted(bench: Any, g
     assert (bench.folder / "unscored.jsonl").read_text().count('"step": 2') == 0
 
 
-def test_a_reward_that_fails_differently_each_time_does_not_flood_the_folder(
-    bench: Any, group: Any, report: Any
-) -> None:
+def test_number_of_failure_reasons_per_step_is_limited(bench: Any, group: Any, report: Any) -> None:
     scores = tuple(Score(None, error=f"KeyError: {index}") for index in range(50))
     bench.recorder().record_step(1, report(unscored=50, groups=(group(0, ("x",) * 50, scores),)), None)
     rows = [json.loads(line) for line in (bench.folder / "unscored.jsonl").read_text().splitlines()]
@@ -170,7 +180,7 @@ def test_a_reward_that_fails_differently_each_time_does_not_flood_the_folder(
     assert sum(row["count"] for row in rows) == 50
 
 
-def test_quiet_shows_warnings_and_the_end_only(bench: Any, report: Any) -> None:
+def test_quiet_shows_only_warnings_and_the_summary(bench: Any, report: Any) -> None:
     recorder = bench.recorder(quiet=True)
     recorder.say("hello")
     recorder.stage("Training")
@@ -187,7 +197,7 @@ def test_quiet_shows_warnings_and_the_end_only(bench: Any, report: Any) -> None:
     assert "report.html" in bench.output
 
 
-def test_the_end_names_first_last_and_best(bench: Any, report: Any) -> None:
+def test_summary_has_first_last_and_best(bench: Any, report: Any) -> None:
     recorder = bench.recorder()
     for step, reward in enumerate((0.25, 0.75, 0.5), start=1):
         bench.clock.now += 30
@@ -197,9 +207,7 @@ def test_the_end_names_first_last_and_best(bench: Any, report: Any) -> None:
     assert "train/reward: 0.2500 → 0.5000, best 0.7500 at step 2" in bench.output
 
 
-def test_a_report_that_cannot_be_written_does_not_end_the_run(
-    bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_report_does_not_end_the_run(bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(folder: object) -> None:
         raise OSError("disk is full")
 
@@ -211,7 +219,7 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
     assert len(bench.rows()) == 1
 
 
-def test_the_report_is_refreshed_at_most_every_ten_seconds(
+def test_report_is_refreshed_at_most_every_ten_seconds(
     bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[float] = []
@@ -224,7 +232,7 @@ def test_the_report_is_refreshed_at_most_every_ten_seconds(
     assert written == [1001.0, 1011.0, 1021.0, 1030.0]
 
 
-def test_a_slow_report_is_written_less_often(bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_report_is_written_less_often(bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[float] = []
 
     def slow(folder: object) -> None:
@@ -239,7 +247,7 @@ def test_a_slow_report_is_written_less_often(bench: Any, report: Any, monkeypatc
     assert written == [1001.0, 1051.0, 1101.0]  # a second of work in fifty
 
 
-def test_time_before_a_kill_counts_towards_the_run(bench: Any, report: Any) -> None:
+def test_wall_time_includes_earlier_processes(bench: Any, report: Any) -> None:
     recorder = bench.recorder()
     bench.clock.now += 100
     recorder.record_step(1, report(1), None)  # killed here
@@ -253,12 +261,12 @@ def test_time_before_a_kill_counts_towards_the_run(bench: Any, report: Any) -> N
     assert info["status"] == "ended early"  # one step of ten
 
 
-def test_an_interrupted_and_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path: Any, report: Any) -> None:
+def test_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path: Any, report: Any) -> None:
     def run(name: str, parts: list[tuple[int, int]]) -> bytes:
         for resumed_step, last in parts:
             recorder = RunRecorder(
                 tmp_path / name,
-                algorithm="grpo",
+                presentation=GrpoRecipe.presentation,
                 max_steps=6,
                 num_devices=1,
                 peak_flops_per_device=None,

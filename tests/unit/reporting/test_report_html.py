@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.reporting.html import write_report
+from posttrain.reporting.report import write_report
 from posttrain.types import Score, StepReport
 
 VOID_TAGS = {"meta", "input", "line", "path", "circle", "rect", "br"}
@@ -20,7 +20,7 @@ ATTACK = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>\"
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and collects what a test wants to see."""
+    """Checks that tags nest, and collects what tests compare."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_text_of_models_data_and_configs_is_escaped_everywhere(bench: Any, group: Any, report: Any) -> None:
+def test_text_of_models_data_and_configs_is_escaped(bench: Any, group: Any, report: Any) -> None:
     recorder = bench.recorder(title=ATTACK, config_yaml=ATTACK)
     scores = (Score(1.0, {ATTACK: 1.0}), Score(None, error=ATTACK, traceback=ATTACK))
     groups = (group(0, (ATTACK, "x"), scores),)
@@ -79,7 +79,7 @@ def test_text_of_models_data_and_configs_is_escaped_everywhere(bench: Any, group
     assert page.text.count("<script>alert(1)</script>") >= 6  # shown, not run
 
 
-def test_the_page_needs_nothing_from_outside(bench: Any, report: Any) -> None:
+def test_page_is_self_contained(bench: Any, report: Any) -> None:
     recorder = bench.recorder()
     recorder.record_step(1, report(), None)
     recorder.finish("done")
@@ -89,7 +89,7 @@ def test_the_page_needs_nothing_from_outside(bench: Any, report: Any) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
-def test_curves_hold_the_logged_numbers(bench: Any, report: Any) -> None:
+def test_curves_have_the_logged_numbers(bench: Any, report: Any) -> None:
     recorder = bench.recorder()
     recorder.record_validation(0, StepReport({"accuracy": 0.125}, {}))
     for step in (1, 2, 3):
@@ -130,7 +130,7 @@ def test_key_figures_name_first_last_best_and_validation(bench: Any, report: Any
     ],
     ids=["empty", "validation only", "one step", "nulls", "gaps", "wild", "huge", "text"],
 )
-def test_any_state_of_a_run_gives_a_page(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+def test_every_state_of_a_run_has_a_page(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     write_rows(tmp_path, rows)
     page = page_of(tmp_path)
     assert tmp_path.name in page.text
@@ -138,7 +138,7 @@ def test_any_state_of_a_run_gives_a_page(tmp_path: Path, rows: list[dict[str, An
     assert not re.search(r"\b(nan|inf|None)\b", drawn)
 
 
-def test_a_folder_with_a_torn_row_and_broken_rollouts_still_gives_a_page(bench: Any, group: Any, report: Any) -> None:
+def test_folder_with_a_torn_row_and_broken_rollouts_has_a_page(bench: Any, group: Any, report: Any) -> None:
     bench.recorder().record_step(1, report(groups=(group(),)), None)
     with (bench.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "train/')
@@ -148,7 +148,7 @@ def test_a_folder_with_a_torn_row_and_broken_rollouts_still_gives_a_page(bench: 
     assert "Reward" in page_of(bench.folder).text
 
 
-def test_ten_thousand_steps_are_reduced_to_what_a_screen_can_show(tmp_path: Path) -> None:
+def test_ten_thousand_steps_are_downsampled(tmp_path: Path) -> None:
     rows = [
         {"step": step, "train/reward": (step % 100) / 100, "timing/train/generation": 1.0} for step in range(1, 10_001)
     ]
@@ -164,14 +164,14 @@ def test_ten_thousand_steps_are_reduced_to_what_a_screen_can_show(tmp_path: Path
     assert sum(tag == "rect" and "bar" in str(attributes) for tag, attributes in page.tags) == 240
 
 
-def test_a_spike_does_not_flatten_the_curve_and_is_reported(tmp_path: Path) -> None:
+def test_spike_does_not_flatten_the_curve_and_is_reported(tmp_path: Path) -> None:
     write_rows(tmp_path, [{"step": s, "train/grad_norm": 4000.0 if s == 30 else 1 + s % 2} for s in range(1, 61)])
     page = page_of(tmp_path)
     assert page.chart_data[0]["y"][1] <= 4
     assert "1 of 60 values lie outside the axis, the furthest 4000." in page.text
 
 
-def test_the_stages_of_a_step_are_stacked_without_counting_twice(tmp_path: Path) -> None:
+def test_stages_of_a_step_are_stacked_without_double_counting(tmp_path: Path) -> None:
     timing = {"generation": 4.0, "policy_training": 3.0, "policy_training/sharding": 1.0, "total_step_time": 10.0}
     write_rows(tmp_path, [{"step": s} | {f"timing/train/{k}": v for k, v in timing.items()} for s in (1, 2)])
     page = page_of(tmp_path)
@@ -183,7 +183,7 @@ def test_the_stages_of_a_step_are_stacked_without_counting_twice(tmp_path: Path)
 
 def test_samples_show_mixed_groups_first_with_reward_and_advantage(bench: Any, group: Any, report: Any) -> None:
     same = group(1, ("same a", "same b"), (Score(0.0), Score(0.0)))
-    mixed = group(2, ("good", "bad")).with_advantages([0.7, -0.7])
+    mixed = group(2, ("good", "bad"), advantages=(0.7, -0.7))
     recorder = bench.recorder()
     recorder.record_step(1, report(groups=(same, mixed)), None)
     recorder.record_step(2, report(2, groups=(same,)), None)
@@ -220,6 +220,6 @@ def test_every_other_metric_has_a_chart(tmp_path: Path) -> None:
     assert [key for key in keys if key in page.text] == list(keys)
 
 
-def test_the_report_renders_without_torch() -> None:
-    code = "import sys, posttrain.reporting.html, posttrain.reporting.plot; sys.exit('torch' in sys.modules)"
+def test_report_renders_without_torch() -> None:
+    code = "import sys, posttrain.reporting.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from posttrain.config.changes import ConfigChange
 from posttrain.reporting.run_files import append_rows, open_run, parse_lines, read_rows
 from posttrain.types import Score
 
 FILES = ("metrics.jsonl", "config.yaml", "run.json", "report.html")
 
 
-def test_a_file_cut_at_any_byte_is_repaired_to_its_complete_rows(tmp_path: Any) -> None:
+def test_file_torn_at_any_byte_is_repaired_to_its_complete_rows(tmp_path: Any) -> None:
     rows = [{"step": step, "train/loss": step / 7} for step in (1, 2, 3)]
     append_rows(tmp_path / "metrics.jsonl", rows)
     whole = (tmp_path / "metrics.jsonl").read_bytes()
@@ -27,7 +28,7 @@ def test_a_file_cut_at_any_byte_is_repaired_to_its_complete_rows(tmp_path: Any) 
         assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(whole.splitlines(keepends=True)[:num_complete])
 
 
-def test_a_row_appended_after_a_repair_is_readable(tmp_path: Any) -> None:
+def test_row_appended_after_a_repair_is_readable(tmp_path: Any) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "train/lo')
     notes = open_run(tmp_path, resumed_step=1)
@@ -36,21 +37,21 @@ def test_a_row_appended_after_a_repair_is_readable(tmp_path: Any) -> None:
     assert any("line 2 was torn" in note for note in notes)
 
 
-def test_rows_after_the_resumed_step_are_cut_and_the_kept_ones_keep_their_bytes(tmp_path: Any) -> None:
+def test_rows_after_the_resumed_step_are_removed_and_others_keep_their_bytes(tmp_path: Any) -> None:
     path = tmp_path / "metrics.jsonl"
     kept = b'{"step":1,  "train/loss": 0.30000000000000004}\n'
     path.write_bytes(kept + b'{"step": 2}\n{"step": 3}\n')
     notes = open_run(tmp_path, resumed_step=1)
     assert path.read_bytes() == kept
-    assert any("2 rows after step 1 are cut" in note for note in notes)
+    assert any("2 rows after step 1 are removed" in note for note in notes)
 
 
-def test_a_gap_between_the_rows_and_the_checkpoint_is_named(tmp_path: Any) -> None:
+def test_gap_between_rows_and_checkpoint_is_reported(tmp_path: Any) -> None:
     append_rows(tmp_path / "metrics.jsonl", [{"step": 1}])
     assert any("ends at step 1 although the run resumes at step 4" in note for note in open_run(tmp_path, 4))
 
 
-def test_what_is_not_an_object_with_a_step_is_not_a_row(tmp_path: Any) -> None:
+def test_only_objects_with_a_step_are_rows(tmp_path: Any) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'[1]\n{"loss": 1}\n{"step": "2"}\nnull\n{"step": 3}\n')
     assert [row for _, row in parse_lines(path)] == [None, None, None, None, {"step": 3}]
@@ -70,7 +71,7 @@ def test_resuming_removes_rollouts_of_later_steps_and_temporary_files(bench: Any
     assert not list(bench.folder.glob("*.partial"))
 
 
-def test_a_fresh_run_puts_an_earlier_one_aside_and_says_so(bench: Any, group: Any, report: Any) -> None:
+def test_fresh_run_archives_an_earlier_one_and_reports_it(bench: Any, group: Any, report: Any) -> None:
     for _ in range(3):
         recorder = bench.recorder()
         recorder.record_step(1, report(groups=(group(),)), None)
@@ -83,7 +84,7 @@ def test_a_fresh_run_puts_an_earlier_one_aside_and_says_so(bench: Any, group: An
     assert "its files are now in earlier_002/" in bench.output
 
 
-def test_an_interrupted_move_is_finished_in_the_same_folder(bench: Any, report: Any) -> None:
+def test_interrupted_archiving_is_finished_in_the_same_folder(bench: Any, report: Any) -> None:
     bench.recorder().record_step(1, report(), None)
     (bench.folder / "earlier_001").mkdir()
     (bench.folder / "run.json").rename(bench.folder / "earlier_001" / "run.json")  # killed after the first file
@@ -92,13 +93,46 @@ def test_an_interrupted_move_is_finished_in_the_same_folder(bench: Any, report: 
     assert not (bench.folder / "earlier_002").exists()
 
 
-def test_resuming_with_another_config_keeps_the_old_one(bench: Any, report: Any) -> None:
+def changes_since(old: str) -> list[ConfigChange]:
+    return [] if old == "lr: 2\n" else [ConfigChange("lr", old[4:-1], "2", is_training=True)]
+
+
+def test_changed_config_is_written_beside_the_first_one_and_recorded(bench: Any, report: Any) -> None:
     bench.recorder(config_yaml="lr: 1\n").record_step(1, report(), None)
     bench.recorder(resumed_step=1, config_yaml="lr: 1\n")
-    assert not list(bench.folder.glob("config_until*"))
-    bench.recorder(resumed_step=1, config_yaml="lr: 2\n")
-    assert (bench.folder / "config.yaml").read_text() == "lr: 2\n"
-    assert (bench.folder / "config_until_step_1.yaml").read_text() == "lr: 1\n"
+    assert not list(bench.folder.glob("config_*"))
+    for _ in range(2):  # the second one is resumed before it has saved a checkpoint
+        bench.recorder(resumed_step=1, config_yaml="lr: 2\n", changes_since=changes_since)
+        assert (bench.folder / "config.yaml").read_text() == "lr: 1\n"
+        assert (bench.folder / "config_from_step_2.yaml").read_text() == "lr: 2\n"
+        info = json.loads((bench.folder / "run.json").read_text())
+        assert info["config_changes"] == [{"from_step": 2, "key": "lr", "old": "1", "new": "2"}]
+
+
+def test_changed_config_of_removed_steps_is_removed(bench: Any, report: Any) -> None:
+    bench.recorder(config_yaml="lr: 1\n").record_step(1, report(), None)
+    bench.recorder(resumed_step=1, config_yaml="lr: 2\n", changes_since=changes_since).record_step(2, report(), None)
+    bench.recorder(resumed_step=1, config_yaml="lr: 1\n")
+    assert not list(bench.folder.glob("config_from*"))
+    assert json.loads((bench.folder / "run.json").read_text())["config_changes"] == []
+
+
+def test_complete_run_is_not_written_to(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(max_steps=1)
+    recorder.record_step(1, report(), None)
+    recorder.finish("finished")
+    before = {path.name: path.read_bytes() for path in bench.folder.iterdir() if path.is_file()}
+    for max_steps in (1, 0):
+        again = bench.recorder(resumed_step=1, max_steps=max_steps, config_yaml="another: 1\n")
+        again.finish("nothing to do")
+        assert {path.name: path.read_bytes() for path in bench.folder.iterdir() if path.is_file()} == before
+    assert "nothing to do" in bench.output
+
+
+def test_run_killed_after_its_last_step_is_completed(bench: Any, report: Any) -> None:
+    bench.recorder(max_steps=1).record_step(1, report(), None)
+    bench.recorder(resumed_step=1, max_steps=1).finish("nothing to do")
+    assert json.loads((bench.folder / "run.json").read_text())["status"] == "finished"
 
 
 def test_equal_groups_give_equal_bytes(tmp_path: Any, bench: Any, group: Any, report: Any) -> None:
@@ -109,9 +143,9 @@ def test_equal_groups_give_equal_bytes(tmp_path: Any, bench: Any, group: Any, re
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_a_rollout_row_holds_the_group(bench: Any, group: Any, report: Any) -> None:
+def test_rollout_row_has_the_group(bench: Any, group: Any, report: Any) -> None:
     scores = (Score(1.0, {"correct": 1.0}), Score(None, error="timeout after 5 s"))
-    one = group(7, texts=("ja \ud800 ü\u2028", ""), scores=scores).with_advantages([0.5, float("nan")])
+    one = group(7, texts=("ja \ud800 ü\u2028", ""), scores=scores, advantages=(0.5, float("nan")))
     bench.recorder().record_step(1, report(groups=(one, group(8))), None)
     with gzip.open(bench.folder / "rollouts" / "step_1.jsonl.gz", "rb") as lines:
         first, second = (json.loads(line) for line in lines)

@@ -3,22 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fakes import ScriptedPolicy, ScriptedRollouts
 from made_groups import Reward, group
-from torch import Tensor
 
 from posttrain.algorithms.advantages import GroupAdvantages
 from posttrain.algorithms.credit import Credit
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
 from posttrain.algorithms.reward_shaping import RewardScaling
 from posttrain.checkpointing.state import load_training_state, save_training_state
+from posttrain.config import LossFnConfig
 from posttrain.errors import InputError
+from posttrain.orchestration.sharded import SharedWeights
 from posttrain.policy.objectives import ClippedPolicyGradient
-from posttrain.roles import Objective
-from posttrain.rollouts.group_state import from_plain, to_plain
-from posttrain.rollouts.selection import DynamicSampling, EveryGroup, StreamAndSurplus
+from posttrain.roles import RolloutSource
+from posttrain.rollouts.dynamic_sampling import DynamicSampling
+from posttrain.rollouts.surplus import SURPLUS, StreamAndSurplus, from_plain, to_plain
 from posttrain.types import (
     Completion,
     Conversation,
@@ -27,67 +30,38 @@ from posttrain.types import (
     Score,
     StepReport,
     Task,
-    TokenBatch,
-    UpdateReport,
     Utterance,
 )
 
 GOOD, BAD = [1.0, 0.0], [1.0, 1.0]
 
 
-class Source:
-    """Hands out one group after the other; also the stream, whose position is part of a checkpoint."""
-
-    def __init__(self, *rewards: Sequence[Reward]) -> None:
-        self.groups = [group(draw, own, lengths=[2] * len(own)) for draw, own in enumerate(rewards)]
-        self.position = 0
-        self.asked: list[int] = []
-
-    def sample(self, num_groups: int, step: int) -> tuple[list[Task], list[list[Completion]]]:
-        self.asked.append(num_groups)
-        chosen = self.groups[self.position : self.position + num_groups]
-        self.position += num_groups
-        return [g.task for g in chosen], [[r.completion for r in g.rollouts] for g in chosen]
-
-    def score(self, tasks: Sequence[Task], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        return [self.groups[task.draw] for task in tasks]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+def groups_of(*rewards: Sequence[Reward]) -> list[Group]:
+    return [group(draw, own, lengths=[2] * len(own)) for draw, own in enumerate(rewards)]
 
 
-class Policy:
-    def __init__(self) -> None:
-        self.batches: list[TokenBatch] = []
-        self.calls: list[str] = []
-
-    def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
-        self.batches.append(batch)
-        return UpdateReport({"loss": 0.0})
-
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        self.calls.append("logprobs")
-        return torch.full((sum(batch.response_lengths),), -7.0)
-
-    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        self.calls.append("reference_logprobs")
-        return torch.full((sum(batch.response_lengths),), -9.0)
-
-    def end_step(self) -> None: ...
+def source_of(*rewards: Sequence[Reward]) -> ScriptedRollouts:
+    return ScriptedRollouts(groups_of(*rewards))
 
 
-def algorithm(source: Source, selection: DynamicSampling | EveryGroup, updates: int = 1, **settings: float) -> Grpo:
+def dynamic(source: ScriptedRollouts, *, num_per_batch: int, max_batches: int, **settings: Any) -> DynamicSampling:
+    return DynamicSampling(source, StreamAndSurplus(source), num_per_batch, max_batches, **settings)
+
+
+def algorithm(source: RolloutSource, num_groups: int, updates: int = 1, **settings: Any) -> Grpo:
     return Grpo(
-        GrpoSettings(num_updates_per_step=updates, **settings),  # type: ignore[arg-type]
-        ClippedPolicyGradient(),
+        GrpoSettings(num_groups, num_updates_per_step=updates, **settings),
+        ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.0)),
         Credit(GroupAdvantages()),
-        selection,
-        Policy(),  # type: ignore[arg-type]
+        ScriptedPolicy(-7.0, -9.0),  # type: ignore[arg-type]
         source,
+        SharedWeights(),
     )
+
+
+def policy_of(grpo: Grpo) -> ScriptedPolicy:
+    assert isinstance(grpo.policy, ScriptedPolicy)
+    return grpo.policy
 
 
 def trained(report: StepReport) -> list[int]:
@@ -95,8 +69,8 @@ def trained(report: StepReport) -> list[int]:
 
 
 def test_batches_are_sampled_until_enough_groups_have_signal() -> None:
-    source = Source(BAD, GOOD, BAD, BAD, [0.0, 0.0], GOOD, GOOD, BAD)
-    grpo = algorithm(source, DynamicSampling(2, num_per_batch=2, max_batches=10))
+    source = source_of(BAD, GOOD, BAD, BAD, [0.0, 0.0], GOOD, GOOD, BAD)
+    grpo = algorithm(dynamic(source, num_per_batch=2, max_batches=10), 2)
     report = grpo.step(1)
     assert trained(report) == [1, 5]
     assert source.asked == [2, 2, 2]
@@ -108,16 +82,16 @@ def test_batches_are_sampled_until_enough_groups_have_signal() -> None:
     assert report.num_samples == 4
 
 
-def test_the_reward_is_of_all_groups_and_the_filtered_reward_of_those_that_were_kept() -> None:
-    grpo = algorithm(Source(BAD, [1.0, 0.5]), DynamicSampling(1, num_per_batch=2, max_batches=1))
+def test_reward_covers_all_groups_and_filtered_reward_the_kept_ones() -> None:
+    grpo = algorithm(dynamic(source_of(BAD, [1.0, 0.5]), num_per_batch=2, max_batches=1), 1)
     metrics = grpo.step(1).metrics
     assert metrics["reward"] == pytest.approx((1 + 1 + 1 + 0.5) / 4)
     assert metrics["filtered_reward"] == pytest.approx(0.75)
 
 
 def test_surplus_groups_are_the_first_of_the_next_step() -> None:
-    source = Source(GOOD, GOOD, GOOD, BAD, GOOD, GOOD)
-    grpo = algorithm(source, DynamicSampling(2, num_per_batch=3, max_batches=10))
+    source = source_of(GOOD, GOOD, GOOD, BAD, GOOD, GOOD)
+    grpo = algorithm(dynamic(source, num_per_batch=3, max_batches=10), 2)
     first, second = grpo.step(1), grpo.step(2)
     assert trained(first) == [0, 1]
     assert first.metrics["dynamic_sampling_num_surplus_groups"] == 1
@@ -126,9 +100,9 @@ def test_surplus_groups_are_the_first_of_the_next_step() -> None:
     assert second.metrics["dynamic_sampling_num_surplus_groups"] == 1
 
 
-def test_a_surplus_that_is_enough_needs_no_sampling() -> None:
-    source = Source(GOOD, [1.0, 0.5], GOOD, GOOD)
-    grpo = algorithm(source, DynamicSampling(1, num_per_batch=2, max_batches=10))
+def test_sufficient_surplus_needs_no_sampling() -> None:
+    source = source_of(GOOD, [1.0, 0.5], GOOD, GOOD)
+    grpo = algorithm(dynamic(source, num_per_batch=2, max_batches=10), 1)
     grpo.step(1)
     report = grpo.step(2)
     assert (trained(report), source.asked) == ([1], [2])
@@ -138,56 +112,55 @@ def test_a_surplus_that_is_enough_needs_no_sampling() -> None:
 
 
 def test_surplus_groups_may_be_discarded() -> None:
-    source = Source(GOOD, GOOD, GOOD, BAD, GOOD, GOOD)
-    grpo = algorithm(source, DynamicSampling(2, num_per_batch=3, max_batches=10, keeps_surplus=False))
+    source = source_of(GOOD, GOOD, GOOD, BAD, GOOD, GOOD)
+    grpo = algorithm(dynamic(source, num_per_batch=3, max_batches=10, keeps_surplus=False), 2)
     assert [trained(grpo.step(1)), trained(grpo.step(2))] == [[0, 1], [4, 5]]
 
 
 def test_ratios_of_kept_groups_are_taken_against_the_policy_that_sampled_them() -> None:
-    grpo = algorithm(Source(GOOD, GOOD, GOOD), DynamicSampling(2, num_per_batch=3, max_batches=1))
+    grpo = algorithm(dynamic(source_of(*[GOOD] * 6), num_per_batch=3, max_batches=1), 2)
     grpo.step(1)
-    grpo.rollouts.groups += [group(3, GOOD, [2, 2]), group(4, GOOD, [2, 2]), group(5, GOOD, [2, 2])]  # type: ignore[attr-defined]
     grpo.step(2)
-    fresh, mixed = grpo.policy.batches  # type: ignore[attr-defined]
+    fresh, mixed = policy_of(grpo).batches
     assert "prev_logprobs" not in fresh.columns
     anchor = mixed.columns["prev_logprobs"]
     assert anchor[:4].tolist() == mixed.columns["generation_logprobs"][:4].tolist()
-    assert anchor[4:].isnan().all(), "the policy as it is: no forward pass is made for it"
-    assert grpo.policy.calls == []  # type: ignore[attr-defined]
+    assert mixed.columns["prev_is_current"].tolist() == [0.0] * 4 + [1.0] * 4, "no forward pass is made for it"
+    assert set(policy_of(grpo).calls) == {"update", "end_step"}
 
 
 def test_with_several_updates_fresh_rows_have_the_policy_before_the_first() -> None:
-    grpo = algorithm(Source(*[GOOD] * 6), DynamicSampling(2, num_per_batch=3, max_batches=1), updates=2)
+    grpo = algorithm(dynamic(source_of(*[GOOD] * 6), num_per_batch=3, max_batches=1), 2, updates=2)
     grpo.step(1)
     grpo.step(2)
-    earlier, fresh = grpo.policy.batches[2:]  # type: ignore[attr-defined]
+    earlier, fresh = policy_of(grpo).batches[2:]
     assert earlier.columns["prev_logprobs"].tolist() == earlier.columns["generation_logprobs"].tolist()
     assert fresh.columns["prev_logprobs"].tolist() == [-7.0] * 4
 
 
 def test_recorded_answers_have_the_starting_policy_as_their_sampler() -> None:
-    source = Source(GOOD, GOOD)
+    source = source_of(GOOD, GOOD)
     recorded = source.groups[0].rollouts[0]
     unknown = Rollout(Completion((1, 2, 3), (), "", "stop"), recorded.score)
     source.groups[0] = Group(source.groups[0].task, (unknown, source.groups[0].rollouts[1]))
-    grpo = algorithm(source, EveryGroup(2))
+    grpo = algorithm(source, 2)
     assert grpo.step(1).metrics["num_generated_tokens"] == 3 * 2, "the recorded answer was not generated here"
-    (batch,) = grpo.policy.batches  # type: ignore[attr-defined]
+    (batch,) = policy_of(grpo).batches
     assert batch.columns["generation_logprobs"][:3].tolist() == [-9.0] * 3
     assert batch.columns["prev_logprobs"][:3].tolist() == [-9.0] * 3
-    assert batch.columns["prev_logprobs"][3:].isnan().all()
-    assert grpo.policy.calls == ["reference_logprobs"]  # type: ignore[attr-defined]
+    assert batch.columns["prev_is_current"].tolist() == [0.0] * 3 + [1.0] * (len(batch.columns["mask"]) - 3)
+    assert policy_of(grpo).calls == ["reference_logprobs", "update", "end_step"]
 
 
 def test_answers_on_which_sampler_and_trainer_disagree_are_not_trained_on() -> None:
-    source = Source(GOOD, GOOD)
+    source = source_of(GOOD, GOOD)
     odd = source.groups[0].rollouts[0]
     far = Rollout(Completion(odd.completion.token_ids, (-7.0, -5.0), "", "stop"), odd.score)
     same = [Rollout(Completion((1, 2), (-7.0, -7.0), "", "stop"), Score(reward)) for reward in (0.0, 1.0, 0.0)]
     source.groups = [Group(source.groups[0].task, (far, same[0])), Group(source.groups[1].task, tuple(same[1:]))]
-    grpo = algorithm(source, EveryGroup(2), seq_logprob_error_threshold=2.0)
+    grpo = algorithm(source, 2, seq_logprob_error_threshold=2.0)
     metrics = grpo.step(1).metrics
-    (batch,) = grpo.policy.batches  # type: ignore[attr-defined]
+    (batch,) = policy_of(grpo).batches
     assert batch.columns["mask"].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     assert batch.num_tokens == 6
     assert batch.columns["advantages"].tolist() == [1, 1, -1, -1, 1, 1, -1, -1], "it still counts in the baseline"
@@ -195,9 +168,9 @@ def test_answers_on_which_sampler_and_trainer_disagree_are_not_trained_on() -> N
     assert metrics["max_seq_mult_prob_error"] == pytest.approx((1 + torch.tensor(2.0).exp()) / 2)
 
 
-def test_exactly_as_many_batches_as_allowed_then_an_error_that_says_what_to_do() -> None:
-    source = Source(*[BAD] * 3, [0.0, 0.0], GOOD, [None, None], *[GOOD] * 4)
-    grpo = algorithm(source, DynamicSampling(2, num_per_batch=2, max_batches=3))
+def test_error_with_remedies_after_the_allowed_number_of_batches() -> None:
+    source = source_of(*[BAD] * 3, [0.0, 0.0], GOOD, [None, None], *[GOOD] * 4)
+    grpo = algorithm(dynamic(source, num_per_batch=2, max_batches=3), 2)
     with pytest.raises(InputError) as caught:
         grpo.step(7)
     assert source.asked == [2, 2, 2]
@@ -213,74 +186,106 @@ def test_exactly_as_many_batches_as_allowed_then_an_error_that_says_what_to_do()
         "grpo.num_generations_per_prompt",
     ):
         assert part in message
-    enough = algorithm(Source(*[BAD] * 4, GOOD, GOOD), DynamicSampling(2, num_per_batch=2, max_batches=3))
+    enough = algorithm(dynamic(source_of(*[BAD] * 4, GOOD, GOOD), num_per_batch=2, max_batches=3), 2)
     assert trained(enough.step(1)) == [4, 5], "the last batch that is allowed may bring what is missing"
 
 
-def test_rewards_that_differ_by_rounding_alone_are_no_signal() -> None:
-    source = Source([0.3, 0.1 + 0.2], GOOD)
-    assert trained(algorithm(source, DynamicSampling(1, num_per_batch=1, max_batches=2)).step(1)) == [1]
+def test_rewards_that_differ_by_rounding_alone_have_no_signal() -> None:
+    source = source_of([0.3, 0.1 + 0.2], GOOD)
+    assert trained(algorithm(dynamic(source, num_per_batch=1, max_batches=2), 1).step(1)) == [1]
 
 
-def test_rewards_that_scaling_makes_equal_are_no_signal() -> None:
-    selection = DynamicSampling(1, num_per_batch=2, max_batches=1, scaling=RewardScaling(0.0, 1.0, -1.0, 1.0))
-    assert trained(algorithm(Source([3.0, 2.0], GOOD), selection).step(1)) == [1]
+def test_rewards_that_scaling_makes_equal_have_no_signal() -> None:
+    scaling = RewardScaling(0.0, 1.0, -1.0, 1.0)
+    source = dynamic(source_of([3.0, 2.0], GOOD), num_per_batch=2, max_batches=1, scaling=scaling)
+    assert trained(algorithm(source, 1).step(1)) == [1]
 
 
 def test_validation_leaves_prompts_without_any_reward_out_of_pass_k() -> None:
-    source = Source([None, None], [None, 1.0], [0.0, 0.0])
-    grpo = replace(algorithm(source, EveryGroup(1)), validation=source, settings=GrpoSettings(num_validation_prompts=3))
+    source = source_of([None, None], [None, 1.0], [0.0, 0.0])
+    grpo = replace(algorithm(source, 1), validation=source, settings=GrpoSettings(1, num_validation_prompts=3))
     report = grpo.validate(1)
     assert report is not None
     assert report.metrics["pass_2"] == 0.5
-    unscored = replace(grpo, validation=Source([None, None]), settings=GrpoSettings(num_validation_prompts=1))
+    unscored = replace(grpo, validation=source_of([None, None]), settings=GrpoSettings(1, num_validation_prompts=1))
     report = unscored.validate(1)
     assert report is not None
     assert "pass_2" not in report.metrics
 
 
-def test_unscored_rollouts_are_no_signal() -> None:
-    source = Source([None, 1.0, 1.0], [None, 1.0, 0.0])
-    assert trained(algorithm(source, DynamicSampling(1, num_per_batch=1, max_batches=2)).step(1)) == [1]
+def test_unscored_rollouts_have_no_signal() -> None:
+    source = source_of([None, 1.0, 1.0], [None, 1.0, 0.0])
+    assert trained(algorithm(dynamic(source, num_per_batch=1, max_batches=2), 1).step(1)) == [1]
 
 
 def test_parts_that_differ_are_a_signal_where_parts_are_credited() -> None:
     parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]
     for looks_at_parts, expected in ((True, [0]), (False, [1])):
-        selection = DynamicSampling(1, num_per_batch=1, max_batches=2, looks_at_parts=looks_at_parts)
-        assert trained(algorithm(Source(parts, GOOD), selection).step(1)) == expected
+        source = dynamic(source_of(parts, GOOD), num_per_batch=1, max_batches=2, looks_at_parts=looks_at_parts)
+        assert trained(algorithm(source, 1).step(1)) == expected
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_trains_on_the_same_groups(tmp_path: Path) -> None:
+def test_resumed_run_trains_on_the_same_groups(tmp_path: Path) -> None:
     rewards = [GOOD, GOOD, [1.0, 0.5], BAD, GOOD, BAD, GOOD, GOOD, GOOD]
 
-    def run() -> tuple[Grpo, StreamAndSurplus]:
-        source, selection = Source(*rewards), DynamicSampling(2, num_per_batch=3, max_batches=3)
-        return algorithm(source, selection), StreamAndSurplus(source, selection)
+    def run() -> tuple[Grpo, DynamicSampling]:
+        source = dynamic(source_of(*rewards), num_per_batch=3, max_batches=3)
+        return algorithm(source, 2), source
 
     whole, _ = run()
     expected = [whole.step(step).groups for step in (1, 2, 3)]
-    before, state = run()
+    before, source = run()
     before.step(1)
-    save_training_state(tmp_path, step=1, stream_state=state.state_dict(), rng={})
-    after, state = run()
-    state.load_state_dict(load_training_state(tmp_path).stream_state)
-    assert [after.step(step).groups for step in (2, 3)] == expected[1:]
+    save_training_state(tmp_path, step=1, stream_state=source.position.state_dict(), rng={})
+    after, source = run()
+    source.position.load_state_dict(load_training_state(tmp_path).stream_state)
+    resumed = [after.step(step).groups for step in (2, 3)]
+    assert resumed == expected[1:]
+    assert [r.completion.versions for r in resumed[0][0].rollouts] == [((0, 0),)] * 2, "sampled in step 1"
+    assert policy_of(after).batches[0].columns["prev_is_current"].tolist() == [0.0] * 4 + [1.0] * 4
 
 
-def test_a_checkpoint_from_before_dynamic_sampling_has_kept_nothing() -> None:
-    source, selection = Source(GOOD), DynamicSampling(1, 1, 1, surplus=[group(0, GOOD)])
-    StreamAndSurplus(source, selection).load_state_dict({"position": 1})
-    assert (source.position, selection.surplus) == (1, [])
+def test_a_surplus_saved_without_versions_is_off_policy() -> None:
+    """Checkpoints of older versions hold neither versions nor today's conversations."""
+    source = dynamic(source_of(*[GOOD] * 4), num_per_batch=2, max_batches=1)
+    talk = Conversation((Utterance("assistant", "hi", 2),), {"tool_calls": 1.0})
+    kept = group(9, GOOD, [2, 2])
+    first = replace(kept.rollouts[0], completion=replace(kept.rollouts[0].completion, conversation=talk))
+    kept = replace(kept, rollouts=(first, kept.rollouts[1]))
+    row = to_plain(kept)
+    for rollout in row["rollouts"]:
+        del rollout["completion"]["versions"], rollout["completion"]["error"]
+    old = row["rollouts"][0]["completion"]["conversation"]
+    old |= {"score": {"class": "Score", "reward": 1.0}, "to_judge": None}
+    source.position.load_state_dict({"position": 1, SURPLUS: {"surplus": [row]}})
+    grpo = algorithm(source, 2)
+    report = grpo.step(3)
+    assert trained(report) == [9, 1]
+    assert report.groups[0].rollouts[0].completion.conversation == talk
+    assert policy_of(grpo).batches[0].columns["prev_is_current"].tolist() == [0.0] * 4 + [1.0] * 4
 
 
-def test_everything_a_group_holds_comes_back_from_plain_values() -> None:
+def test_a_checkpoint_from_before_dynamic_sampling_has_no_surplus() -> None:
+    inner = source_of(GOOD)
+    position = StreamAndSurplus(inner, [group(0, GOOD)])
+    position.load_state_dict({"position": 1})
+    assert (inner.position, position.surplus) == (1, [])
+
+
+def test_timings_and_samples_of_all_batches_are_returned() -> None:
+    taken = dynamic(source_of(BAD, GOOD, GOOD), num_per_batch=1, max_batches=3).take(2, step=1)
+    assert taken.timings_s == {"generation": 3.0, "reward_calculation": 1.5}
+    assert [g.task.draw for g in taken.sampled] == [0, 1, 2]
+    assert [g.task.draw for g in taken.groups] == [1, 2]
+
+
+def test_group_survives_conversion_to_plain_values() -> None:
     class Odd:
         def __str__(self) -> str:
             return "odd"
 
-    conversation = Conversation((Utterance("assistant", "hi", 2),), Score(0.1 + 0.2), {"tool_calls": 1.0}, "x")
-    completion = Completion((1, 2), (-0.1, 0.0), "hi", "length", (True, False), conversation)
+    conversation = Conversation((Utterance("assistant", "hi", 2),), {"tool_calls": 1.0})
+    completion = Completion((1, 2), (-0.1, 0.1 + 0.2), "hi", "length", (True, False), conversation, ((0, 3), (1, 4)))
     task = Task(
         3,
         "s:1",

@@ -13,12 +13,12 @@ from tiny_models import byte_tokenizer, tiny_model
 from posttrain.algorithms.rollout_metrics import rollout_metrics
 from posttrain.data.chat import ChatFormat
 from posttrain.engines.native import NativeEngine, NativeSettings
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.interface import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome
-from posttrain.reporting.rollout_rows import group_row
-from posttrain.rollouts.multi_turn import ConversationScores, MultiTurnRollouts
+from posttrain.reporting.rows import group_row
+from posttrain.rollouts.multi_turn import MultiTurnRollouts
 from posttrain.rollouts.next_turn import NextTurn
-from posttrain.types import Completion, Message, NoiseKey, Sampling, Score, Task
+from posttrain.types import Completion, Group, Message, NoiseKey, Sampling, Score, Task
 
 # -- rounds ------------------------------------------------------------------------------------------------------------
 
@@ -99,11 +99,12 @@ def rollouts(
     num_samples: int = 3,
     max_new_tokens: int = 8,
     stream: Sequence[Task] | None = None,
+    judged: frozenset[str] = frozenset(),
 ) -> MultiTurnRollouts:
     return MultiTurnRollouts(
         Tasks(stream if stream is not None else tasks()),
         generator or engine(),
-        ConversationScores(Judge(), frozenset()),
+        Judge(),
         num_samples,
         # A stop that any text may hold, so that turns end without the model knowing how to end one.
         Sampling(max_new_tokens, temperature=1.0, stop_token_ids=tuple(range(0, 120, 3))),
@@ -112,22 +113,23 @@ def rollouts(
         renderer=NextTurn(CHAT),
         max_turns=max_turns,
         max_total_tokens=max_total_tokens,
+        judged=judged,
     )
 
 
-def flat(completions: Sequence[Sequence[Completion]]) -> list[Completion]:
-    return [completion for group in completions for completion in group]
+def completions_of(groups: Sequence[Group]) -> list[Completion]:
+    return [rollout.completion for group in groups for rollout in group.rollouts]
 
 
 def going_on(turn: int, response: str) -> Any:
     return ("go on", None, False) if turn < 3 else (None, 1.0, True)
 
 
-def test_only_the_models_tokens_are_marked_and_the_tokens_are_what_was_said() -> None:
+def test_mask_marks_exactly_the_models_tokens() -> None:
     source = rollouts(Echo(going_on), max_new_tokens=40)
-    _, completions = source.sample(3, step=1)
-    for group in completions:
-        for completion in group:
+    groups = source.take(3, step=1).groups
+    for group in groups:
+        for completion in completions_of([group]):
             assert len(completion.token_ids) == len(completion.logprobs) == len(completion.trained)
             conversation = completion.conversation
             assert conversation is not None
@@ -142,17 +144,19 @@ def test_only_the_models_tokens_are_marked_and_the_tokens_are_what_was_said() ->
                 place += utterance.num_tokens
             assert place == len(completion.token_ids)
             assert [u.role for u in conversation.utterances[:3]] == ["assistant", "tool", "assistant"]
-    assert any((completion.conversation and completion.conversation.num_turns) == 3 for completion in flat(completions))
+    assert any(
+        (completion.conversation and completion.conversation.num_turns) == 3 for completion in completions_of(groups)
+    )
 
 
-def test_the_logprobs_of_every_turn_are_those_of_the_whole_sequence_up_to_it() -> None:
+def test_logprobs_of_every_turn_equal_those_of_the_whole_sequence() -> None:
     import torch
 
     generator = engine()
     source = rollouts(Echo(going_on), generator)
-    made, completions = source.sample(3, step=1)
-    for task, group in zip(made, completions, strict=True):
-        for completion in group:
+    for group in source.take(3, step=1).groups:
+        task = group.task
+        for completion in completions_of([group]):
             whole = torch.tensor([[*task.prompt_ids, *completion.token_ids]])
             reference = tiny_model("llama", attention="eager", vocab_size=len(BYTES), eos_token_id=BYTES.eos_token_id)
             with torch.no_grad():
@@ -175,7 +179,7 @@ def test_each_turn_is_one_call_for_all_open_conversations_of_all_groups() -> Non
 
     inner = engine()
     echo = Echo(going_on)
-    rollouts(echo, Counting(), max_new_tokens=40).sample(3, step=1)
+    rollouts(echo, Counting(), max_new_tokens=40).take(3, step=1)
     assert calls[0] == 9
     assert len(calls) == 3
     assert calls[1] <= 9
@@ -184,15 +188,16 @@ def test_each_turn_is_one_call_for_all_open_conversations_of_all_groups() -> Non
 
 def test_conversations_do_not_depend_on_the_other_tasks_nor_on_the_batch() -> None:
     everything = tasks(4)
-    together = rollouts(Echo(going_on), stream=everything).complete(everything, 2)
+    together = rollouts(Echo(going_on), stream=everything).take(4, step=2).groups
     for place in (2, 0, 3):
-        alone = rollouts(Echo(going_on), engine(max_batch_size=2)).complete([everything[place]], 2)[0]
-        assert [c.token_ids for c in alone] == [c.token_ids for c in together[place]]
-    other_step = rollouts(Echo(going_on)).complete(everything, 3)
-    assert [c.token_ids for c in flat(other_step)] != [c.token_ids for c in flat(together)]
+        source = rollouts(Echo(going_on), engine(max_batch_size=2), stream=[everything[place]])
+        alone = source.take(1, step=2).groups
+        assert [c.token_ids for c in completions_of(alone)] == [c.token_ids for c in completions_of([together[place]])]
+    other_step = rollouts(Echo(going_on), stream=everything).take(4, step=3).groups
+    assert [c.token_ids for c in completions_of(other_step)] != [c.token_ids for c in completions_of(together)]
 
 
-def test_noise_goes_on_where_the_last_turn_left_it() -> None:
+def test_noise_continues_at_the_position_of_the_next_turn() -> None:
     """Asked for the second half of a completion as a later turn, the engine draws the very same second half."""
     generator = engine()
     task = tasks(1)[0]
@@ -219,11 +224,10 @@ def test_two_turns_from_the_same_text_draw_different_noise() -> None:
 # -- limits and failures -----------------------------------------------------------------------------------------------
 
 
-def test_the_limit_of_turns_ends_a_conversation_and_the_environment_says_what_it_is_worth() -> None:
+def test_turn_limit_ends_a_conversation_with_the_environments_end_reward() -> None:
     echo = Echo(lambda turn, response: ("more", 0.5, False))
     source = rollouts(echo, max_turns=2, max_new_tokens=40)
-    made, completions = source.sample(3, step=1)
-    groups = source.score(made, completions)
+    groups = source.take(3, step=1).groups
     for rollout in [rollout for group in groups for rollout in group.rollouts]:
         conversation = rollout.completion.conversation
         assert conversation is not None
@@ -234,12 +238,12 @@ def test_the_limit_of_turns_ends_a_conversation_and_the_environment_says_what_it
     assert "turns" in echo.ended
 
 
-def test_no_conversation_is_longer_than_the_total_and_a_cut_turn_is_the_last() -> None:
+def test_total_length_bounds_a_conversation_and_a_truncated_turn_ends_it() -> None:
     talkative = Echo(lambda turn, response: ("x" * 20, None, False))
     source = rollouts(talkative, engine(max_total_tokens=120), max_turns=50, max_total_tokens=120)
-    made, completions = source.sample(3, step=1)
-    for task, group in zip(made, completions, strict=True):
-        for completion in group:
+    for group in source.take(3, step=1).groups:
+        task = group.task
+        for completion in completions_of([group]):
             assert len(task.prompt_ids) + len(completion.token_ids) <= 120
             conversation = completion.conversation
             assert conversation is not None
@@ -249,22 +253,21 @@ def test_no_conversation_is_longer_than_the_total_and_a_cut_turn_is_the_last() -
             assert completion.trained[-1], "it ends with the model's turn"
 
 
-def test_a_failed_turn_leaves_its_rollout_unscored_and_the_others_alone() -> None:
+def test_failed_turn_leaves_only_its_rollout_unscored() -> None:
     def script(turn: int, response: str) -> Any:
         if len(response) % 2:
             return Score(None, error="timeout after 1 s")
         return going_on(turn, response)
 
     source = rollouts(Echo(script), max_new_tokens=40)
-    made, completions = source.sample(3, step=1)
-    groups = source.score(made, completions)
+    groups = source.take(3, step=1).groups
     scores = [rollout.score for group in groups for rollout in group.rollouts]
     assert {score.error for score in scores} >= {None, "timeout after 1 s"}
     for score in scores:
         assert (score.reward is None) is (score.error is not None)
 
 
-def test_a_task_that_cannot_begin_is_unscored_and_nothing_is_sampled_for_it() -> None:
+def test_failed_reset_is_unscored_and_not_sampled() -> None:
     class Refusing(Echo):
         def _answer(self, item: TurnItem) -> Score:
             if item.request == "reset" and item.task is not None and item.task.messages[0]["content"] == "ab":
@@ -274,17 +277,16 @@ def test_a_task_that_cannot_begin_is_unscored_and_nothing_is_sampled_for_it() ->
     source = rollouts(
         Refusing(going_on), max_total_tokens=60, stream=[*tasks(2), replace(tasks(1)[0], prompt_ids=(5,) * 60)]
     )
-    made, completions = source.sample(3, step=1)
-    groups = source.score(made, completions)
+    groups = source.take(3, step=1).groups
     assert [rollout.score.error for rollout in groups[0].rollouts] == ["ValueError: no"] * 3
     assert all(rollout.completion.token_ids == () for rollout in groups[0].rollouts)
-    assert all("leaves no room" in (rollout.score.error or "") for rollout in groups[2].rollouts)
+    assert all("leaves no room in 60" in (rollout.score.error or "") for rollout in groups[2].rollouts)
     assert all(rollout.completion.token_ids for rollout in groups[1].rollouts)
     assert rollout_metrics(groups)["unscored"] >= 6
     assert group_row(groups[0])["completions"][0]["turns"] == []
 
 
-def test_an_answer_goes_to_the_judge_and_its_reward_is_added() -> None:
+def test_judges_reward_of_the_final_answer_is_added() -> None:
     class Answering(Echo):
         def _answer(self, item: TurnItem) -> Score:
             if item.request == "step":
@@ -292,37 +294,32 @@ def test_an_answer_goes_to_the_judge_and_its_reward_is_added() -> None:
             return super()._answer(item)
 
     judge = Judge()
-    source = rollouts(Answering(going_on))
-    single = tasks(2, environment="single")[1]
-    source.stream = Tasks([tasks(1)[0], single])
-    made, completions = source.sample(2, step=1)
-    assert all(completion.conversation is None for completion in completions[1]), "a single turn stays one"
-    source.environment = ConversationScores(judge, frozenset({"talk"}))
-    judged = source.score(made, completions)
-    assert [score.score.reward for score in judged[0].rollouts] == [10.25] * 3
-    assert judged[0].rollouts[0].score.parts == {"right": 10.0, "turns": 0.25, "answer": 10.0}
-    assert [score.score.reward for score in judged[1].rollouts] == [10.0] * 3
-    assert sorted(judge.seen) == sorted(
-        [f"answer {c.conversation.utterances[0].text}" for c in completions[0] if c.conversation]
-        + [c.text for c in completions[1]]
-    )
-    source.environment = ConversationScores(judge, frozenset())
-    unjudged = source.score(made, completions)
-    assert "env.talk has no judge" in (unjudged[0].rollouts[0].score.error or "")
+    stream = [tasks(1)[0], tasks(2, environment="single")[1]]
+    source = rollouts(Answering(going_on), stream=stream, judged=frozenset({"talk"}))
+    source.environment = judge
+    talked, single = source.take(2, step=1).groups
+    assert all(completion.conversation is None for completion in completions_of([single])), "a single turn stays one"
+    assert talked.rewards == [10.25] * 3
+    assert talked.rollouts[0].score.parts == {"right": 10.0, "turns": 0.25, "answer": 10.0}
+    assert single.rewards == [10.0] * 3
+    assert judge.seen == [
+        *[f"answer {c.conversation.utterances[0].text}" for c in completions_of([talked]) if c.conversation],
+        *[c.text for c in completions_of([single])],
+    ]
+    unjudged = rollouts(Answering(going_on), stream=stream).take(2, step=1).groups[0]
+    assert "env.talk has no judge" in (unjudged.rollouts[0].score.error or "")
 
 
 def test_a_conversation_without_any_reward_is_unscored_not_zero() -> None:
     source = rollouts(Echo(lambda turn, response: (None, None, True)))
-    made, completions = source.sample(3, step=1)
-    assert {r.score.reward for group in source.score(made, completions) for r in group.rollouts} == {None}
+    assert [group.rewards for group in source.take(3, step=1).groups] == [[None] * 3] * 3
 
 
 def test_lengths_and_counts_are_the_models_and_the_environments_own() -> None:
     source = rollouts(Echo(going_on), max_new_tokens=40)
-    made, completions = source.sample(3, step=1)
-    groups = source.score(made, completions)
+    groups = source.take(3, step=1).groups
     metrics = rollout_metrics(groups)
-    everything = flat(completions)
+    everything = completions_of(groups)
     own = [
         sum(u.num_tokens for u in c.conversation.utterances if u.role == "assistant")
         for c in everything
@@ -338,8 +335,8 @@ def test_lengths_and_counts_are_the_models_and_the_environments_own() -> None:
     assert row["num_tokens"] == own[0]
 
 
-def test_the_report_shows_who_said_what_and_trusts_none_of_it() -> None:
-    from posttrain.reporting.samples_html import _completion
+def test_report_shows_turns_by_role_and_escapes_their_text() -> None:
+    from posttrain.reporting.report_samples import _completion
 
     said = [{"role": "assistant", "text": "<b>x</b>"}, {"role": "tool", "text": "391"}]
     html = _completion({"reward": 1.0, "text": "the whole", "turns": said, "counts": {"tool_calls": 1}}, 0.0, 1.0)
@@ -349,7 +346,8 @@ def test_the_report_shows_who_said_what_and_trusts_none_of_it() -> None:
     assert "the whole" not in html
 
 
-def test_the_same_run_twice_is_the_same() -> None:
+def test_conversations_are_reproducible() -> None:
     random.seed()
-    first, second = (rollouts(Echo(going_on)).sample(3, step=4)[1] for _ in range(2))
+    first, second = (rollouts(Echo(going_on)).take(3, step=4).groups for _ in range(2))
     assert first == second
+    assert {c.versions for c in completions_of(first)} == {((0, 3),)}

@@ -118,7 +118,7 @@ def test_canonical_tokens_give_the_tokens_of_the_whole_rendering(tokenizer: Any)
         assert prompt + sampled + added == chat.prompt(messages)[1], name
 
 
-def test_a_turn_that_the_model_did_not_end_is_ended_by_the_environment(tokenizer: Any) -> None:
+def test_unfinished_turn_is_closed_before_the_observation(tokenizer: Any) -> None:
     chat = ChatFormat(tokenizer, CHATML)
     renderer = NextTurn(chat)
     exchange = Exchange(({"role": "user", "content": "391"},))
@@ -141,7 +141,7 @@ def test_the_role_of_an_observation_is_one_that_the_template_takes(tokenizer: An
     assert NextTurn(ChatFormat(tokenizer, TEMPLATES[name])).role == role
 
 
-def test_a_template_that_rewrites_earlier_turns_is_noticed_and_what_was_sampled_stays(tokenizer: Any) -> None:
+def test_template_that_rewrites_earlier_turns_sets_the_caution_and_keeps_sampled_tokens(tokenizer: Any) -> None:
     assert NextTurn(ChatFormat(tokenizer, CHATML)).caution is None
     assert NextTurn(ChatFormat(tokenizer, LLAMA3)).caution is None
     chat = ChatFormat(tokenizer, QWEN3)
@@ -159,9 +159,9 @@ def test_a_template_that_rewrites_earlier_turns_is_noticed_and_what_was_sampled_
     assert "hard" not in chat.render(thinking), "the template itself would have dropped it"
 
 
-def test_a_template_that_forgets_what_was_said_is_refused(tokenizer: Any) -> None:
+def test_template_without_earlier_turns_is_refused(tokenizer: Any) -> None:
     chat = ChatFormat(tokenizer, FORGETFUL)
-    with pytest.raises(DataError, match="leaves out what the assistant has said before"):
+    with pytest.raises(DataError, match="leaves out earlier turns of the assistant"):
         NextTurn(chat)
 
 
@@ -173,7 +173,7 @@ class Tasks:
         return self.tasks[:count]
 
 
-def test_tools_go_into_the_prompt_by_the_templates_own_words_or_by_a_system_message(tokenizer: Any) -> None:
+def test_tools_are_written_by_the_template_or_a_system_message(tokenizer: Any) -> None:
     schema = {"type": "function", "function": {"name": "calculator", "parameters": {}}}
     task = Task(0, "t:0", "", (), messages=tuple(ASKED), environment="calc")
     other = replace(task, environment="math")

@@ -11,11 +11,11 @@ from tiny_models import byte_tokenizer
 from tiny_server import options_for, running, save_adapter, save_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from posttrain.errors import InputError
 from posttrain.serve import loading
-from posttrain.serve.models import ServeError
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
-SAID = [{"role": "user", "content": "hi"}]
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +50,16 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load_engine", load)
 
 
-def test_tokens_that_were_added_are_named_and_not_used(
+def test_added_tokens_are_reported_and_not_used(
     model: Path, tokenizer: Any, adapter_with: Callable[[Any], Path]
 ) -> None:
     base_ids = AutoTokenizer.from_pretrained(model).get_vocab()
     tokenizer.add_special_tokens({"pad_token": "<pad-1>"})
     tokenizer.add_tokens([f"<more-{n}>" for n in range(7)])
-    said: list[str] = []
-    with running(options_for(model, adapters={"polite": str(adapter_with(tokenizer))}), said) as server:
+    printed: list[str] = []
+    with running(options_for(model, adapters={"polite": str(adapter_with(tokenizer))}), printed) as server:
         polite = server.service.models["polite"]
-    (warning,) = [line for line in said if line.startswith("warning")]
+    (warning,) = [line for line in printed if line.startswith("warning")]
     assert "'<pad-1>', '<more-0>', '<more-1>', '<more-2>', '<more-3>' and 3 more" in warning
     assert polite.tokenizer.get_vocab() == base_ids
     text, ids = polite.chat.prompt([{"role": "user", "content": "<pad-1>"}])
@@ -67,7 +67,7 @@ def test_tokens_that_were_added_are_named_and_not_used(
     assert max(ids) < len(base_ids)
 
 
-def test_the_end_of_a_text_is_the_adapters(model: Path, tokenizer: Any, adapter_with: Callable[[Any], Path]) -> None:
+def test_eos_token_is_the_adapters(model: Path, tokenizer: Any, adapter_with: Callable[[Any], Path]) -> None:
     tokenizer.add_tokens(["<more>"])
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(65)
     service = loading.build_service(options_for(model, adapters={"polite": str(adapter_with(tokenizer))}))
@@ -84,13 +84,13 @@ def test_the_end_of_a_text_is_the_adapters(model: Path, tokenizer: Any, adapter_
     ],
 )
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_an_adapter_that_needs_an_added_token_is_refused(
+def test_adapter_that_needs_an_added_token_is_refused(
     model: Path, tokenizer: Any, adapter_with: Callable[[Any], Path], template: str, special: dict[str, str]
 ) -> None:
     tokenizer.add_tokens(["<more>", "<not needed>"])
     tokenizer.add_special_tokens(special)
     tokenizer.chat_template = template
-    with pytest.raises(ServeError, match="'<more>', a token that"):
+    with pytest.raises(InputError, match="'<more>', a token that"):
         loading.build_service(options_for(model, adapters={"polite": str(adapter_with(tokenizer))}))
 
 
@@ -108,7 +108,7 @@ def _merged(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [_exchanged, _merged])
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_another_vocabulary_is_refused(
+def test_different_vocabulary_is_refused(
     model: Path, adapter_with: Callable[[Any], Path], change: Callable[[dict[str, Any]], None]
 ) -> None:
     import json
@@ -121,5 +121,5 @@ def test_another_vocabulary_is_refused(
     other = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token=plain.eos_token, pad_token=plain.pad_token
     )
-    with pytest.raises(ServeError, match="another vocabulary"):
+    with pytest.raises(InputError, match="another vocabulary"):
         loading.build_service(options_for(model, adapters={"polite": str(adapter_with(other))}))

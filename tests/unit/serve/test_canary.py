@@ -1,4 +1,4 @@
-"""Who goes to the canary, and what sends everybody back."""
+"""Routing to the canary, and the rules of a rollback."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, CanaryError, CanaryRules, Scores, place_of
+from posttrain.errors import InputError
+from posttrain.serve.canary import CANARY, PRODUCTION, AnswerLog, Canary, CanaryRules, Scores, place_of
 
 RULES = CanaryRules(share=0.3, max_error_rate=0.1, min_requests=20, window=50, max_kpi_drop=0.05, min_feedback=30)
 
 
-def test_a_key_decides_and_a_larger_share_keeps_those_who_were_there() -> None:
+def test_key_decides_and_a_larger_share_keeps_its_users() -> None:
     keys = [f"user{number}" for number in range(4000)]
     small, large = Canary(RULES), Canary(replace(RULES, share=0.5))
     first = {key for key in keys if small.takes(key)}
@@ -24,7 +25,7 @@ def test_a_key_decides_and_a_larger_share_keeps_those_who_were_there() -> None:
     assert all(Canary(replace(RULES, share=1.0)).takes(key) for key in keys)
 
 
-def test_places_are_the_same_in_every_process() -> None:
+def test_routing_is_the_same_in_every_process() -> None:
     assert place_of("anna") == pytest.approx(0.8135, abs=1e-4)
 
 
@@ -42,7 +43,7 @@ def test_too_many_errors_roll_back_once_and_for_good() -> None:
     assert not any(canary.takes(str(number)) for number in range(100))
 
 
-def test_errors_of_production_and_errors_long_ago_do_not_count() -> None:
+def test_errors_of_production_and_old_errors_do_not_count() -> None:
     canary = Canary(RULES)
     for _ in range(100):
         canary.answered(PRODUCTION, ok=False)
@@ -61,7 +62,7 @@ def rate(canary: Canary, production: float, new: float, count: int, seed: int = 
         canary.rated(CANARY, float(rng.random() < new))
 
 
-def test_a_clear_drop_of_the_kpi_rolls_back() -> None:
+def test_significant_kpi_drop_rolls_back() -> None:
     canary = Canary(RULES)
     rate(canary, 0.8, 0.5, 29)
     assert canary.rollback_reason is None, "too few scores to judge"
@@ -78,7 +79,7 @@ def test_no_rollback_without_a_drop_or_without_a_rule() -> None:
     assert off.rollback_reason is None
 
 
-def test_a_drop_within_noise_does_not_roll_back() -> None:
+def test_insignificant_kpi_drop_does_not_roll_back() -> None:
     canary = Canary(RULES)
     for number in range(30):
         canary.rated(PRODUCTION, float(number % 2))
@@ -97,7 +98,7 @@ def test_scores_are_mean_and_variance() -> None:
     assert math.isfinite(Scores(1, 3.0).variance)
 
 
-def test_an_answer_is_rated_once_and_the_oldest_are_forgotten() -> None:
+def test_answer_is_rated_once_and_old_answers_expire() -> None:
     answers = AnswerLog(limit=3)
     for number in range(5):
         answers.remember(f"a{number}", CANARY)
@@ -109,6 +110,6 @@ def test_an_answer_is_rated_once_and_the_oldest_are_forgotten() -> None:
     "wrong", [{"share": 1.5}, {"share": -0.1}, {"max_error_rate": 2.0}, {"min_requests": 0}, {"min_requests": 51},
               {"max_kpi_drop": -1.0}, {"min_feedback": 1}],
 )  # fmt: skip
-def test_rules_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(CanaryError, match="accepted"):
+def test_impossible_rules_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="accepted"):
         replace(RULES, **wrong)

@@ -13,10 +13,9 @@ import pytest
 from tiny_models import byte_tokenizer
 
 from posttrain.data.chat import ChatFormat
-from posttrain.serve.errors import ApiError
 from posttrain.serve.jobs import chat_job, completion_job
-from posttrain.serve.options import Limits
-from posttrain.serve.protocol import parse_chat, parse_completion
+from posttrain.serve.options import ServerLimits
+from posttrain.serve.protocol import ApiError, parse_chat, parse_completion
 from posttrain.serve.service import Job, Version
 
 CONTEXT = 6000
@@ -49,7 +48,7 @@ def service(tokenizer: WatchedTokenizer) -> Any:
     )
     version = Version("production", "m", session, tokenizer, ChatFormat(tokenizer))
     tokenizer.threads.clear()  # of making the chat format
-    limits = Limits(max_samples=4, max_completion_tokens=9)
+    limits = ServerLimits(max_samples=4, max_completion_tokens=9)
     return SimpleNamespace(version_for=lambda model, key: version, limits=limits)
 
 
@@ -60,7 +59,7 @@ def job_of(service: Any, **body: Any) -> Job:
     return asyncio.run(completion_job(service, parse_completion(raw), None))
 
 
-def said(content: str) -> list[dict[str, str]]:
+def user_message(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
@@ -69,13 +68,13 @@ def said(content: str) -> list[dict[str, str]]:
     [
         ({"prompt": ["a"] * 5}, "5 prompts with n = 1"),
         ({"prompt": ["a"] * 3, "n": 2}, "3 prompts with n = 2"),
-        ({"messages": said("a"), "n": 5}, "n is 5"),
+        ({"messages": user_message("a"), "n": 5}, "n is 5"),
         ({"prompt": "a" * CONTEXT * 100}, "maximum context length"),
         ({"prompt": ["a", "b" * CONTEXT * 100]}, "maximum context length"),
-        ({"messages": said("a" * CONTEXT * 100)}, "maximum context length"),
+        ({"messages": user_message("a" * CONTEXT * 100)}, "maximum context length"),
     ],
 )
-def test_what_can_never_run_is_refused_before_it_is_tokenised(
+def test_impossible_requests_are_refused_before_tokenising(
     service: Any, tokenizer: WatchedTokenizer, body: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ApiError, match=words) as refused:
@@ -85,17 +84,17 @@ def test_what_can_never_run_is_refused_before_it_is_tokenised(
 
 
 @pytest.mark.parametrize("name", ["prompt", "messages"])
-def test_long_texts_are_tokenised_beside_the_event_loop(service: Any, tokenizer: WatchedTokenizer, name: str) -> None:
+def test_long_texts_are_tokenised_in_a_thread(service: Any, tokenizer: WatchedTokenizer, name: str) -> None:
     for length, beside in ((50, False), (5000, True)):
         tokenizer.threads.clear()
         text = "a" * length
-        job = job_of(service, **{name: text if name == "prompt" else said(text)})
+        job = job_of(service, **{name: text if name == "prompt" else user_message(text)})
         assert job.prompt_tokens >= length
         assert (tokenizer.threads[0] is not threading.main_thread()) == beside
 
 
-def test_who_names_no_number_of_tokens_gets_what_the_server_allows(service: Any) -> None:
-    bodies: tuple[dict[str, Any], ...] = ({"prompt": "a"}, {"messages": said("a")})
+def test_default_number_of_tokens_is_the_servers_limit(service: Any) -> None:
+    bodies: tuple[dict[str, Any], ...] = ({"prompt": "a"}, {"messages": user_message("a")})
     for limit, expected in ((9, [9, 9]), (100, [16, 100])):
         service.limits = replace(service.limits, max_completion_tokens=limit)
         jobs = [job_of(service, **body) for body in bodies]
@@ -106,11 +105,11 @@ def test_who_names_no_number_of_tokens_gets_what_the_server_allows(service: Any)
     ("body", "field"),
     [
         ({"prompt": "a", "max_tokens": 10}, "max_tokens"),
-        ({"messages": said("a"), "max_tokens": 10}, "max_tokens"),
-        ({"messages": said("a"), "max_completion_tokens": 10}, "max_completion_tokens"),
+        ({"messages": user_message("a"), "max_tokens": 10}, "max_tokens"),
+        ({"messages": user_message("a"), "max_completion_tokens": 10}, "max_completion_tokens"),
     ],
 )
-def test_too_many_tokens_are_refused_by_the_name_that_was_sent(service: Any, body: dict[str, Any], field: str) -> None:
+def test_too_many_tokens_error_names_the_field_that_was_sent(service: Any, body: dict[str, Any], field: str) -> None:
     with pytest.raises(ApiError, match=f"{field} is 10: this server gives at most 9") as refused:
         job_of(service, **body)
     assert refused.value.param == field

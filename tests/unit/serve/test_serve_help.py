@@ -11,7 +11,7 @@ import pytest
 from posttrain.cli import serve_command
 from posttrain.engines.native.kv_cache import _CPU_DEFAULT_BYTES, GIB
 from posttrain.serve.canary import CanaryRules
-from posttrain.serve.options import EngineOptions, Limits
+from posttrain.serve.options import EngineOptions, ServerLimits
 
 PAGE = Path(__file__).parents[3] / "docs" / "serve.md"
 
@@ -24,13 +24,13 @@ def help_of_options() -> dict[str, str]:
     return {action.option_strings[-1]: action.help or "" for action in actions if action.option_strings}
 
 
-def test_defaults_are_printed_from_where_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_prints_the_actual_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     options = EngineOptions(max_batch_size=101, max_prefill_tokens=102, gpu_memory_utilization=0.103)
-    limits = Limits(
+    limits = ServerLimits(
         max_queue=104, max_body_bytes=105 * 2**20, max_samples=106, request_timeout_s=107.5, body_timeout_s=108.0
     )
     rules = CanaryRules(share=0.109, max_error_rate=0.11, min_requests=111, min_feedback=112)
-    for name, value in (("EngineOptions", options), ("Limits", limits), ("CanaryRules", rules)):
+    for name, value in (("EngineOptions", options), ("ServerLimits", limits), ("CanaryRules", rules)):
         monkeypatch.setattr(serve_command, name, lambda value=value: value)
     monkeypatch.setattr(serve_command, "LONGEST_UNASKED_TOKENS", 113)
     monkeypatch.setattr(serve_command, "_DRAIN_TIMEOUT_S", 114.0)
@@ -54,12 +54,12 @@ def test_defaults_are_printed_from_where_they_are_set(monkeypatch: pytest.Monkey
     assert {option: found[option][-len(default) :] for option, default in printed.items()} == printed
 
 
-def test_the_cache_of_a_cpu_is_as_large_as_the_help_says() -> None:
+def test_help_states_the_cpu_cache_size() -> None:
     """Written by hand there: the number lives beside the tensors."""
     assert f"(default: {_CPU_DEFAULT_BYTES / GIB:g} on a CPU)" in help_of_options()["--kv-cache-gib"]
 
 
-def test_the_page_names_the_same_defaults_as_the_help() -> None:
+def test_docs_state_the_same_defaults_as_the_help() -> None:
     help_texts = help_of_options()
     named = re.findall(r"`(--[a-z-]+)` \(([\d.]+(?: MiB)?)\)", PAGE.read_text(encoding="utf-8"))
     assert len({option for option, _ in named}) >= 10

@@ -1,4 +1,4 @@
-"""Names on the command line: what is loaded, what vLLM is told, and who hears of a rollback."""
+"""Names on the command line: what is loaded, the arguments of vLLM, and rollbacks in the registry."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from transformers import AutoTokenizer
 
 import posttrain.registry
 from posttrain.engines.native import NativeEngine
-from posttrain.models.reference import ModelReferenceError, resolve_model
+from posttrain.errors import InputError
+from posttrain.models.accepted_names import ModelReferenceError, resolve_model, resolve_registered_model
 from posttrain.serve import loading
 from posttrain.serve.adapters import AdapterSwitch
-from posttrain.serve.models import Found, ServeError, find_model, name_of
+from posttrain.serve.models import name_of
 from posttrain.serve.options import EngineOptions
 from posttrain.serve.vllm_backend import vllm_arguments
 
@@ -36,13 +37,13 @@ def ignore(line: str) -> None:
     pass
 
 
-def test_models_are_called_what_their_users_call_them(model: Path, tmp_path: Path) -> None:
-    assert name_of(find_model(str(model))) == "mine"
-    assert name_of(Found("x", resolve_model("Qwen/Qwen3-0.6B"))) == "Qwen/Qwen3-0.6B"
+def test_default_served_names(model: Path, tmp_path: Path) -> None:
+    assert name_of(resolve_registered_model(str(model))) == "mine"
+    assert name_of(resolve_model("Qwen/Qwen3-0.6B")) == "Qwen/Qwen3-0.6B"
     weights = tmp_path / "grpo" / "step_60" / "policy" / "weights"
     weights.mkdir(parents=True)
     save_model(weights / "model")
-    assert name_of(find_model(str(tmp_path / "grpo" / "step_60"))) == "grpo-step_60"
+    assert name_of(resolve_registered_model(str(tmp_path / "grpo" / "step_60"))) == "grpo-step_60"
 
 
 def test_registry_names_are_looked_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +51,10 @@ def test_registry_names_are_looked_up(model: Path, monkeypatch: pytest.MonkeyPat
 
     def resolve(text: str, *, registry: str | None) -> Any:
         asked.append((text, registry))
-        return SimpleNamespace(name="maths", version=3, path=model, reference="registry:maths@3")
+        return SimpleNamespace(name="maths", version=3, path=model)
 
     monkeypatch.setattr(posttrain.registry, "resolve_version", resolve)
-    found = find_model("registry:maths@production", "there")
+    found = resolve_registered_model("registry:maths@production", registry="there")
     assert asked == [("registry:maths@production", "there")]
     assert (found.text, found.registered, name_of(found)) == ("registry:maths@3", ("maths", 3), "maths")
 
@@ -71,16 +72,18 @@ class FakeRegistry:
 
 
 @pytest.mark.parametrize("stage", ["canary", "production"])
-def test_a_rollback_is_written_to_the_registry_if_the_canary_is_still_there(
+def test_rollback_is_written_to_the_registry_if_still_canary(
     model: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry, said = FakeRegistry(stage, []), []
+    registry, printed = FakeRegistry(stage, []), []
     monkeypatch.setattr(posttrain.registry, "Registry", lambda where: registry)
-    loading._on_rollback(Found("r", resolve_model(model), ("maths", 3)), None, said.append)("too many errors")
+    loading._on_rollback(replace(resolve_model(model), registered=("maths", 3)), None, printed.append)(
+        "too many errors"
+    )
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.daemon and "write" in thread.name:
             thread.join(10)
-    assert said[0] == "canary rolled back: too many errors"
+    assert printed[0] == "canary rolled back: too many errors"
     assert [call["stage"] for call in registry.calls] == (["canary"] if stage == "canary" else [])
     assert all("too many errors" in call["why"] for call in registry.calls)
 
@@ -93,7 +96,7 @@ def registered_adapter(model: Path, tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "registry"), "registry:polite-lora@1"
 
 
-def test_an_adapter_may_come_from_the_registry(model: Path, registered_adapter: tuple[str, str]) -> None:
+def test_adapter_from_the_registry(model: Path, registered_adapter: tuple[str, str]) -> None:
     registry, name = registered_adapter
     options = options_for(model, adapters={"polite": name}, registry=registry, canary="polite")
     assert loading.build_service(options).models["polite"].source == name
@@ -104,7 +107,7 @@ def test_an_adapter_may_come_from_the_registry(model: Path, registered_adapter: 
     assert registry in given
 
 
-def test_a_canary_that_is_an_adapter_of_the_registry_is_taken_out_of_its_stage(
+def test_registry_adapter_as_canary_is_removed_from_its_stage(
     model: Path, registered_adapter: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
@@ -114,7 +117,7 @@ def test_a_canary_that_is_an_adapter_of_the_registry_is_taken_out_of_its_stage(
     assert [(canary.registered, where) for canary, where in told] == [(("polite-lora", 1), registry)]
 
 
-def test_vllm_is_told_the_same(model: Path, adapter: Path) -> None:
+def test_vllm_gets_equivalent_arguments(model: Path, adapter: Path) -> None:
     engine = replace(options_for(model).engine, device="auto", kv_cache_gib=None, precision="bfloat16")
     options = options_for(model, engine=engine, api_keys=("sk-1",), adapters={"polite": str(adapter)})
     arguments, environment = vllm_arguments(options, "0.0.0.0", 9, ignore)
@@ -138,15 +141,15 @@ def test_vllm_serves_an_adapter_by_its_name(model: Path, adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}>"])
-def test_vllm_warns_of_a_chat_template_that_it_will_not_use(model: Path, tmp_path: Path, template: str | None) -> None:
+def test_vllm_warns_of_an_unused_chat_template(model: Path, tmp_path: Path, template: str | None) -> None:
     adapter = save_adapter(tmp_path / "polite", model, seed=1)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template or tokenizer.chat_template
     tokenizer.save_pretrained(adapter)
-    said: list[str] = []
+    printed: list[str] = []
     options = options_for(model, adapters={"polite": str(adapter)}, engine=EngineOptions())
-    vllm_arguments(options, "h", 1, said.append)
-    assert [("polite" in line and "chat template" in line) for line in said] == ([True] if template else [])
+    vllm_arguments(options, "h", 1, printed.append)
+    assert [("polite" in line and "chat template" in line) for line in printed] == ([True] if template else [])
 
 
 @pytest.mark.parametrize(
@@ -156,15 +159,15 @@ def test_vllm_warns_of_a_chat_template_that_it_will_not_use(model: Path, tmp_pat
         ({"api_keys": ("a", "b")}, "more than one API key"),
     ],
 )
-def test_vllm_is_not_asked_for_what_it_does_not_do(model: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ServeError, match=words):
+def test_options_without_vllm_counterpart_are_refused(model: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
         vllm_arguments(options_for(model, **{"engine": EngineOptions(), **changes}), "h", 1, ignore)
 
 
 def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from posttrain.models.reference import load_for_sampling
+    from posttrain.engines.choose_engine import load_for_sampling
 
     biased, alien = (tmp_path / name for name in ("biased", "alien"))
     for folder in (biased, alien):
@@ -177,12 +180,12 @@ def test_adapters_that_do_not_fit_are_refused(model: Path, adapter: Path, tmp_pa
               alien / "adapter_model.safetensors")  # fmt: skip
     bare = load_for_sampling(str(model), device="cpu")[0].model
     with pytest.raises(ModelReferenceError, match="cannot be switched off exactly"):
-        AdapterSwitch({"b": biased}).put_on(bare)
-    with pytest.raises(ModelReferenceError, match="no partner"):
-        AdapterSwitch({"fine": adapter, "alien": alien}).put_on(bare)
+        AdapterSwitch({"b": biased}).add_to(bare)
+    with pytest.raises(ModelReferenceError, match="no counterpart"):
+        AdapterSwitch({"fine": adapter, "alien": alien}).add_to(bare)
 
 
-def test_adapters_are_on_the_model_before_an_engine_looks_at_its_modules(
+def test_adapters_are_added_before_the_engine_is_built(
     model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the engine joins the weights of projections: adapters that came later would be passed over silently."""
@@ -198,27 +201,27 @@ def test_adapters_are_on_the_model_before_an_engine_looks_at_its_modules(
     assert seen == [True]
 
 
-def test_an_adapter_brings_its_own_chat_template(model: Path, tmp_path: Path) -> None:
+def test_adapter_uses_its_own_chat_template(model: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "polite", model, seed=1)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
     tokenizer.save_pretrained(adapter)
     service = loading.build_service(options_for(model, adapters={"polite": str(adapter)}, canary="polite"))
-    said = [{"role": "user", "content": "hi"}]
+    messages = [{"role": "user", "content": "hi"}]
     polite, canary = service.models["polite"], service.canary_version
     assert canary is not None
-    assert polite.chat.render(said) == canary.chat.render(said) == "[user] hi[answer]"
-    assert service.models["tiny"].chat.render(said) != polite.chat.render(said)
+    assert polite.chat.render(messages) == canary.chat.render(messages) == "[user] hi[answer]"
+    assert service.models["tiny"].chat.render(messages) != polite.chat.render(messages)
 
 
-def test_an_adapter_on_another_base_is_told(model: Path, adapter: Path, tmp_path: Path) -> None:
+def test_adapter_trained_on_another_base_gives_a_warning(model: Path, adapter: Path, tmp_path: Path) -> None:
     """Also where its own base is no more: the main model takes its place."""
     gone = save_adapter(tmp_path / "gone", tmp_path / "no longer here", seed=1)
     for folder, trained_on in ((adapter, None), (gone, "no longer here")):
-        said: list[str] = []
-        service = loading.build_service(options_for(model, adapters={"polite": str(folder)}), said.append)
+        printed: list[str] = []
+        service = loading.build_service(options_for(model, adapters={"polite": str(folder)}), printed.append)
         assert "polite" in service.models
-        warnings = [line for line in said if "warning" in line]
+        warnings = [line for line in printed if "warning" in line]
         assert len(warnings) == (trained_on is not None)
         assert all(f"was trained on {tmp_path / str(trained_on)}" in line for line in warnings)
 
@@ -228,7 +231,7 @@ def test_production_and_canary_take_the_same_length(model: Path, tmp_path: Path)
     config = shorter / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 1024', '"max_position_embeddings": 128'))
     engine = replace(options_for(model).engine, max_model_len=None, kv_cache_gib=0.05)
-    said: list[str] = []
-    service = loading.build_service(options_for(model, engine=engine, canary=str(shorter)), said.append)
+    printed: list[str] = []
+    service = loading.build_service(options_for(model, engine=engine, canary=str(shorter)), printed.append)
     assert [session.settings.max_total_tokens for session in service.sessions] == [128, 128]
-    assert any("production takes 1024 tokens and the canary 128: both get 128" in line for line in said)
+    assert any("production takes 1024 tokens and the canary 128: both get 128" in line for line in printed)

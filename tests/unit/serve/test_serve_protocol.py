@@ -1,4 +1,4 @@
-"""Bodies of requests: what is understood, and what a client hears of the rest."""
+"""Request bodies: accepted fields, and errors for the rest."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.serve.errors import ApiError
-from posttrain.serve.protocol import parse_chat, parse_completion, parse_feedback
+from posttrain.serve.protocol import ApiError, parse_chat, parse_completion, parse_feedback
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
@@ -31,13 +30,13 @@ def test_settings_become_sampling() -> None:
     assert (usual.temperature, usual.top_p, usual.top_k) == (1.0, 1.0, 0)
 
 
-def test_edges_of_settings_are_what_clients_mean() -> None:
+def test_boundary_values_of_settings() -> None:
     cold = parse_chat(json.dumps({**CHAT, "temperature": 1e-9, "top_p": 0, "top_k": -1}).encode()).sampling(1)
     assert (cold.temperature, cold.top_k) == (0.0, 0)
     assert 0 < cold.top_p < 1e-3
 
 
-def test_parts_and_developers_become_plain_messages() -> None:
+def test_content_parts_and_developer_role_become_plain_messages() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "rules"}, {"role": "user", "content": parts}]
     found = parse_chat(json.dumps({**CHAT, "messages": messages}).encode()).messages
@@ -55,12 +54,15 @@ def test_prompts_of_text_and_of_tokens(prompt: Any, expected: Any) -> None:
     assert parse_completion(json.dumps({"model": "m", "prompt": prompt}).encode()).prompts == expected
 
 
-def test_labels_and_harmless_values_are_accepted() -> None:
+def test_labels_and_values_without_effect_are_accepted() -> None:
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "presence_penalty": 0, "logit_bias": {}, "tools": [],
                 "response_format": {"type": "text"}, "n": None, "stream": None, "ignore_eos": None,
                 "parallel_tool_calls": True}  # fmt: skip
-    parse_chat(json.dumps({**CHAT, **harmless}).encode())
-    parse_completion(json.dumps({**COMPLETION, "echo": False, "best_of": 1, "suffix": None}).encode())
+    chat, plain_chat = (parse_chat(json.dumps(body).encode()) for body in ({**CHAT, **harmless}, CHAT))
+    assert (chat.messages, chat.sampling(1)) == (plain_chat.messages, plain_chat.sampling(1))
+    neutral = {**COMPLETION, "echo": False, "best_of": 1, "suffix": None}
+    completion, plain_completion = (parse_completion(json.dumps(body).encode()) for body in (neutral, COMPLETION))
+    assert (completion.prompts, completion.sampling(1)) == (plain_completion.prompts, plain_completion.sampling(1))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_labels_and_harmless_values_are_accepted() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
-def test_what_would_change_the_answer_and_is_not_computed_is_refused(extra: dict[str, Any], param: str) -> None:
+def test_unimplemented_fields_that_change_the_answer_are_refused(extra: dict[str, Any], param: str) -> None:
     error = refusal(parse_chat, {**CHAT, **extra})
     assert (error.param, error.code) == (param, "unsupported_parameter")
 
@@ -104,7 +106,7 @@ def test_wrong_values_name_their_field(extra: dict[str, Any], param: str, words:
     assert words in error.message
 
 
-def test_bodies_that_are_no_requests() -> None:
+def test_invalid_bodies_are_refused() -> None:
     assert "not valid JSON" in refusal(parse_chat, b"{").message
     assert "messages is missing" in refusal(parse_chat, {"model": "m"}).message
     assert "the body: Input should be an object" in refusal(parse_chat, b"[]").message

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tiny_models import byte_tokenizer
 from transformers import AutoTokenizer
 
-from posttrain.engines.native.session_values import ModelLogprobs, TokenEvent
-from posttrain.serve import choices
-from posttrain.serve.choices import Choice, TokenLogprobs, chat_logprobs, completion_logprobs
+from posttrain.engines.native.session import ModelLogprobs, TokenEvent
+from posttrain.serve import responses
+from posttrain.serve.responses import ListedToken, ResponseChoice, chat_logprobs, completion_logprobs
 from posttrain.serve.text import IncrementalText, StopCut, token_bytes
 
 BYTES = byte_tokenizer()
@@ -35,7 +35,7 @@ def smollm2() -> Any:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_of_bytes_add_up_and_never_hold_half_a_character(text: str) -> None:
+def test_pieces_add_up_and_hold_whole_characters(text: str) -> None:
     found = pieces(BYTES, BYTES(text)["input_ids"])
     assert "".join(found) == text
     assert not any("�" in piece for piece in found)
@@ -49,19 +49,19 @@ def test_pieces_of_a_real_tokenizer_add_up(smollm2: Any, text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 259), max_size=60))
-def test_any_tokens_give_the_text_of_decoding_them_at_once(ids: list[int]) -> None:
+def test_incremental_text_equals_decoding_at_once(ids: list[int]) -> None:
     """Also bytes that are no UTF-8, and special tokens, which are left out."""
     assert "".join(pieces(BYTES, ids)) == BYTES.decode(ids, skip_special_tokens=True)
 
 
-def test_tokens_drawn_at_random_add_up_with_a_real_tokenizer(smollm2: Any) -> None:
+def test_random_tokens_add_up_with_a_real_tokenizer(smollm2: Any) -> None:
     rng = random.Random(0)
     for _ in range(20):
         ids = [rng.randrange(len(smollm2)) for _ in range(50)]
         assert "".join(pieces(smollm2, ids)) == smollm2.decode(ids, skip_special_tokens=True)
 
 
-def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
+def test_custom_decode_of_a_tokenizer_is_used() -> None:
     class Loud(type(BYTES)):  # type: ignore[misc]
         def _decode(self, token_ids: Any, **options: Any) -> str:
             return str(super()._decode(token_ids, **options)).upper()
@@ -70,7 +70,7 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
     assert "".join(pieces(loud, BYTES("quiet words")["input_ids"])) == "QUIET WORDS"
 
 
-def test_what_waits_too_long_for_the_rest_of_a_character_is_shown() -> None:
+def test_incomplete_character_is_shown_after_a_while() -> None:
     half = BYTES("🙂")["input_ids"][:1]
     found = pieces(BYTES, half * 100)
     assert max(index for index, piece in enumerate(found) if piece) > 90
@@ -98,7 +98,7 @@ def test_text_is_cut_before_the_first_stop_string(text: str, strings: list[str],
         assert (shown, cut.found) == (text, False)
 
 
-def test_a_beginning_of_a_stop_string_waits_and_is_shown_if_it_was_none() -> None:
+def test_prefix_of_a_stop_string_is_held_back_and_then_shown() -> None:
     cut = StopCut(["END"])
     assert [cut.push("so E"), cut.push("N"), cut.push("O"), cut.push("END now")] == ["so ", "", "ENO", ""]
     assert cut.found
@@ -117,9 +117,9 @@ def event(token: int, reason: Any = None, logprob: float = -1.0) -> TokenEvent:
     return TokenEvent("r", 0, token, logprob, reason, ModelLogprobs(logprob, ((token, logprob),)))
 
 
-def test_a_choice_hands_logprobs_out_with_the_text_of_their_tokens() -> None:
+def test_logprobs_come_with_the_text_of_their_tokens() -> None:
     ids = BYTES("a🙂b")["input_ids"]
-    choice = Choice(3, BYTES, (), frozenset({BYTES.eos_token_id}))
+    choice = ResponseChoice(3, BYTES, (), frozenset({BYTES.eos_token_id}))
     found = [choice.push(event(token)) for token in ids]
     found.append(choice.push(event(BYTES.eos_token_id, "stop")))
     assert [(piece.text, len(piece.logprobs)) for piece in found] == [
@@ -135,11 +135,11 @@ def test_a_choice_hands_logprobs_out_with_the_text_of_their_tokens() -> None:
     assert plain["text_offset"] == [0, 1, 1, 1, 1, 2]
 
 
-def test_offsets_are_places_in_the_text() -> None:
+def test_offsets_are_positions_in_the_text() -> None:
     """Also after special tokens, which are not part of it, and where text waits because it may be a stop string."""
     answer = "ä€x stop here 🙂."
     ids = [token for text in answer for token in [*BYTES(text)["input_ids"], BYTES.pad_token_id]]
-    choice = Choice(0, BYTES, ("here you are",), frozenset())
+    choice = ResponseChoice(0, BYTES, ("here you are",), frozenset())
     found = [choice.push(event(token, "length" if place == len(ids) - 1 else None)) for place, token in enumerate(ids)]
     assert "".join(piece.text for piece in found) == answer
     plain = completion_logprobs(BYTES, tuple(entry for piece in found for entry in piece.logprobs))
@@ -153,35 +153,35 @@ def test_offsets_are_places_in_the_text() -> None:
     assert sorted(set(starts)) == list(range(len(answer)))
 
 
-def test_of_two_tokens_that_are_written_alike_the_more_probable_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "token_bytes", lambda tokenizer, token_id: b"same" if token_id < 7 else b"other")
+def test_more_probable_of_two_tokens_with_equal_text_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "token_bytes", lambda tokenizer, token_id: b"same" if token_id < 7 else b"other")
     top = ((5, -0.5), (6, -2.0), (7, -3.0))
-    written = completion_logprobs(BYTES, (TokenLogprobs(5, ModelLogprobs(-0.5, top), 0),))
+    written = completion_logprobs(BYTES, (ListedToken(5, ModelLogprobs(-0.5, top), 0),))
     assert written["top_logprobs"] == [{"same": -0.5, "other": -3.0}]
 
 
-def test_a_choice_that_ends_in_the_middle_says_all_that_it_has() -> None:
+def test_choice_that_ends_mid_character_returns_all_text() -> None:
     ids = BYTES("x🙂")["input_ids"][:3]
-    choice = Choice(0, BYTES, ("xyz",), frozenset())
+    choice = ResponseChoice(0, BYTES, ("xyz",), frozenset())
     texts = [choice.push(event(token)).text for token in ids[:-1]]
     last = choice.push(event(ids[-1], "length"))
     assert "".join([*texts, last.text]) == "x�"
     assert last.finish_reason == "length"
 
 
-def test_a_stop_string_that_only_the_text_shows_ends_the_choice() -> None:
+def test_stop_string_found_in_the_text_ends_the_choice() -> None:
     """A special token in its middle hides it from the engine, and is not part of the text."""
     a, b = BYTES("ab")["input_ids"]
-    choice = Choice(0, BYTES, ("ab",), frozenset())
+    choice = ResponseChoice(0, BYTES, ("ab",), frozenset())
     texts = [choice.push(event(token)).text for token in (a, BYTES.pad_token_id)]
     last = choice.push(event(b))
     assert ("".join(texts) + last.text, last.finish_reason) == ("", "stop")
 
 
-def answer_of(ids: list[int], stop: str, reason: Any = None) -> list[choices.Piece]:
+def answer_of(ids: list[int], stop: str, reason: Any = None) -> list[responses.Piece]:
     """The pieces of an answer until its stop string is found, or until `reason` ends it."""
-    choice = Choice(0, BYTES, (stop,), frozenset({BYTES.eos_token_id}))
-    found: list[choices.Piece] = []
+    choice = ResponseChoice(0, BYTES, (stop,), frozenset({BYTES.eos_token_id}))
+    found: list[responses.Piece] = []
     for place, token in enumerate(ids):
         found.append(choice.push(event(token, reason if place == len(ids) - 1 else None)))
         if choice.finish_reason is not None:
@@ -193,13 +193,13 @@ def answer_of(ids: list[int], stop: str, reason: Any = None) -> list[choices.Pie
 def test_tokens_of_a_stop_string_are_not_listed(reason: Any) -> None:
     """Not even those that came long before it was complete: in a stream nothing could take them back."""
     found = answer_of(BYTES("Ena 🙂 END")["input_ids"], "END", reason)
-    assert [(piece.text, len(piece.logprobs)) for piece in found if piece.says_something] == [
+    assert [(piece.text, len(piece.logprobs)) for piece in found if not piece.is_empty] == [
         ("En", 2), ("a", 1), (" ", 1), ("🙂", 4), (" ", 1), ("", 0),
     ]  # fmt: skip
     assert found[-1].finish_reason == "stop"
 
 
-def test_the_beginning_of_a_stop_string_that_was_none_is_listed() -> None:
+def test_tokens_of_an_incomplete_stop_string_are_listed() -> None:
     for text in ("so EN", "so ENO"):
         found = answer_of(BYTES(text)["input_ids"], "END", "length")
         listed = [token for piece in found for token in piece.logprobs]
@@ -207,17 +207,17 @@ def test_the_beginning_of_a_stop_string_that_was_none_is_listed() -> None:
         assert [token.token_id for token in listed] == BYTES(text)["input_ids"]
 
 
-def test_a_token_that_is_partly_in_the_text_is_listed(smollm2: Any) -> None:
+def test_token_partly_in_the_text_is_listed(smollm2: Any) -> None:
     ids = smollm2("one two")["input_ids"]
     assert smollm2.convert_ids_to_tokens(ids) == ["one", "Ġtwo"]
     for stop, text, num_listed in (("two", "one ", 2), (" two", "one", 1), ("wo", "one t", 2)):
-        choice = Choice(0, smollm2, (stop,), frozenset())
+        choice = ResponseChoice(0, smollm2, (stop,), frozenset())
         found = [choice.push(event(token)) for token in ids]
         listed = [token.token_id for piece in found for token in piece.logprobs]
         assert ("".join(piece.text for piece in found), listed) == (text, ids[:num_listed])
 
 
-def test_a_stop_string_that_only_the_engine_sees_is_not_listed() -> None:
+def test_stop_string_found_by_the_engine_is_not_listed() -> None:
     """It is a special token, which is not part of the text."""
     ids = [*BYTES("ab")["input_ids"], BYTES.pad_token_id]
     found = answer_of(ids, BYTES.pad_token, "stop")

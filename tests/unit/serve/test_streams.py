@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from posttrain.engines.native.session_values import SessionRequest, TokenEvent
+from posttrain.engines.native.session import SessionRequest, TokenEvent
 from posttrain.serve import app as app_module
-from posttrain.serve.errors import ApiError, unavailable
 from posttrain.serve.metrics import ServeMetrics
-from posttrain.serve.options import Limits
+from posttrain.serve.options import ServerLimits
+from posttrain.serve.protocol import ApiError, unavailable
 from posttrain.serve.service import Job, Ticket
 from posttrain.types import Sampling
 
 
-def test_a_client_that_does_not_read_its_stream_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_stops_reading_its_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "SLOW_READER_S", 0.05)
     closed: list[bool] = []
     ticket: Any = SimpleNamespace(
@@ -40,9 +40,9 @@ def test_a_client_that_does_not_read_its_stream_loses_its_place(monkeypatch: pyt
     assert closed == [True]
 
 
-def test_what_came_before_the_end_is_heard_before_it() -> None:
+def test_tokens_before_the_end_are_delivered_before_it() -> None:
     service: Any = SimpleNamespace(
-        limits=Limits(), metrics=ServeMetrics(), engine=SimpleNamespace(submit=lambda *order: None)
+        limits=ServerLimits(), metrics=ServeMetrics(), engine=SimpleNamespace(submit=lambda *order: None)
     )
     version: Any = SimpleNamespace(name="production", session=None)
     request = SessionRequest("r", (5,), Sampling(2), seed=0)
@@ -52,20 +52,20 @@ def test_what_came_before_the_end_is_heard_before_it() -> None:
         for event in events:
             ticket._events.put_nowait(event)
         ticket.give_up("shutdown", unavailable("the end"))
-        heard: list[int] = []
+        received: list[int] = []
         with suppress(ApiError):
             async for batch in ticket.batches():
-                heard += [event.token_id for event in batch]
-            return heard
-        return [*heard, -1]
+                received += [event.token_id for event in batch]
+            return received
+        return [*received, -1]
 
     first, last = TokenEvent("r", 0, 7, -1.0), TokenEvent("r", 0, 8, -1.0, "length")
     assert asyncio.run(read(first)) == [7, -1]
     assert asyncio.run(read(first, last)) == [7, 8], "an answer that is complete is no error"
 
 
-def test_a_client_that_leaves_while_it_sends_is_no_crash(caplog: pytest.LogCaptureFixture) -> None:
-    service: Any = SimpleNamespace(limits=Limits(), metrics=ServeMetrics(), api_keys=())
+def test_client_disconnect_during_upload_is_handled(caplog: pytest.LogCaptureFixture) -> None:
+    service: Any = SimpleNamespace(limits=ServerLimits(), metrics=ServeMetrics(), api_keys=())
     messages = iter([{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}])
     sent: list[Any] = []
 

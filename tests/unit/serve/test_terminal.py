@@ -11,10 +11,11 @@ import torch
 from tiny_server import save_model
 
 from posttrain.cli.main import main
+from posttrain.config.generation import NativeConfig
 from posttrain.data.chat import ChatFormat
+from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.engines.native.session import GenerationSession
-from posttrain.models.reference import load_for_sampling
-from posttrain.serve.terminal import Conversation, DamagedModelError, converse
+from posttrain.serve.terminal import DamagedModelError, TerminalChat, converse
 from posttrain.types import NoiseKey, Sampling, Task
 
 
@@ -22,26 +23,26 @@ from posttrain.types import NoiseKey, Sampling, Task
 def session(tmp_path_factory: pytest.TempPathFactory) -> GenerationSession:
     folder = save_model(tmp_path_factory.mktemp("tiny"))
     engine, _ = load_for_sampling(
-        str(folder), device="cpu", max_total_tokens=200, native_settings={"max_batch_size": 1}
+        str(folder), device="cpu", max_total_tokens=200, native=NativeConfig(max_batch_size=1)
     )
     return GenerationSession(engine)
 
 
 @pytest.fixture
-def conversation(session: GenerationSession) -> Conversation:
-    return Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed=5)
+def conversation(session: GenerationSession) -> TerminalChat:
+    return TerminalChat(session, ChatFormat(session.tokenizer), Sampling(12), seed=5)
 
 
 def play(
-    conversation: Conversation,
+    conversation: TerminalChat,
     lines: list[str | BaseException],
     *,
     all_answered: bool = True,
     has_commands: bool = True,
 ) -> tuple[str, str]:
-    """What was written and what was said."""
+    """The answers and the other messages."""
     written: list[str] = []
-    said: list[str] = []
+    messages: list[str] = []
     waiting = iter(lines)
 
     def read() -> str:
@@ -50,12 +51,12 @@ def play(
             raise line
         return line
 
-    assert converse(conversation, read, written.append, said.append, has_commands=has_commands) == all_answered
-    return "".join(written), "".join(said)
+    assert converse(conversation, read, written.append, messages.append, has_commands=has_commands) == all_answered
+    return "".join(written), "".join(messages)
 
 
-def test_answers_are_the_engines_and_the_conversation_goes_on(
-    conversation: Conversation, session: GenerationSession, tmp_path: Path
+def test_answers_equal_the_engine_over_several_turns(
+    conversation: TerminalChat, session: GenerationSession, tmp_path: Path
 ) -> None:
     written, _ = play(conversation, ["hello", "again"])
     roles = [message["role"] for message in conversation.messages]
@@ -69,11 +70,11 @@ def test_answers_are_the_engines_and_the_conversation_goes_on(
         assert conversation.messages[turn]["content"] == expected.text
 
 
-def test_commands(conversation: Conversation) -> None:
-    _, said = play(conversation, ["hi", "/history", "/system Be kind.", "/history", "/nonsense", "/help", "", "yo"])
-    assert "user: hi" in said
-    assert "system: Be kind." in said
-    assert "unknown command /nonsense" in said
+def test_commands(conversation: TerminalChat) -> None:
+    _, messages = play(conversation, ["hi", "/history", "/system Be kind.", "/history", "/nonsense", "/help", "", "yo"])
+    assert "user: hi" in messages
+    assert "system: Be kind." in messages
+    assert "unknown command /nonsense" in messages
     assert [message["role"] for message in conversation.messages] == ["system", "user", "assistant"]
     play(conversation, ["/reset"])
     assert [message["role"] for message in conversation.messages] == ["system"]
@@ -81,15 +82,15 @@ def test_commands(conversation: Conversation) -> None:
     assert conversation.messages == []
 
 
-def test_lines_of_a_pipe_are_messages_whatever_they_begin_with(conversation: Conversation) -> None:
-    _, said = play(conversation, ["/exit", "/etc/hosts is a file"], has_commands=False)
-    assert said == ""
+def test_lines_of_a_pipe_are_never_commands(conversation: TerminalChat) -> None:
+    _, messages = play(conversation, ["/exit", "/etc/hosts is a file"], has_commands=False)
+    assert messages == ""
     assert [message["content"] for message in conversation.messages[::2]] == ["/exit", "/etc/hosts is a file"]
 
 
-def test_a_seed_gives_the_same_chat_again(session: GenerationSession) -> None:
+def test_seed_reproduces_the_chat(session: GenerationSession) -> None:
     def texts(seed: int | None) -> str:
-        made = Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed)
+        made = TerminalChat(session, ChatFormat(session.tokenizer), Sampling(12), seed)
         return play(made, ["one", "two"])[0]
 
     assert texts(3) == texts(3)
@@ -97,28 +98,28 @@ def test_a_seed_gives_the_same_chat_again(session: GenerationSession) -> None:
     assert texts(None) != texts(None)
 
 
-def test_the_oldest_turns_go_when_there_is_no_room(conversation: Conversation) -> None:
-    _, said = play(conversation, ["x" * 40, "y" * 40, "z" * 40])
-    assert "oldest messages are forgotten" in said
+def test_oldest_turns_are_dropped_when_the_context_is_full(conversation: TerminalChat) -> None:
+    _, messages = play(conversation, ["x" * 40, "y" * 40, "z" * 40])
+    assert "oldest messages are forgotten" in messages
     assert conversation.messages[-2]["content"] == "z" * 40
     assert len(conversation.messages) < 6
 
 
-def test_a_message_that_can_never_fit_is_refused_and_forgotten(conversation: Conversation) -> None:
-    written, said = play(conversation, ["ok", "w" * 500, "fine"], all_answered=False)
-    assert "at most 200 together" in said
-    assert said.endswith("\n")
+def test_message_that_cannot_fit_is_refused_and_dropped(conversation: TerminalChat) -> None:
+    written, messages = play(conversation, ["ok", "w" * 500, "fine"], all_answered=False)
+    assert "at most 200 together" in messages
+    assert messages.endswith("\n")
     assert written == "".join(message["content"] + "\n" for message in conversation.messages[1::2])
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["ok", "fine"]
 
 
-def test_what_is_forgotten_is_told_once(conversation: Conversation) -> None:
-    _, said = play(conversation, ["x" * 40, "y" * 40, "z" * 40, "w" * 500], all_answered=False)
-    assert said.count("oldest messages are forgotten") == 1
+def test_dropped_turns_are_reported_once(conversation: TerminalChat) -> None:
+    _, messages = play(conversation, ["x" * 40, "y" * 40, "z" * 40, "w" * 500], all_answered=False)
+    assert messages.count("oldest messages are forgotten") == 1
     assert conversation.num_forgotten == 0
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(conversation: Conversation) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(conversation: TerminalChat) -> None:
     def interrupt(text: str) -> None:
         raise KeyboardInterrupt
 
@@ -131,16 +132,16 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(conversation: Conversat
             raise EOFError from None
 
     writes: list[Callable[[str], None]] = [interrupt]
-    said: list[str] = []
-    converse(conversation, read, lambda text: writes.pop()(text) if writes else None, said.append)
-    assert said == [" (stopped)"]
+    messages: list[str] = []
+    converse(conversation, read, lambda text: writes.pop()(text) if writes else None, messages.append)
+    assert messages == [" (stopped)"]
     assert conversation.messages[-1]["role"] == "assistant"
     assert not conversation.session.unfinished
     _, said_later = play(conversation, [KeyboardInterrupt(), "still there?"])
     assert "Ctrl-D" in said_later
 
 
-def test_a_temperature_of_almost_nothing_is_greedy(
+def test_tiny_temperature_is_greedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(save_model(tmp_path / "m"))
@@ -152,7 +153,7 @@ def test_a_temperature_of_almost_nothing_is_greedy(
     assert written[0] == written[1] != ""
 
 
-def test_input_that_is_no_text_is_refused(
+def test_input_that_is_not_text_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
@@ -160,10 +161,10 @@ def test_input_that_is_no_text_is_refused(
     assert "standard input is no utf-8 text: invalid continuation byte at byte 3" in capsys.readouterr().err
 
 
-def test_a_model_whose_weights_are_damaged_ends_the_chat(tmp_path: Path) -> None:
+def test_nan_logits_end_the_chat(tmp_path: Path) -> None:
     engine, _ = load_for_sampling(str(save_model(tmp_path / "m")), device="cpu", max_total_tokens=200)
     with torch.no_grad():
         engine.forward.base.model.norm.weight[0] = float("nan")
     session = GenerationSession(engine)
     with pytest.raises(DamagedModelError, match="weights are damaged"):
-        play(Conversation(session, ChatFormat(session.tokenizer), Sampling(12), seed=5), ["hello"])
+        play(TerminalChat(session, ChatFormat(session.tokenizer), Sampling(12), seed=5), ["hello"])

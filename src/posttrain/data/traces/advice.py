@@ -11,14 +11,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from posttrain.data.traces.report import EXACT_DUPLICATE
 from posttrain.data.traces.statistics import TraceStatistics
+from posttrain.json_files import JsonObject
 
 Method = Literal["GRPO", "DPO", "GRPO with fresh answers"]
 
-# Shares from which a situation is said to hold.
+# Shares from which a situation counts as given.
 DIVERSE_PROMPTS = 0.5  # of the prompts have three or more different responses
 CLEAR_PROMPTS = 0.8  # of the prompts whose rewards differ yield a pair
 BETWEEN_AT_MOST = 0.2  # of the traces are neither preferred nor rejected
@@ -48,7 +49,7 @@ class Advice:
     cautions: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)  # what to type next
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         return asdict(self)
 
 
@@ -58,7 +59,7 @@ def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: s
     `settings` say where the data is, too; without any it is `path`.
     """
     diverse, clear, noisy = _diverse(found), _clear(found), _noisy(found)
-    wish = Criterion(
+    goal = Criterion(
         "a quick first result is wanted", "DPO", quick, "asked for" if quick else "not asked for (--quick)"
     )
     method, reason = _decide(found, diverse.holds, clear.holds, noisy.holds, quick)
@@ -74,7 +75,7 @@ def advise(found: TraceStatistics, path: str, *, quick: bool = False, options: s
         data = settings or f" data.train.dataset_name=TraceGroups data.train.data_path={path}"
         commands = [f"posttrain grpo{data}{mixed}"]
     cautions = [] if found.read.holds_pairs_only else _cautions(found, method)
-    return Advice(method, reason, [diverse, clear, noisy, wish], cautions, commands)
+    return Advice(method, reason, [diverse, clear, noisy, goal], cautions, commands)
 
 
 def _decide(found: TraceStatistics, diverse: bool, clear: bool, noisy: bool, quick: bool) -> tuple[Method, str]:

@@ -7,7 +7,7 @@ that cannot be used are counted and left out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -30,6 +30,7 @@ from posttrain.data.traces.files import Block
 from posttrain.data.traces.layout import Layout
 from posttrain.data.traces.report import ReadReport
 from posttrain.data.traces.values import Trace
+from posttrain.json_files import JsonMapping
 
 # A row is known by one number that grows in the order of the files: file, line, and which answer of a preference row.
 FILE_SHIFT, LINE_SHIFT = 40, 1
@@ -348,7 +349,7 @@ def place_of(row: int, files: Sequence[str]) -> str:
     return f"{files[row >> FILE_SHIFT]}, row {line}"
 
 
-def trace_of(values: Mapping[str, Any], files: Sequence[str]) -> Trace:
+def trace_of(values: JsonMapping, files: Sequence[str]) -> Trace:
     return Trace(
         prompt=decoded(values["prompt"], values["prompt_is_chat"]),
         response=decoded(values["response"], values["response_is_chat"]),

@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain.data.traces import report as reasons
 from posttrain.data.traces.values import Message, Response
+from posttrain.json_files import JsonObject
 
 CALLS = frozenset({"tool_calls", "function_call"})  # what a turn without text may consist of
 
@@ -81,7 +82,7 @@ def split_conversation(messages: Any, length: Any) -> tuple[str, str, bool]:
     return prompt, response, is_chat
 
 
-def _message(turn: Any) -> dict[str, Any]:
+def _message(turn: Any) -> JsonObject:
     """One turn, its keys in one order and without the nulls that tables put where a turn has no such key."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         raise Unusable(reasons.BAD_MESSAGES)

@@ -1,7 +1,7 @@
 """Files of traces as blocks of rows: Parquet and jsonl(.gz), one file, a folder or a pattern, local or wherever fsspec reaches.
 
 A block is bounded in bytes, so memory does not depend on the size of a file or of a Parquet row group. Only the columns that
-somebody asked for are read. What the columns mean is not known here.
+were asked for are read. The meaning of the columns is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from posttrain.data.errors import DataError
 from posttrain.data.sources import filesystem_of, not_found
 from posttrain.data.traces.report import BROKEN_LINE, NOT_A_RECORD, NOT_UNICODE, ReadReport
 from posttrain.errors import reason_of
+from posttrain.json_files import JsonMapping
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,7 +45,7 @@ class Block:
     file: str
     numbers: Sequence[int]  # line of a text file, otherwise number of the row; from 1
     columns: Mapping[str, pa.Array] = field(default_factory=dict)
-    records: list[Mapping[str, Any]] | None = None
+    records: list[JsonMapping] | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -66,7 +67,7 @@ class Block:
 
 # Called once for each file with the columns that it has (and, of text files, with some of its first rows). Answers which
 # columns to read, and as which Arrow types they may be parsed ({}: as records).
-Choose = Callable[[str, Sequence[str], Sequence[Mapping[str, Any]]], tuple[Sequence[str], Mapping[str, "pa.DataType"]]]
+Choose = Callable[[str, Sequence[str], Sequence[JsonMapping]], tuple[Sequence[str], Mapping[str, "pa.DataType"]]]
 
 
 def locate(path: str | Sequence[str]) -> list[TraceFile]:
@@ -158,7 +159,7 @@ def read_blocks(
 
 
 class _BrokenFile(Exception):
-    """A file that ends early or is not what its name says. Rows that came before the break stand."""
+    """A file that ends early or does not have the format of its name. Rows that came before the break stand."""
 
 
 # -- Parquet -----------------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def _read_parquet(file: TraceFile, choose: Choose, report: ReadReport) -> Iterat
 
 
 def _is_arrow_message(error: OSError) -> bool:
-    """Arrow says OSError for damaged pages too; a real one carries an errno."""
+    """Arrow raises OSError for damaged pages too; a real one carries an errno."""
     return error.errno is None
 
 
@@ -309,7 +310,7 @@ def _parse_columns(data: bytes, file: str, first_line: int, types: Mapping[str, 
 def _parse_records(data: bytes, file: str, first_line: int, report: ReadReport) -> Block:
     """Line by line, so that each broken one is named."""
     numbers: list[int] = []
-    records: list[Mapping[str, Any]] = []
+    records: list[JsonMapping] = []
     for number, line in enumerate(data.split(b"\n"), start=first_line):
         if not line.strip():
             continue

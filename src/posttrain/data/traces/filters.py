@@ -28,7 +28,7 @@ def check_filters(filters: TraceFilters, layout: Layout, file: str) -> None:
 def passing(
     table: pa.Table, block: Block, places: NDArray[np.int64], filters: TraceFilters, report: ReadReport
 ) -> pa.Table:
-    """The rows of `table` that pass; `places` says where each stands in the block."""
+    """The rows of `table` that pass; `places` are their positions in the block."""
     keep = np.ones(table.num_rows, dtype=bool)
 
     def leave_out(which: NDArray[np.bool_], reason: str) -> None:

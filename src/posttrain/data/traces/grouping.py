@@ -2,7 +2,7 @@
 
 Tables are collected; once they pass a limit they are written to temporary files, cut by the hash of the group, so that a group
 lies in one file whole. A file that is still too large is cut again by other bits of the hash. Then one file after another is
-read and sorted. What comes out does not depend on where the cuts were: each group knows its first row in the input, and
+read and sorted. What comes out does not depend on where the cuts were: each group has its first row in the input, and
 ordered_runs.py puts them in that order.
 """
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.traces.values import TraceColumns
+from posttrain.json_files import JsonMapping
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -127,7 +128,7 @@ def _missing(shown: str, wanted: str, role: str, has: Sequence[str], file: str) 
     )
 
 
-def arrow_types(layout: Layout, rows: Sequence[Mapping[str, Any]]) -> dict[str, pa.DataType]:
+def arrow_types(layout: Layout, rows: Sequence[JsonMapping]) -> dict[str, pa.DataType]:
     """As which types Arrow may parse the columns of a jsonl file, judged by its first rows. {}: only record by record."""
     import pyarrow as pa
 

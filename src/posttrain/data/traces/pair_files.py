@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from posttrain.data.traces.ordered_runs import Record
 from posttrain.data.traces.reading import COMPARED, Reading, ordered_records, pair_rows
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules
+from posttrain.json_files import JsonMapping, JsonObject
 
 PairFormat = Literal["aligner", "trl"]
 ENDINGS = (".jsonl", ".jsonl.gz")
@@ -36,7 +37,7 @@ def write_pairs(
     """Writes the pairs of the traces and returns how many lines there are. No pair at all is an error, and no file.
 
     `templated`: prompts that are text hold the chat template already, and are written as texts. NeMo-Aligner takes texts for
-    that. Otherwise a text is what a user said, and is written as a user's message.
+    that. Otherwise a text is a user's message, and is written as a user's message.
     """
     if not out.name.endswith(ENDINGS):
         raise DataError(f"{out}: pairs are written as jsonl; the name must end in {' or '.join(ENDINGS)}")
@@ -77,7 +78,7 @@ def write_pairs(
     return lines
 
 
-def _shaped(row: Mapping[str, Any], form: PairFormat, *, templated: bool) -> dict[str, Any] | str:
+def _shaped(row: JsonMapping, form: PairFormat, *, templated: bool) -> JsonObject | str:
     """The row in the columns of a format, or why that is not possible."""
     prompt, chosen, rejected = row["prompt"], row["chosen_response"], row["rejected_response"]
     texts = isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)
@@ -93,8 +94,8 @@ def _shaped(row: Mapping[str, Any], form: PairFormat, *, templated: bool) -> dic
     return {**row, "prompt": prompt, "chosen_response": chosen, "rejected_response": rejected}
 
 
-def _turns(said: str | list[Any], role: str) -> list[Any]:
-    return [{"role": role, "content": said}] if isinstance(said, str) else said
+def _turns(response: str | list[Any], role: str) -> list[Any]:
+    return [{"role": role, "content": response}] if isinstance(response, str) else response
 
 
 def _no_pairs(path: str, report: ReadReport, counts: PairReport) -> str:

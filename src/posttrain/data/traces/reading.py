@@ -32,8 +32,9 @@ from posttrain.data.traces.ordered_runs import OrderedRuns, Record
 from posttrain.data.traces.pairs import choose_pairs, clear_best_worst
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters, TraceGroup, text_of
+from posttrain.json_files import JsonObject
 
-PairRow = dict[str, Any]
+PairRow = JsonObject
 UNITS_AT_ONCE = 1024  # turned into Python objects together
 COMPARED = list(SCHEMA.names[: SCHEMA.get_field_index("reward") + 1])  # the columns that pairs and statistics need
 
@@ -272,9 +273,9 @@ def without_duplicates(part: GroupedPart, filters: TraceFilters, files: list[str
         drop = np.zeros(len(part.rows), dtype=bool)
         for start, stop in zip(part.starts[:-1].tolist(), part.starts[1:].tolist(), strict=True):
             if stop - start > 1:
-                said = _texts(part, "response", np.arange(start, stop))
+                responses = _texts(part, "response", np.arange(start, stop))
                 matches = near_duplicates(
-                    [text_of(turns, only_role="assistant") for turns in said], filters.near_similarity
+                    [text_of(turns, only_role="assistant") for turns in responses], filters.near_similarity
                 )
                 drop[start:stop] = [match is not None for match in matches]
         part = _leave_out(part, drop, reasons.NEAR_DUPLICATE, files, report)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+
+from posttrain.json_files import JsonObject
 
 EXAMPLES_PER_REASON = 5
 
@@ -87,8 +88,8 @@ class ReadReport:
     def complete(self) -> bool:
         return self.rows == self.kept + self.dropped
 
-    def as_dict(self) -> dict[str, Any]:
-        def plain(tallies: dict[str, Tally]) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
+        def plain(tallies: dict[str, Tally]) -> JsonObject:
             return {reason: {"rows": tally.count, "first": tally.examples} for reason, tally in tallies.items()}
 
         return {
@@ -119,7 +120,7 @@ class PairReport:
     def mean_margin(self) -> float | None:
         return self.margin_sum / self.pairs if self.pairs else None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         return {
             "prompts": self.prompts,
             "prompts_with_pairs": self.prompts_with_pairs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from posttrain.data.traces.grouping import GroupedPart, GroupParts
 from posttrain.data.traces.reading import COMPARED, Reading, paired_rows, repeated_responses
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import PairRules, text_of
+from posttrain.json_files import JsonObject
 
 NUM_BINS = 20
 SAMPLE_SIZE = 5000
@@ -79,7 +81,18 @@ class TraceStatistics:
         """Groups of several traces with one and the same reward."""
         return self.groups - self.single - self.with_signal
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def bin_kinds(self) -> list[str]:
+        """Of each bar whether its rewards are rejected ("low"), preferred ("high") or neither ("mid"), by its middle."""
+        middles = [(left + right) / 2 for left, right in pairwise(self.bin_edges)]
+        rules = self.rules
+        return ["high" if x >= rules.preferred else "low" if x < rules.rejected_below else "mid" for x in middles]
+
+    @property
+    def headline(self) -> str:
+        return f"{self.traces:,} traces in {self.groups:,} groups, {self.with_signal:,} of them with different rewards"
+
+    def as_dict(self) -> JsonObject:
         return {
             "read": self.read.as_dict(),
             "groups": {

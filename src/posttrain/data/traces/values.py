@@ -1,4 +1,4 @@
-"""What a labelled trace is, and what may be said about reading traces: columns, filters, rules for pairs. Values only.
+"""What a labelled trace is, and the settings for reading traces: columns, filters, rules for pairs. Values only.
 
 A *trace* is one answer that some model gave to a prompt, with a reward. The traces of one prompt are a *group*. Nothing here
 reads a file, and nothing here needs torch.
@@ -7,14 +7,14 @@ reads a file, and nothing here needs torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from posttrain.data.errors import DataError, nearest
+from posttrain.json_files import JsonMapping
 
-Message = Mapping[str, Any]
+Message = JsonMapping
 Prompt = str | list[Message]  # text, or the turns of a conversation
 Response = str | list[Message]  # the text of one answer, or the turns that followed the prompt where there were several
 
@@ -38,13 +38,8 @@ class Trace:
 
     @property
     def response_text(self) -> str:
-        """What the model wrote: the answer, or what the assistant said in the turns of a longer trace, one after another."""
+        """What the model wrote: the answer, or the assistant's turns of a longer trace, one after another."""
         return text_of(self.response, only_role="assistant")
-
-    @property
-    def is_single_answer(self) -> bool:
-        """Whether the response is one text, without tool calls and without turns of others in between."""
-        return isinstance(self.response, str)
 
 
 @dataclass(frozen=True)
@@ -100,13 +95,9 @@ class TraceFilters:
     """Which traces are used. What is left out is counted, by reason."""
 
     min_reward_threshold: float | None = None  # traces with a lower reward are left out
-    since: str | date | None = (
-        None  # first moment that counts; a day means its beginning; UTC where nothing else is said
-    )
+    since: str | date | None = None  # first moment that counts; a day means its beginning; UTC unless it has a zone
     until: str | date | None = None  # first moment that counts no more; "2026-03-01" leaves that day out
-    where: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # column -> the value, or the list of values, that it must have
+    where: JsonMapping = field(default_factory=dict)  # column -> the value, or the list of values, that it must have
     duplicates: Duplicates = (
         "keep"  # of equal (or nearly equal) responses to one prompt, "exact" or "near" keeps the first
     )
@@ -191,8 +182,8 @@ def text_of(turns: str | list[Message], *, only_role: str | None = None) -> str:
     """The text of a prompt or a response; of several turns, their contents with a line break between."""
     if isinstance(turns, str):
         return turns
-    said = [turn for turn in turns if only_role is None or turn.get("role") == only_role]
-    return "\n".join(turn["content"] for turn in said if turn["content"])
+    chosen = [turn for turn in turns if only_role is None or turn.get("role") == only_role]
+    return "\n".join(turn["content"] for turn in chosen if turn["content"])
 
 
 def _one_of(value: str, known: tuple[str, ...], name: str) -> None:

@@ -1,16 +1,16 @@
-"""Attention over the paged cache: three contexts for the seam in `policy/attention.py`.
+"""Attention over the paged cache: three contexts for `policy/attention.py`.
 
-`PrefillAttention` takes packed rows of new tokens. Decoding, one token per sequence, has two: `PagedDecode` reads the pages
-where they lie (a GPU kernel, or a gather where there is none); `DenseDecode`, for CPUs, keeps the active sequences side by
-side in one tensor, because there gathering the pages for every token costs more than the attention itself. In both
-the pages are the truth: each token's keys and values are written there first.
+`PrefillAttention` takes packed rows of new tokens. Decoding, one token per sequence, has two. `PagedDecode` reads the pages in
+place (with a GPU kernel, or a gather where there is none). `DenseDecode`, for CPUs, keeps a dense copy of the active sequences,
+because gathering the pages for every token costs more there than the attention itself. Both write each token's keys and
+values to the pages first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.engines.native.kv_cache import PagedKvCache, zeros
-from posttrain.engines.native.pages import pages_for
-from posttrain.engines.native.scheduler import Sample
+from posttrain.engines.native.scheduler import Sample, pages_for
 from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
 
-# Growing a dense copy means filling it again from the pages: not for every token.
+if TYPE_CHECKING:
+    from posttrain.engines.native.kernels import PrefixTiles
+
+# A dense copy that grows is filled again from the pages, so it does not grow for every token.
 _HEADROOM_TOKENS = 64
 
 
@@ -41,7 +43,7 @@ class PrefillPiece:
 
 
 class PrefillAttention:
-    """New tokens see what their sequence has in the cache, then themselves. Whole prompts need no look into the cache."""
+    """New tokens see the cached positions of their sequence, then themselves. Whole prompts do not read the cache."""
 
     def __init__(self, cache: PagedKvCache, pieces: Sequence[PrefillPiece]) -> None:
         self.cache = cache
@@ -82,8 +84,8 @@ class PrefillAttention:
 class DenseDecode:
     """Decoding on a CPU, over a dense copy of the active sequences' pages.
 
-    Row r of the copy belongs to the r-th active sample. A row is filled from the pages when another sample than before
-    stands there; after that each step adds its own token. Rows grow with the longest sequence, up to `max_length`.
+    Row r is a copy of the r-th active sample. It is filled from the pages when the sample in that row changes; after that
+    each step appends its token. Rows grow with the longest sequence, up to `max_length`.
     """
 
     def __init__(self, cache: PagedKvCache, max_length: int) -> None:
@@ -92,10 +94,10 @@ class DenseDecode:
         self.keys: dict[int, Tensor] = {}  # layer -> [rows, length, heads, dim]
         self.values: dict[int, Tensor] = {}
         self.num_rows, self.row_length = 0, 0
-        self.admissions: list[int] = []  # who stands in each row
+        self.admissions: list[int] = []  # of the sample in each row
 
     def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
-        """Make ready for one step of `samples`, whose new tokens belong into `slots`."""
+        """Prepare one step of `samples`, whose new tokens go into `slots`."""
         positions = [sample.num_cached for sample in samples]
         self._grow(len(samples), max(positions) + 1)
         changed = [
@@ -141,7 +143,7 @@ class DenseDecode:
             roomy = max(length + _HEADROOM_TOKENS, self.row_length * 3 // 2)
             self.row_length = pages_for(min(roomy, self.max_length), page_size) * page_size
         self.num_rows = max(num_rows, self.num_rows)
-        self.admissions = []  # the pages have everything: nothing is carried over
+        self.admissions = []  # all rows are filled again from the pages
         for layer, shape in self.cache.layers.items():
             size = (self.num_rows, self.row_length, shape.num_heads)
             self.keys.pop(layer, None)
@@ -153,9 +155,9 @@ class DenseDecode:
         size = self.cache.page_size
         used = [sample.pages[: pages_for(sample.num_cached, size)] for sample in samples]
         most = max(len(pages) for pages in used)
-        # Not another sequence's page: should that one overflow, its numbers would meet a factor of 0 here, and give nan.
-        spare = [self.cache.scratch_page]
-        table = torch.tensor([pages + spare * (most - len(pages)) for pages in used], dtype=torch.long)
+        # Padded with the scratch page, not with another sequence's: should that one overflow, 0 * inf would give NaN here.
+        padding = [self.cache.scratch_page]
+        table = torch.tensor([pages + padding * (most - len(pages)) for pages in used], dtype=torch.long)
         at = torch.tensor(rows)
         for dense, paged in ((self.keys, self.cache.keys), (self.values, self.cache.values)):
             for layer, pool in paged.items():
@@ -163,7 +165,7 @@ class DenseDecode:
 
 
 class PagedDecode:
-    """Decoding straight from the pages, on a GPU. No step waits for the device."""
+    """Decoding from the pages in place, on a GPU. No step synchronises with the device."""
 
     def __init__(self, cache: PagedKvCache, max_rows: int, max_pages_per_row: int, num_heads: int = 0) -> None:
         self.cache = cache
@@ -172,22 +174,22 @@ class PagedDecode:
         self.admissions = [-1] * max_rows
         self.num_filled = [0] * max_rows
         self.num_sent = -1  # rows of the table that the device has
-        self.shared: Any = None  # PrefixTiles: who has prompt pages in common, where they are read once for all
+        self.shared: PrefixTiles | None = None  # rows that share prompt pages, which are then read once for all
         self.kernel = _load_kernel(cache.device)
 
     def forget_rows(self) -> None:
-        """Samples of another call may have the same numbers."""
+        """Samples of another call may have the same admission numbers."""
         self.admissions = [-1] * len(self.admissions)
         self.num_sent = -1
         self.shared = None
 
     def update_table(self, samples: Sequence[Sample]) -> bool:
-        """Enter the pages that `samples` have got since the last step; whether there were any."""
+        """Enter the pages that `samples` got since the last step; returns whether there were any."""
         changed = False
         for row, sample in enumerate(samples):
             if self.admissions[row] != sample.admission:
                 self.admissions[row], self.num_filled[row] = sample.admission, 0
-                self.host_table[row, len(sample.pages) :] = self.cache.scratch_page  # not who stood here before
+                self.host_table[row, len(sample.pages) :] = self.cache.scratch_page  # not pages of the previous sample
             filled = self.num_filled[row]
             if filled < len(sample.pages):
                 self.host_table[row, filled : len(sample.pages)] = sample.pages[filled:]
@@ -196,9 +198,9 @@ class PagedDecode:
         return changed
 
     def point_at(self, table: Tensor, position: Tensor) -> None:
-        """Make ready for one step of rows whose pages are in `table` and whose new tokens stand at `position`.
+        """Prepare one step of rows whose pages are in `table` and whose new tokens are at `position`.
 
-        All of it on the device: the host need not know the positions.
+        All of it on the device: the positions are not read by the host.
         """
         size = self.cache.page_size
         self.table = table
@@ -210,13 +212,13 @@ class PagedDecode:
         self.slots = page.long() * size + position % size
 
     def prepare(self, samples: Sequence[Sample], slots: Tensor) -> None:
-        """Make ready for one step of `samples`, whose new tokens belong into `slots`."""
+        """Prepare one step of `samples`, whose new tokens go into `slots`."""
         self.update_table(samples)
         device = self.cache.device
         lengths = [sample.num_cached + 1 for sample in samples]
         self.longest = max(lengths)
         used = pages_for(self.longest, self.cache.page_size)
-        # A contiguous copy: the transfer may still be under way when the next step changes the host's table.
+        # A contiguous copy: the transfer may still be running when the next step changes the host's table.
         self.table = torch.from_numpy(self.host_table[: len(samples), :used].copy()).to(device, non_blocking=True)
         self.lengths = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
         self.slots = slots
@@ -277,7 +279,7 @@ def gathered_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """One token per row over its pages, in plain torch: what the kernel is tested against, and its stand-in."""
+    """One token per row over its pages, in plain torch: the reference of the kernel, and its replacement where it cannot run."""
     k, v = keys[table.long()].flatten(1, 2), values[table.long()].flatten(1, 2)
     visible = visible_positions(lengths.long()[:, None], k.shape[1], window)
     return attend_to_rows(query, k, v, visible, scale, softcap)
@@ -298,7 +300,7 @@ def attend_to_rows(
     """One token per row over a dense row of keys; query [rows, heads, dim], keys [rows, length, kv heads, dim]."""
     rows, heads, dim = query.shape
     kv_heads = keys.shape[2]
-    # The query heads that share keys stand as several queries of one head: nothing is repeated in memory.
+    # The query heads that share keys become several queries of one head: nothing is repeated in memory.
     q = query.reshape(rows, kv_heads, heads // kv_heads, dim)
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     if softcap is None:

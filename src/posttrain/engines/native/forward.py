@@ -1,36 +1,19 @@
-"""Runs the decoder body of a `transformers` model with an attention context of ours, and finds out what its layers keep.
-
-Knows nothing of sequences or pages: tokens and positions in, hidden states out.
-"""
+"""Forward passes of a `transformers` model over the paged cache: prefill of prompts, and one token per sample."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.engines.native.kv_cache import LayerShape
-from posttrain.policy.attention import ATTENTION, AttentionContext, attention_context
+from posttrain.engines.native.attention import DenseDecode, PagedDecode, PrefillAttention, PrefillPiece
+from posttrain.engines.native.kv_cache import PagedKvCache
+from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample
+from posttrain.models.attention_interface import ATTENTION, AttentionContext, attention_context
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
-
-if TYPE_CHECKING:
-    from posttrain.engines.native.attention import DenseDecode, PagedDecode
-    from posttrain.engines.native.scheduler import Sample
-
-# Rotary embeddings whose angles depend on the longest sequence of the batch.
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-
-class Head(Protocol):
-    """The end of a model: that of a language model, or of a reward model."""
-
-    decoder: nn.Module
-
-    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor: ...
-
-    def check_logits(self, hidden: Tensor, expected: Tensor) -> None: ...
+from posttrain.policy.model_support import LayerShape, check_length, observe_layers
 
 
 class ForwardPass:
@@ -55,12 +38,12 @@ class ForwardPass:
         return weight
 
     def hidden(self, context: AttentionContext, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [tokens, hidden size] of one packed row; `context` decides who sees whom."""
+        """Hidden states [tokens, hidden size] of one packed row; `context` computes the attention."""
         with attention_context(context):
             return self.head.hidden(token_ids[None], positions[None])
 
     def next_logits(self, decode: DenseDecode | PagedDecode, samples: Sequence[Sample]) -> Tensor:
-        """[samples, vocabulary] after the newest token of each, whose keys and values go into its pages."""
+        """[samples, vocabulary] after the last token of each; the token's keys and values are written to its pages."""
         size = decode.cache.page_size
         last = [sample.token_ids[-1] for sample in samples]
         at = [sample.num_cached for sample in samples]
@@ -73,14 +56,14 @@ class ForwardPass:
         return self.head.logits(self.hidden(decode, inputs[0], inputs[1]))
 
     def layers(self) -> dict[int, LayerShape]:
-        """What each attention layer keeps of a token, seen by running one. Also compares our logits with the model's."""
+        """Shapes of keys and values per layer, found by running one token. Also compares our logits with the model's."""
         place = (self.device, self._embedding.dtype)
         if place not in self._layers:
             self._layers[place] = observe_layers(self.base, self.head)
         return self._layers[place]
 
     def working_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """About what a pass over `num_tokens` and the logits of `num_rows` take at their highest."""
+        """Estimated peak memory of a pass over `num_tokens` and of the logits of `num_rows`."""
         config = self.config
         widest = max(int(getattr(config, "intermediate_size", 0) or 0), config.hidden_size)
         per_token = 4 * config.hidden_size * 4 + 4 * widest * self._embedding.element_size()
@@ -91,95 +74,54 @@ class ForwardPass:
         check_length(self.config, longest)
 
 
-def observe_layers(base: Any, head: Head) -> dict[int, LayerShape]:
-    """What each attention layer keeps of a token, seen by running one. Refuses models that we would compute wrongly."""
-    config, observer = base.config.get_text_config(), _LayerObserver()
-    seen: list[Tensor] = []
-    hook = head.decoder.register_forward_hook(lambda _module, _args, out: seen.append(out.last_hidden_state))
-    one = torch.zeros(1, 1, dtype=torch.long, device=base.get_input_embeddings().weight.device)
-    try:
-        with attention_context(observer):
-            logits = base(input_ids=one, position_ids=one, use_cache=False).logits
-    finally:
-        hook.remove()
-    expected = config.num_hidden_layers
-    if len(observer.layers) != expected:
-        raise UnsupportedModelError(
-            f"{config.model_type}: {len(observer.layers)} of {expected} layers use the attention interface. "
-            "Layers with a recurrent state or with attention of their own cannot be sampled here."
-        )
-    _check_windows(config, observer.windows)
-    head.check_logits(seen[-1], logits)
-    _check_that_attention_alone_looks_back(config, head, one.device)
-    return observer.layers
+def prefill(forward: ForwardPass, cache: PagedKvCache, jobs: Sequence[Prefill], max_tokens: int) -> None:
+    """Compute prompts into the cache: several in one packed row; one that is longer than a row goes through in pieces."""
+    for row in packed_rows(jobs, max_tokens):
+        tokens: list[int] = []
+        positions: list[int] = []
+        pieces: list[PrefillPiece] = []
+        ends: list[tuple[PromptGroup, int]] = []
+        for job, begin, end in row:
+            pieces.append(PrefillPiece(len(tokens), end - begin, job.start + begin, job.pages))
+            tokens += job.token_ids[begin:end]
+            positions += range(job.start + begin, job.start + end)
+            if job.group is not None and end == len(job.token_ids):
+                ends.append((job.group, len(tokens) - 1))
+        inputs = torch.tensor([tokens, positions], dtype=torch.long).to(cache.device)
+        hidden = forward.hidden(PrefillAttention(cache, pieces), inputs[0], inputs[1])
+        last = hidden.index_select(0, torch.tensor([at for _, at in ends], dtype=torch.long).to(hidden.device))
+        for (group, _), vector in zip(ends, last, strict=True):
+            group.last_hidden = vector.clone()  # not a view, which would keep the whole row alive
 
 
-def _check_windows(config: Any, told: Mapping[int, int | None]) -> None:
-    """Refuse models that tell `transformers`' mask of a window, and not their attention, which is all that we hear."""
-    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
-    for layer, window in told.items():
-        kind = "sliding_attention" if kinds is None else kinds[layer]
-        field = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
-        limit = None if field is None else getattr(config, field, None)
-        if window is None and limit is not None and limit < config.max_position_embeddings:
-            raise UnsupportedModelError(
-                f"{config.model_type}: config.{field} is {limit}, and layer {layer} does not tell its attention so. posttrain "
-                "would let every token see all before it"
-            )
+def first_logits(forward: ForwardPass, samples: Sequence[Sample]) -> Tensor:
+    """[samples, vocabulary]: all samples of a group draw their first token from one row of logits."""
+    groups = list(dict.fromkeys(sample.group for sample in samples))
+    row_of = {group: row for row, group in enumerate(groups)}
+    logits = forward.head.logits(torch.stack([_last_hidden(group) for group in groups]))
+    rows = torch.tensor([row_of[sample.group] for sample in samples]).to(logits.device)
+    return logits.index_select(0, rows)
 
 
-@torch.no_grad()
-def _check_that_attention_alone_looks_back(config: Any, head: Head, device: torch.device) -> None:
-    """Refuse models whose layers have another way than attention from one token to the next, beside it. Where a token sees
-    itself alone, it must not matter who stands before it: in our rows that may be another sequence, or nobody."""
-    rows = torch.tensor([[0, 1, 2, 3], [2, 1, 0, 3]], device=device)
-    with attention_context(_LayerObserver()):
-        # Rows of one shape, so that rounding does not differ either.
-        first, second = (head.hidden(row[None], torch.zeros_like(row)[None])[-1].float() for row in rows)
-    weight: Any = next(head.decoder.parameters())
-    tolerance = 1e-4 if weight.dtype == torch.float32 else 3e-2
-    if float((first - second).abs().max()) > tolerance * float(first.abs().max()):
-        raise UnsupportedModelError(
-            f"{config.model_type}: its layers carry something from token to token beside attention, a recurrent state or a "
-            "convolution. posttrain puts several sequences into one row, where those would run into each other."
-        )
+def packed_rows(jobs: Sequence[Prefill], max_tokens: int) -> Iterator[list[tuple[Prefill, int, int]]]:
+    """Rows of at most `max_tokens`, each a list of (job, begin, end). A job is cut only if it is longer than a row."""
+    row: list[tuple[Prefill, int, int]] = []
+    used = 0
+    for job in jobs:
+        length = len(job.token_ids)
+        if row and used + length > max_tokens:
+            yield row
+            row, used = [], 0
+        begin = 0
+        while length - begin > max_tokens:
+            yield [(job, begin, begin + max_tokens)]
+            begin += max_tokens
+        row.append((job, begin, length))
+        used += length - begin
+    if row:
+        yield row
 
 
-def check_length(config: Any, longest: int) -> None:
-    """Refuse lengths at which the model's positions would depend on which sequences run together."""
-    for rope in _rope_settings(config):
-        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE and longest > limit:
-            raise UnsupportedModelError(
-                f"rope_type {rope['rope_type']!r} changes all positions of a batch once one sequence is longer than "
-                f"{limit} tokens; this call may reach {longest}. Lower max_total_tokens to {limit} or less."
-            )
-
-
-class _LayerObserver:
-    """Attention of tokens that see themselves alone: the output of each is its value."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
-        self.windows: dict[int, int | None] = {}
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        self.windows[layer] = window
-        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype)
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-
-
-def _rope_settings(config: Any) -> list[Mapping[str, Any]]:
-    """One entry, or one per kind of layer."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, Mapping)]
+def _last_hidden(group: PromptGroup) -> Tensor:
+    assert group.last_hidden is not None, "a prompt is computed before its samples start"
+    return group.last_hidden

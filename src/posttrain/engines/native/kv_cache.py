@@ -1,46 +1,28 @@
-"""The tensors of the paged KV cache: per layer one pool of pages for keys and one for values, and how large they may be.
+"""The tensors of the paged KV cache: per layer one pool of pages for keys and one for values, and their size.
 
-Which page belongs to whom is not known here; see `scheduler.py`.
+`scheduler.py` allocates the pages to sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.errors import InputError
+from posttrain.policy.model_support import LayerShape
 
 GIB = 2**30
 _CPU_DEFAULT_BYTES = 2 * GIB
 
 
-class KvCacheTooSmallError(InputError):
-    """One sequence alone does not fit into the cache."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What an attention layer keeps of one token."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that cost no memory on a CPU until they are written.
 
-    `torch.zeros` writes every byte. The pages that the system hands out for `np.zeros` are zero already, and are made real
-    by the first write. Zeros, because what a mask hides still meets a factor of 0, and 0 * nan is nan.
+    `torch.zeros` writes every byte; for `np.zeros` the system maps zero pages, allocated on the first write. Masked positions
+    must be finite, because their weight of 0 times NaN is NaN.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -49,7 +31,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class PagedKvCache:
-    """The last page belongs to no sequence: it stands wherever a table of pages needs an entry that nobody looks at."""
+    """The last page is the scratch page for padding: it fills unused entries of page tables."""
 
     def __init__(self, layers: dict[int, LayerShape], num_pages: int, page_size: int, device: torch.device) -> None:
         self.layers = layers
@@ -72,7 +54,7 @@ class PagedKvCache:
         return self.num_pages * self.page_size * sum(shape.bytes_per_token for shape in self.layers.values())
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keep the tokens' keys and values at `slots` (page * page size + place in the page)."""
+        """Write keys and values of tokens to `slots` (page * page size + offset in the page)."""
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
         self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
 
@@ -89,13 +71,13 @@ class PagedKvCache:
             pool.index_copy_(0, target, pool.index_select(0, source))
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        """As new: see `zeros` for why it matters what lies behind a mask."""
+        """Fill pages with zeros: masked positions must be finite, see `zeros`."""
         at = torch.tensor(pages, dtype=torch.long, device=self.device)
         for pool in (*self.keys.values(), *self.values.values()):
             pool.index_fill_(0, at, 0)
 
     def slots(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
-        """Where positions [start, end) of the sequence in `pages` are kept."""
+        """Slots of positions [start, end) of the sequence in `pages`."""
         position = np.arange(start, end)
         return (
             np.asarray(pages, dtype=np.int64)[position // self.page_size] * self.page_size + position % self.page_size
@@ -115,8 +97,8 @@ def num_pages_for_call(
 ) -> int:
     """Pages of a cache for one call: `wanted` if memory allows, never fewer than the `least` that one sequence takes.
 
-    On a GPU the cache may grow until `gpu_memory_utilization` of all memory is taken, by whomever; `reserve` bytes of that
-    are left for what a forward pass needs.
+    On a GPU the cache may take memory until `gpu_memory_utilization` of it is in use, including by others; `reserve` bytes of
+    that are left for forward passes.
     """
     page_bytes = page_size * sum(shape.bytes_per_token for shape in layers.values())
     # On a CPU decoding keeps a dense copy of the active sequences, which takes about as much again.
@@ -130,7 +112,7 @@ def num_pages_for_call(
         budget = float(free - (1 - gpu_memory_utilization) * total - reserve)
     affordable = int(budget // budget_per_page)
     if affordable < least:
-        raise KvCacheTooSmallError(
+        raise InputError(
             f"the longest sequence of this call needs {least * budget_per_page / GIB:.3g} GiB of KV cache and "
             f"{max(budget, 0) / GIB:.3g} GiB may be used: raise kv_cache_gib or gpu_memory_utilization, or lower "
             "max_new_tokens or the length of prompts"
@@ -139,6 +121,6 @@ def num_pages_for_call(
 
 
 def _cuda_bytes(device: torch.device) -> tuple[int, int]:
-    """What is free (what torch holds without using it counts), and all there is."""
+    """Free memory, including what torch has cached, and total memory."""
     free, total = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total

@@ -1,8 +1,8 @@
-"""Sampling noise as a pure function of its name: (seed, step, draw, sample, token index, vocabulary index).
+"""Sampling noise as a pure function of its key: (seed, step, draw, sample, token index, vocabulary index).
 
 A counter-based generator: each number is a 64-bit hash (the finaliser of SplitMix64, Steele et al. 2014) of its key. So
-there is no state to keep, to save or to share, and neither the batch a sequence runs in nor the order of arrival can change
-a number. Integer arithmetic that wraps at 64 bits is the same on every device; only the two logarithms at the end may
+there is no state to save or to share, and neither the batch that a sequence runs in nor the order of arrival changes a
+number. Integer arithmetic that wraps at 64 bits is the same on every device; only the two logarithms at the end may
 differ in the last bit of a float64.
 """
 

@@ -1,31 +1,73 @@
-"""Who runs: a waiting queue, the active batch, and the pages each of them holds. No tensors, no model.
+"""The scheduler of continuous batching: a waiting queue, the active batch, and the KV-cache pages of each sample.
 
-A *group* is a prompt and the samples that are drawn for it. Its prompt is computed once, into pages that the group holds as
-long as samples of it wait. A sample that starts shares the prompt's full pages and gets a copy of the last, partly
-filled one, because it will write there; the last sample to start takes the group's pages over, and nothing is copied.
+No tensors and no model; the tensors of the pages are in `kv_cache.py`.
 
-When a page is wanted and none is free, room is made in this order: prompts of groups that have nothing running; the youngest
-active sample; at the very end prompts of groups that do run. A sample that has to leave keeps its tokens and goes to the
-head of the queue; its keys and values are computed again later. So nothing is lost but time, and nothing that was drawn
-is drawn twice.
+A *group* is a prompt and its samples. The prompt is computed once, into pages that the group holds as long as samples
+of it wait. A sample that starts shares the prompt's full pages. It gets a copy of the last, partly filled page, because it
+will write there. The last sample to start takes over the group's pages without a copy.
+
+When a page is needed and none is free, pages are freed in this order: prompts of groups without active samples, the
+sample admitted last, prompts of groups with active samples. A preempted sample keeps its tokens and goes to the head of the
+queue; its keys and values are recomputed later. No token is lost and none is drawn twice.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from posttrain.engines.native.pages import PageAllocator, pages_for
 from posttrain.engines.native.stopping import StopStringScanner
 from posttrain.types import FinishReason, Task
 
 
+def pages_for(num_tokens: int, page_size: int) -> int:
+    return -(-num_tokens // page_size)
+
+
+class PageAllocator:
+    """A free list with reference counts. A page with several holders is read by all of them and written by none."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._holders = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages for one holder. The caller has checked `num_free`."""
+        assert count <= len(self._free), f"{count} pages requested, {len(self._free)} free"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._holders[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one holder to each of `pages`."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is free"
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Remove one holder from each of `pages`; pages without a holder become free."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is released twice"
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                self._free.append(page)
+
+
 @dataclass(eq=False)
 class PromptGroup:
-    """A prompt and how it stands in the cache. `pages` None: not computed, or no longer kept."""
+    """A prompt and its state in the cache. `pages` is None before the prompt is computed and after it is dropped."""
 
     task: Task
     max_new_tokens: int
@@ -41,7 +83,7 @@ class PromptGroup:
 
 @dataclass(eq=False)
 class Sample:
-    """One completion in the making."""
+    """One completion that is being sampled. It may begin with tokens: they are prefilled like those of a preempted one."""
 
     group: PromptGroup
     index: int  # among the samples of its task
@@ -50,9 +92,10 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     pages: list[int] = field(default_factory=list)
-    scanner: StopStringScanner | None = None  # where the search for stop strings stands
-    admission: int = -1  # counts admissions over the whole call: the youngest sample has the largest
-    in_flight: int = 0  # tokens that the device has drawn and the host has not seen
+    scanner: StopStringScanner | None = None  # state of the search for stop strings
+    admission: int = -1  # number of its admission while it is active, else -1; the latest admission has the largest
+    in_flight: int = 0  # tokens drawn on the device that the host has not read yet
+    is_cancelled: bool = False  # tokens that are still in flight are discarded
 
     @property
     def num_drawn(self) -> int:
@@ -60,18 +103,18 @@ class Sample:
 
     @property
     def noise_index(self) -> int:
-        """The name of the next token's noise: its place among all tokens after the task's first prompt."""
+        """Index of the next token's noise: its position among all tokens after the task's first prompt."""
         return self.group.task.first_token + self.num_drawn
 
     @property
     def num_cached(self) -> int:
-        """Tokens whose keys and values are in the cache while it is active: all but the one drawn last."""
+        """Tokens whose keys and values are in the cache while the sample is active: all but the last one drawn."""
         return self.group.prompt_length + self.num_drawn - 1
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Tokens to run through the model into `pages`, beginning at position `start`; what lies before is there already."""
+    """Tokens to run through the model into `pages`, from position `start`; earlier positions are already cached."""
 
     token_ids: Sequence[int]
     start: int
@@ -81,28 +124,24 @@ class Prefill:
 
 @dataclass
 class Admission:
-    """What has to be done, in this order, before the admitted samples are ready to decode."""
+    """The work to do, in this order, before the admitted samples can decode."""
 
-    prompts: list[Prefill] = field(default_factory=list)
+    prompts: dict[PromptGroup, Prefill] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)  # page -> page
-    resumed: list[Prefill] = field(default_factory=list)  # tokens of samples that had to leave before
+    resumed: dict[Sample, Prefill] = field(default_factory=dict)  # tokens drawn before a preemption
     samples: list[Sample] = field(default_factory=list)
 
 
 class Scheduler:
-    def __init__(self, samples: Sequence[Sample], num_pages: int, page_size: int, max_batch_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, max_batch_size: int) -> None:
         self.page_size = page_size
         self.max_batch_size = max_batch_size
         self.pages = PageAllocator(num_pages)
-        self.waiting = deque(samples)
+        self.waiting: deque[Sample] = deque()
         self.active: list[Sample] = []
         self.num_preemptions = 0
         self._num_admissions = 0
-        self._groups = list(dict.fromkeys(sample.group for sample in samples))
-        for sample in samples:
-            sample.group.num_waiting += 1
-        longest = max((pages_needed(group, page_size) for group in self._groups), default=0)
-        assert longest <= num_pages, f"a sequence needs {longest} pages, the cache has {num_pages}"
+        self._groups: list[PromptGroup] = []
 
     @property
     def unfinished(self) -> bool:
@@ -111,27 +150,36 @@ class Scheduler:
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """The samples of one new group join the end of the queue."""
-        group = samples[0].group
-        assert all(sample.group is group for sample in samples), "one group at a time"
-        assert group.num_waiting + group.num_active == 0, "the group is new"
-        assert pages_needed(group, self.page_size) <= self.pages.num_pages, "the caller has looked at the length"
-        self._groups.append(group)
-        group.num_waiting = len(samples)
+        """Append the samples of new groups to the queue."""
+        for group in dict.fromkeys(sample.group for sample in samples):
+            assert group.num_waiting + group.num_active == 0, "the group is new"
+            needed = pages_needed(group, self.page_size)
+            assert needed <= self.pages.num_pages, (
+                f"a sequence needs {needed} pages, the cache has {self.pages.num_pages}"
+            )
+            self._groups.append(group)
+        for sample in samples:
+            sample.group.num_waiting += 1
         self.waiting.extend(samples)
 
-    def admit(self) -> Admission:
-        """Start as many waiting samples as slots and pages allow, in the order of the queue."""
+    def admit(self, max_tokens: int | None = None) -> Admission:
+        """Start as many waiting samples as slots and pages allow, in the order of the queue.
+
+        `max_tokens`: start no more than have about this many tokens to prefill, but at least one.
+        """
         admission = Admission()
-        while self.waiting and len(self.active) < self.max_batch_size and self._fits(self.waiting[0]):
+        slots = self.max_batch_size - len(self.active)
+        if max_tokens is not None:
+            slots = self._num_within(max_tokens, slots)
+        while self.waiting and len(admission.samples) < slots and self._fits(self.waiting[0]):
             sample = self.waiting.popleft()
             group = sample.group
             group.num_waiting -= 1
             group.num_active += 1
             if group.pages is None:
                 group.pages = self.pages.take(pages_for(group.prompt_length, self.page_size))
-                # A copy of the list: the last sample to start takes the list over and lets it grow.
-                admission.prompts.append(Prefill(group.task.prompt_ids, 0, tuple(group.pages), group))
+                # A copy of the list: the last sample to start takes the list over and appends to it.
+                admission.prompts[group] = Prefill(group.task.prompt_ids, 0, tuple(group.pages), group)
             self._start(sample, admission)
             sample.admission = self._num_admissions
             self._num_admissions += 1
@@ -139,8 +187,22 @@ class Scheduler:
             admission.samples.append(sample)
         return admission
 
+    def _num_within(self, max_tokens: int, slots: int) -> int:
+        """How many samples from the head of the queue have `max_tokens` to prefill; at least 1 if there is a slot."""
+        count = 0
+        seen: set[PromptGroup] = set()
+        for sample in self.waiting:
+            is_computed = sample.group in seen or sample.group.pages is not None
+            cost = len(sample.token_ids) + (0 if is_computed else sample.group.prompt_length)
+            if count == slots or (count and cost > max_tokens):
+                break
+            seen.add(sample.group)
+            max_tokens -= cost
+            count += 1
+        return count
+
     def _fits(self, sample: Sample) -> bool:
-        """Whether the sample can start and leave a page for everybody's next step. Alone, it must be able to."""
+        """Whether the sample can start and leave a page for the next step of each active one. Alone, it always can."""
         if not self.active:
             while self._pages_to_start(sample) > self.pages.num_free:
                 dropped = self._drop_prompt(spare=sample.group)
@@ -170,17 +232,17 @@ class Scheduler:
         if len(sample.token_ids) > 1:
             missing = pages_for(sample.num_cached, self.page_size) - len(sample.pages)
             sample.pages += self.pages.take(max(missing, 0))
-            admission.resumed.append(Prefill(sample.token_ids[:-1], group.prompt_length, tuple(sample.pages)))
+            admission.resumed[sample] = Prefill(sample.token_ids[:-1], group.prompt_length, tuple(sample.pages))
 
     # -- running -------------------------------------------------------------------------------------------------------
 
     @property
     def may_run_short(self) -> bool:
-        """Whether the next step could need more pages than are free, so that somebody would have to leave."""
+        """Whether the next step could need more pages than are free, and so preempt a sample."""
         return self.pages.num_free < len(self.active)
 
     def reserve_step(self) -> None:
-        """Give every active sample a page for its next token; those for whom there is none wait again."""
+        """Give every active sample a page for its next token; preempt samples when pages run out."""
         for sample in sorted(self.active, key=lambda sample: sample.admission):
             while sample.admission >= 0 and sample.num_cached >= len(sample.pages) * self.page_size:
                 if self.pages.num_free:
@@ -198,7 +260,7 @@ class Scheduler:
         assert dropped, "the cache was checked to hold any sequence alone"
 
     def _drop_prompt(self, *, idle: bool = False, spare: PromptGroup | None = None) -> bool:
-        """Let go of the youngest prompt that is kept for samples still waiting."""
+        """Free the pages of the newest prompt that is kept for waiting samples."""
         for group in reversed(self._groups):
             if group.pages is not None and group is not spare and not (idle and group.num_active):
                 self.pages.release(group.pages)
@@ -215,36 +277,39 @@ class Scheduler:
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def leave(self, sample: Sample) -> None:
-        """The sample is finished, or has to wait again: its pages are free for others at once."""
+        """Take the sample out of the batch, finished or preempted: its pages are free at once."""
         self.pages.release(sample.pages)
         sample.pages = []
         sample.admission = -1
         sample.group.num_active -= 1
-        # The last row takes the place of the one that leaves, so that all others stay where they are.
+        # The last row moves into the free place, so that all other rows stay where they are.
         place = next(row for row, other in enumerate(self.active) if other is sample)
         last = self.active.pop()
         if last is not sample:
             self.active[place] = last
 
     def cancel(self, sample: Sample) -> None:
-        """Nobody wants the sample any more, wherever it stands."""
+        """Remove the sample, active or waiting. One whose last token is in flight has left the batch already."""
+        sample.is_cancelled = True
         if sample.admission >= 0:
             self.leave(sample)
+            return
+        if sample not in self.waiting:
             return
         self.waiting.remove(sample)
         group = sample.group
         group.num_waiting -= 1
-        if group.num_waiting == 0 and group.pages is not None:  # kept for the one that has just gone
+        if group.num_waiting == 0 and group.pages is not None:  # they were kept for this sample
             self.pages.release(group.pages)
             group.pages = None
 
     def forget(self, group: PromptGroup) -> None:
-        """All samples of the group have left for good. A queue that lives long would remember every prompt."""
-        assert group.num_waiting + group.num_active == 0, "somebody of the group is still here"
-        assert group.pages is None, "the pages of a prompt go with its last sample"
+        """Drop a group whose samples have all left for good, so that a long-lived queue does not grow."""
+        assert group.num_waiting + group.num_active == 0, "a sample of the group is waiting or active"
+        assert group.pages is None, "the pages of a prompt are released with its last sample"
         self._groups.remove(group)
 
 
 def pages_needed(group: PromptGroup, page_size: int) -> int:
-    """Pages with which one sample of the group can run to its end: its own, and the prompt's last one while it is copied."""
+    """Pages that let one sample of the group run to its end: its own, and one for the copy of the prompt's last page."""
     return pages_for(group.prompt_length + group.max_new_tokens, page_size) + 1

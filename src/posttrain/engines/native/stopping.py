@@ -1,16 +1,20 @@
-"""When a completion ends: stop tokens, stop strings, and the length it may have."""
+"""When a completion ends: stop tokens, stop strings, and its maximum length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from posttrain.types import FinishReason, Sampling
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
-def stop_token_ids(model: Any, tokenizer: Any, sampling: Sampling) -> frozenset[int]:
-    """Those of the request, the end of the turn, and every end of sequence that model and tokenizer name."""
+
+def stop_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> frozenset[int]:
+    """Stop tokens of the request, ends of turn, and the end-of-sequence tokens of model and tokenizer."""
     if sampling.ignore_eos:
         return frozenset()
     generation_config = getattr(model, "generation_config", None)
@@ -25,10 +29,10 @@ def stop_token_ids(model: Any, tokenizer: Any, sampling: Sampling) -> frozenset[
 class StopRules:
     token_ids: frozenset[int]
     strings: tuple[str, ...]
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, sampling: Sampling) -> StopRules:
+    def of(cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> StopRules:
         strings = () if sampling.ignore_eos else sampling.stop_strings
         return cls(stop_token_ids(model, tokenizer, sampling), strings, tokenizer)
 
@@ -45,16 +49,16 @@ class StopRules:
 
 
 class StopStringScanner:
-    """Looks for stop strings in one completion as it grows, special tokens included, without decoding all of it again.
+    """Searches a growing completion for stop strings, special tokens included, without decoding all of it again.
 
     A token's text may depend on its neighbours, so a short window is decoded twice, without and with the new tokens, and
-    the difference is what they add. Text that ends in half a character waits for the rest.
+    the difference is what they add. Text that ends in an incomplete character waits for the rest.
     """
 
-    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self.tokenizer = tokenizer
         self.strings = tuple(strings)
-        self.window_start = 0  # of the tokens decoded for context
+        self.window_start = 0  # first token that is decoded for context
         self.num_read = 0  # tokens whose text is in `tail`
         self.tail = ""
         self.keep = max(len(string) for string in self.strings) - 1

@@ -1,5 +1,5 @@
-"""Runs programs that nobody trusts: no network, no files but their own, no more than they are given of anything.
+"""Runs untrusted programs: no network, no files but their own, limits on every resource.
 
-`levels.py` says what this machine can do, `sandbox.py` runs a program and watches it, `launch.py` is the other side of that:
+`levels.py` finds what this machine supports, `sandbox.py` runs a program and watches it, `launch.py` is the other side of that:
 the process that locks the program in. Everything here is standard library, and Linux.
 """

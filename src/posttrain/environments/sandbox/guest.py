@@ -1,7 +1,7 @@
 """What runs inside the sandbox: it brings up the untrusted solution and puts it to the test. Never imported by posttrain.
 
-Its text is put into the sandbox's folder beside `solution.py` and `job.json`. It first says that it is up; what happens from
-then on is the solution's own doing. A passed test is told with a token that is made anew for each run, so that a solution
+Its text is put into the sandbox's folder beside `solution.py` and `job.json`. It first reports that it has started; what happens
+from then on is caused by the solution. A passed test is reported with a token that is made anew for each run, so that a solution
 that ends the process, or prints what it takes for a verdict, passes nothing. Both live in one process, though: a solution
 that goes looking for the token in its caller's frames will find it. Standard library only, any Python 3.8 or later.
 """

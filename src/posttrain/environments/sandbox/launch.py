@@ -2,7 +2,7 @@
 
 Three processes: this one unshares the namespaces; its child is the first process of the new ones, so that all that they
 hold ends with it; the grandchild gives up what is left of its rights and becomes the untrusted program. Where there are no
-namespaces the child is that program, and its descendants are hunted down. What happened is told as one line of JSON on a
+namespaces the child is that program, and its descendants are found and killed. The outcome is one line of JSON on a
 pipe that the program cannot reach. Run as `launch(spec_fd, status_fd, report_fd)`; the spec is what `sandbox.py` wrote.
 Standard library only.
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from posttrain.environments.sandbox import kernel
-from posttrain.environments.sandbox.file_rules import restrict_files
+from posttrain.environments.sandbox.kernel import restrict_files
 from posttrain.environments.sandbox.private_root import BOX, WRITABLE, enter_private_root
 from posttrain.environments.sandbox.processes import descendants
 from posttrain.environments.sandbox.syscall_filter import syscall_filter
@@ -131,7 +131,7 @@ def _first_process(
 
 
 def _launch_beside(spec: dict[str, Any], status_fd: int, report_fd: int) -> None:
-    """Without namespaces: the program shares ours, under the rules of Landlock if the level says so."""
+    """Without namespaces: the program shares ours, under the rules of Landlock if the level has it."""
     kernel.adopt_orphans()
     ids = _own_ids() if os.geteuid() == 0 and spec["level"] == "landlock" else None
     _write_files(spec["files"], spec["folder"], ids)

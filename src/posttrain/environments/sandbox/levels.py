@@ -109,7 +109,9 @@ def open_sandbox(mode: Mode, interpreter: Interpreter, read_only_paths: Sequence
     advice = (
         ""
         if mode != "strict"
-        else ("\nWith `sandbox: best_effort` the next best protection is used, which says what it does not protect.")
+        else (
+            "\nWith `sandbox: best_effort` the next best protection is used, and a warning names what it does not protect."
+        )
     )
     raise SandboxUnavailable("\n".join(reasons) + advice)
 
@@ -119,7 +121,7 @@ def why_not(sandbox: Sandbox, interpreter: Interpreter) -> str | None:
     if platform.system() != "Linux":
         return f"it needs Linux, and this is {platform.system()}"
     if sandbox.level != "limits" and platform.machine() not in _MACHINES:
-        return f"it knows the processors {' and '.join(_MACHINES)}, and this is {platform.machine()}"
+        return f"it supports the processors {' and '.join(_MACHINES)}, and this is {platform.machine()}"
     program = Program(interpreter.command("-c", _PROBE), announces=True)
     try:
         outcome = sandbox.run(program, _PROBE_LIMITS)

@@ -1,4 +1,4 @@
-"""Which processes descend from one, and how much memory they hold, as /proc says. Standard library only."""
+"""Which processes descend from one, and how much memory they hold, from /proc. Standard library only."""
 
 from __future__ import annotations
 

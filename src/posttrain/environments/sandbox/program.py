@@ -14,11 +14,11 @@ READY = b"ready\n"
 
 
 class SandboxFailure(Exception):
-    """The sandbox did not do its job, so nothing can be said about the program."""
+    """The sandbox did not do its job, so there is no result for the program."""
 
 
 class SandboxUnavailable(Exception):
-    """This machine cannot give the protection that was asked for; the message says what is missing and how to get it."""
+    """This machine cannot give the protection that was asked for; the message names what is missing and how to get it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended. `exit_code` is negative for a signal, None if it was stopped for what `stopped` says."""
+    """How a program ended. `exit_code` is negative for a signal, None if it was stopped for the reason in `stopped`."""
 
     exit_code: int | None
     stopped: Stopped | None

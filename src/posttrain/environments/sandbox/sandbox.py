@@ -1,4 +1,4 @@
-"""Runs untrusted programs, seen from the process that wants to know what came of them.
+"""Runs untrusted programs, seen from the process that needs their result.
 
 It starts `launch.py`, feeds it, reads every pipe without ever blocking, keeps the limits that the kernel does not keep by
 itself (time, output, the memory and the number of all processes together), and tells apart what is the program's fault, an
@@ -239,7 +239,7 @@ def _environment(home: str) -> dict[str, str]:
 
 
 def _memory_file(name: str, content: bytes) -> int:
-    """A file in memory, at its beginning, that nobody can change: it cannot block, and it leaves nothing on the disk."""
+    """A file in memory, at its beginning, that cannot be changed: it cannot block, and it leaves nothing on the disk."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         left = memoryview(content)

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from posttrain.environments.turns.tool_calls import MalformedCall, ToolCall
 from posttrain.environments.turns.tools import ToolEnvironment, ToolError
+from posttrain.json_files import JsonMapping
 
 _MAX_CHARACTERS = 200
 _MAX_EXPONENT = 64
-_MAX_BITS = 2048  # of a numerator or denominator: nobody has asked a word problem beyond that
+_MAX_BITS = 2048  # of a numerator or denominator: more than a word problem needs
 
-_SCHEMA: Mapping[str, Any] = {
+_SCHEMA: JsonMapping = {
     "type": "function",
     "function": {
         "name": "calculator",
@@ -47,7 +48,7 @@ class Calculator(ToolEnvironment):
             return super().parse(response)
         return [ToolCall("calculator", {"expression": expression}) for expression in _INLINE.findall(response)]
 
-    def call(self, state: Any, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, state: Any, name: str, arguments: JsonMapping) -> str:
         expression = arguments.get("expression")
         if name != "calculator" or not isinstance(expression, str):  # without schemas in the prompt nothing has checked
             raise ToolError('the only tool is calculator, with one argument: {"expression": "17 * 23"}')
@@ -55,7 +56,7 @@ class Calculator(ToolEnvironment):
 
 
 def evaluate(expression: str) -> Fraction:
-    """The value of an arithmetic expression. `ToolError` says what is wrong with one that has none."""
+    """The value of an arithmetic expression. `ToolError` if it has none."""
     if len(expression) > _MAX_CHARACTERS:
         raise ToolError(f"the expression is longer than {_MAX_CHARACTERS} characters")
     text = expression.translate(_SIGNS).replace("^", "**")

@@ -2,7 +2,7 @@
 
     reset(task)            -> state        once per task; all samples of the task start from this state
     step(state, response)  -> Turn         after each turn of the model
-    end(state, reason)     -> reward       when the limit of turns or tokens ends what `step` wanted to continue
+    end(state, reason)     -> reward       when the limit of turns or tokens ends what `step` would continue
 
 The state is a value: it is pickled after each call and may come back in another process. So whatever the next turn needs
 belongs into it, and nothing may be kept on the instance that a turn changes.
@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from posttrain.json_files import JsonMapping
+
 # A text gets the role `tool` if the chat template has it, else `user`; a {role, content} message has its own.
 Observation = str | Mapping[str, str]
 Reward = float | Mapping[str, float]  # a number, or named parts that add up
@@ -26,9 +28,9 @@ class TurnTask:
     """What a conversation is about."""
 
     prompt: str  # as the model sees it, chat template applied
-    messages: Sequence[Mapping[str, Any]]  # before the chat template
+    messages: Sequence[JsonMapping]  # before the chat template
     reference: Any  # the expected answer, as the dataset gives it
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # the row's other columns
+    metadata: JsonMapping = field(default_factory=dict)  # the row's other columns
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Turn:
 
     state: Any = None
     observation: Observation | Sequence[Observation] | None = None  # what the model reads next
-    reward: Reward | None = None  # None: this turn says nothing about it
+    reward: Reward | None = None  # None: this turn gives none
     done: bool = False
     answer: str | None = None  # with `done`: a final answer for the judge that the same block under `env:` names
     counts: Mapping[str, float] = field(default_factory=dict)  # added up over the turns and reported as metrics
@@ -46,9 +48,7 @@ class Turn:
 class TurnEnvironment(ABC):
     """A base with the usual answers. Any class with `reset` and `step` will do; `tools` and `end` may be left out."""
 
-    tools: Sequence[
-        Mapping[str, Any]
-    ] = ()  # JSON schemas, OpenAI's format: put into the prompt, see docs/multi-turn.md
+    tools: Sequence[JsonMapping] = ()  # JSON schemas, OpenAI's format: put into the prompt, see docs/multi-turn.md
 
     def reset(self, task: TurnTask) -> Any:
         return task
@@ -59,3 +59,18 @@ class TurnEnvironment(ABC):
     def end(self, state: Any, reason: EndReason) -> Reward:
         """A conversation that has come to no end is worth nothing, unless the environment thinks otherwise."""
         return 0.0
+
+
+Request = Literal["describe", "reset", "step", "end"]
+
+
+@dataclass(frozen=True)
+class TurnItem:
+    """One call. The state stays pickled: only workers know the classes in it."""
+
+    request: Request
+    noise_key: str = ""  # seeds `random` for this call
+    task: TurnTask | None = None  # of reset
+    state: bytes = b""  # of step and end
+    response: str = ""  # of step
+    reason: EndReason = "turns"  # of end

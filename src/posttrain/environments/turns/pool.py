@@ -9,28 +9,29 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from posttrain.environments.pool import ScoringPool, to_score
-from posttrain.environments.settings import RewardConfigError, RewardSettings
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.settings import RewardSettings
+from posttrain.environments.turns.interface import TurnItem
+from posttrain.errors import InputError
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.types import Message, Score
 
 
 @dataclass(frozen=True)
 class TurnOutcome(Score):
-    """A call that was answered. `reward` None: it said nothing about the reward."""
+    """A call that was answered. `reward` None: it gave none."""
 
     state: bytes = b""
     observation: tuple[Message, ...] = ()  # an empty role is left to the chat template
     done: bool = False
     answer: str | None = None  # for the judge
     counts: Mapping[str, float] = field(default_factory=dict)
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[JsonMapping, ...] = ()
 
 
 class _TurnPool(ScoringPool):
-    def _read(self, reply: dict[str, Any]) -> Score:
+    def _read(self, reply: JsonObject) -> Score:
         if "error" in reply:
             return to_score(reply)
         return TurnOutcome(
@@ -56,7 +57,7 @@ class TurnRouter:
         return frozenset(self._pools)
 
     def ask(self, calls: Sequence[tuple[str, TurnItem]]) -> list[Score]:
-        """What each call, (environment, item), came to: a `TurnOutcome`, or a plain `Score` that says why there is none."""
+        """What each call, (environment, item), came to: a `TurnOutcome`, or a plain `Score` with the reason why there is none."""
         rows_of: dict[str, list[int]] = {}
         for row, (name, _) in enumerate(calls):
             rows_of.setdefault(name, []).append(row)
@@ -65,11 +66,11 @@ class TurnRouter:
             results.update(zip(rows, self._pools[name].score([calls[row][1] for row in rows]), strict=True))
         return [results[row] for row in range(len(calls))]
 
-    def tools(self, name: str) -> tuple[Mapping[str, Any], ...]:
+    def tools(self, name: str) -> tuple[JsonMapping, ...]:
         """The schemas of the tools that the environment's class declares."""
         (outcome,) = self.ask([(name, TurnItem("describe"))])
         if not isinstance(outcome, TurnOutcome):
-            raise RewardConfigError(f"env.{name}.turns cannot be used: {outcome.error}")
+            raise InputError(f"env.{name}.turns cannot be used: {outcome.error}")
         return outcome.tools
 
     def close(self) -> None:

@@ -10,11 +10,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from posttrain.environments.turns.tools import ToolEnvironment, ToolError
+from posttrain.json_files import JsonMapping
 
 _K1, _B = 1.5, 0.75
 
@@ -28,7 +28,7 @@ class Search(ToolEnvironment):
         self.index = Index([f"{title} {text}" for title, text in self.documents])
         self.tools = (_SCHEMA,) if describe else ()
 
-    def call(self, state: Any, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, state: Any, name: str, arguments: JsonMapping) -> str:
         query = arguments.get("query")
         if name != "search" or not isinstance(query, str):
             raise ToolError('the only tool is search, with one argument: {"query": "..."}')
@@ -88,7 +88,7 @@ def _read(path: Path) -> list[tuple[str, str]]:
     return documents
 
 
-_SCHEMA: Mapping[str, Any] = {
+_SCHEMA: JsonMapping = {
     "type": "function",
     "function": {
         "name": "search",

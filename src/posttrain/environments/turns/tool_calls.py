@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from posttrain.json_files import JsonMapping
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 # The end of the turn closes a call as well: a stop string or the end of the turn may have taken the place of the tag.
@@ -23,7 +24,7 @@ _CALL = re.compile(rf"{OPENING}(.*?)(?:{CLOSING}|\Z)", re.DOTALL)
 @dataclass(frozen=True)
 class ToolCall:
     name: str
-    arguments: Mapping[str, Any]
+    arguments: JsonMapping
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain.environments.turns.interface import Observation, Turn, TurnEnvironment
 from posttrain.environments.turns.tool_calls import MalformedCall, ToolCall, parse_tool_calls
+from posttrain.json_files import JsonMapping
 
 # Counted in every turn, so that a step without any has a 0 and not a gap.
 COUNTS = ("tool_calls", "malformed_tool_calls", "failed_tool_calls")
@@ -28,7 +29,7 @@ class ToolEnvironment(TurnEnvironment):
     max_calls_per_turn = 8
 
     @abstractmethod
-    def call(self, state: Any, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, state: Any, name: str, arguments: JsonMapping) -> str:
         """The result of one call, as text. `ToolError` is shown to the model; any other error leaves it unscored."""
 
     def parse(self, response: str) -> Sequence[ToolCall | MalformedCall]:

@@ -14,18 +14,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.environments.item import BadSetup, PlainReply, Unscored
+from posttrain.environments.item import BadSetup, PlainReply, Unscored, to_reward
 from posttrain.environments.python_function import load_module, seed_noise
-from posttrain.environments.reward_values import to_reward
-from posttrain.environments.turns.interface import Turn
-from posttrain.environments.turns.messages import TurnItem
+from posttrain.environments.turns.interface import Turn, TurnItem
+from posttrain.json_files import JsonMapping, JsonObject
 
 # A reply may have a megabyte, and base64 makes four bytes of three.
 _MAX_STATE_BYTES = 500_000
 _MAX_OBSERVATION_CHARACTERS = 100_000
 
 
-def turn_taker(setup: Mapping[str, Any]) -> Callable[[TurnItem], PlainReply]:
+def turn_taker(setup: JsonMapping) -> Callable[[TurnItem], PlainReply]:
     environment = _build(setup["turns"], setup["kwargs"], Path(setup["base_folder"]))
     runner = asyncio.Runner()  # one event loop for the worker's life, as for reward functions
 
@@ -51,7 +50,7 @@ def turn_taker(setup: Mapping[str, Any]) -> Callable[[TurnItem], PlainReply]:
     return answer
 
 
-def _build(spec: str, kwargs: Mapping[str, Any], base_folder: Path) -> Any:
+def _build(spec: str, kwargs: JsonMapping, base_folder: Path) -> Any:
     module, module_name, attribute = load_module(spec, base_folder)
     found: Any = module
     for part in attribute.split("."):
@@ -76,7 +75,7 @@ def _takes_turns(found: type) -> bool:
     return callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None))
 
 
-def _tools(environment: Any) -> list[Any]:
+def _tools(environment: object) -> list[Any]:
     tools = getattr(environment, "tools", ()) or ()
     named = [isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) for tool in tools]
     if not all(named) or not all("name" in tool["function"] for tool in tools):
@@ -85,14 +84,14 @@ def _tools(environment: Any) -> list[Any]:
     return plain
 
 
-def _turn_fields(turn: Any) -> dict[str, Any]:
+def _turn_fields(turn: object) -> JsonObject:
     if not isinstance(turn, Turn):
         raise Unscored(f"step returned {type(turn).__name__}: a posttrain.environments.turns.Turn is needed")
     if turn.observation is None and not turn.done:
         raise Unscored("step returned a Turn with neither an observation nor done: there is nothing to go on with")
     if turn.answer is not None and not isinstance(turn.answer, str):
         raise Unscored(f"the answer of a Turn is {type(turn.answer).__name__}: text is needed")
-    fields: dict[str, Any] = {"done": bool(turn.done), "counts": _counts(turn.counts)}
+    fields: JsonObject = {"done": bool(turn.done), "counts": _counts(turn.counts)}
     if turn.reward is not None:
         fields |= _reward_fields(turn.reward)
     if turn.done:
@@ -100,12 +99,12 @@ def _turn_fields(turn: Any) -> dict[str, Any]:
     return {**fields, "state": _packed(turn.state, "step"), "observation": _messages(turn.observation)}
 
 
-def _reward_fields(value: Any) -> dict[str, Any]:
+def _reward_fields(value: object) -> JsonObject:
     reward, parts = to_reward(value)
     return {"reward": reward, "parts": {_clean(name)[:100]: part for name, part in parts.items()}}
 
 
-def _counts(counts: Any) -> dict[str, float]:
+def _counts(counts: object) -> dict[str, float]:
     if not isinstance(counts, Mapping):
         raise Unscored(f"the counts of a Turn are {type(counts).__name__}: a dict of numbers is needed")
     # A count is a number like a reward: the same values are accepted.
@@ -133,7 +132,7 @@ def _messages(observation: Any) -> list[dict[str, str]]:
     return messages
 
 
-def _packed(state: Any, method: str) -> str:
+def _packed(state: object, method: str) -> str:
     try:
         data = pickle.dumps(state)
     except Exception as error:

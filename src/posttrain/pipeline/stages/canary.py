@@ -1,13 +1,12 @@
-"""canary: put the version into the stage canary, and write down how a server splits the traffic.
+"""canary: moves the version to the stage canary, and writes how a server splits the traffic.
 
-Starting the server is not the pipeline's business: whoever runs servers takes `serve.sh`, or the values in `serve.yaml`.
+The pipeline does not start servers: use `serve.sh`, or the values in `serve.yaml`.
 """
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,9 +14,10 @@ from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.hashing import digest
-from posttrain.pipeline.models import registry_of, versions_of
-from posttrain.pipeline.records import ModelChoice, Outcome, PipelineError, StageName, StageRecord, about
-from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.json_files import JsonObject
+from posttrain.pipeline.iteration_models import registry_of, versions_of
+from posttrain.pipeline.records import ModelChoice, StageName, StageOutcome, StageRecord, about
+from posttrain.pipeline.stage import Stage, StageContext
 from posttrain.pipeline.stages.gate import verdict_of
 from posttrain.registry.version import ModelVersion
 from posttrain.serve.canary import CanaryRules
@@ -25,11 +25,10 @@ from posttrain.serve.canary import CanaryRules
 SERVE_FILE, SERVE_SCRIPT = "serve.yaml", "serve.sh"
 
 
-class CanaryStage:
+class CanaryStage(Stage):
     name: StageName = "canary"
-    version = 1
     reads: tuple[StageName, ...] = ("gate", "registry")
-    goes_on = False
+    outputs = ("file",)
 
     def check(self, config: PipelineConfig) -> None:
         try:
@@ -37,7 +36,7 @@ class CanaryStage:
         except InputError as error:
             raise about("canary", error) from error
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         incumbent = context.iteration.incumbent
         return {
             "settings": context.config.canary.model_dump(),
@@ -51,7 +50,7 @@ class CanaryStage:
         registered = context.before.get("registry")
         if registered is None:
             return None
-        # Whoever took it out of use had a reason. The iteration is over with that: new traces must not wait for it.
+        # It was archived on purpose. That ends the iteration, so that new traces do not wait for it.
         number, config = registered.outcome.values["version"], context.config
         if _stage_of(number, config) != "archived":
             return None
@@ -62,9 +61,9 @@ class CanaryStage:
         number = record.outcome.values["version"]
         if _stage_of(number, config) not in ("canary", "production"):
             return f"version {number} as canary"
-        return missing_path(record, "file")
+        return super().missing(record, config)
 
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         config, name = context.config, context.config.pipeline.name
         registry = registry_of(config)
         number = int(context.before["registry"].outcome.values["version"])
@@ -80,7 +79,7 @@ class CanaryStage:
         script = f'#!/bin/sh\n# Serves {name}; written by `posttrain pipeline run`.\nexec {shlex.join(command)} "$@"\n'
         durable.write_text(folder / SERVE_SCRIPT, script)
         (folder / SERVE_SCRIPT).chmod(0o755)
-        return Outcome(
+        return StageOutcome(
             digest=digest([version.reference, serving]),
             headline=_headline(serving, version),
             values={"file": SERVE_FILE, "script": SERVE_SCRIPT, "command": command, "version": number},
@@ -93,20 +92,20 @@ def _stage_of(number: int, config: PipelineConfig) -> str | None:
 
 
 def _refuse_other_production(context: StageContext, versions: list[ModelVersion]) -> None:
-    """A candidate that beat another model than the one in use has shown nothing."""
+    """Refuse a candidate that was compared with another model than the one in production."""
     current = next((version.version for version in versions if version.stage == "production"), None)
     incumbent = context.iteration.incumbent
     compared = None if incumbent is None else incumbent.version
     if current != compared:
         now = "nothing" if current is None else f"version {current}"
         then = "nothing" if compared is None else f"version {compared}"
-        raise PipelineError(
+        raise InputError(
             f"canary: {now} is in production now, and {then} was when this iteration began; `pipeline run --from evaluate` "
-            "compares with the one that is there"
+            "compares with the current one"
         )
 
 
-def _serving(config: PipelineConfig, version: ModelVersion, incumbent: ModelChoice | None) -> dict[str, Any]:
+def _serving(config: PipelineConfig, version: ModelVersion, incumbent: ModelChoice | None) -> JsonObject:
     """The options of `posttrain serve`, by name."""
     name, location = config.pipeline.name, registry_of(config).location
     shared = {"served_model_name": name, "registry": str(location.folder or location.text)}
@@ -119,7 +118,7 @@ def _serving(config: PipelineConfig, version: ModelVersion, incumbent: ModelChoi
     return {"model": model, **shared, "canary": f"registry:{name}@canary", **rules}
 
 
-def _command(serving: dict[str, Any]) -> list[str]:
+def _command(serving: JsonObject) -> list[str]:
     words = ["posttrain", "serve", str(serving["model"])]
     for key, value in serving.items():
         if key != "model":
@@ -127,7 +126,7 @@ def _command(serving: dict[str, Any]) -> list[str]:
     return words
 
 
-def _headline(serving: dict[str, Any], version: ModelVersion) -> str:
+def _headline(serving: JsonObject, version: ModelVersion) -> str:
     if "canary" in serving:
         share = f"{100 * serving['canary_share']:g} % of the traffic"
         return f"{version.reference} is the canary, {share} beside {serving['model']}; start the server with {SERVE_SCRIPT}"

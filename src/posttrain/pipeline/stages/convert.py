@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from posttrain.config.pipeline import PipelineConfig
 from posttrain.hashing import digest
-from posttrain.pipeline.records import Outcome, StageName, StageRecord
-from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.json_files import JsonObject
+from posttrain.pipeline.records import StageName, StageOutcome
+from posttrain.pipeline.stage import Stage, StageContext
 
 MODEL_FOLDER = "model"
 
 
-class ConvertStage:
+class ConvertStage(Stage):
     name: StageName = "convert"
-    version = 1
     reads: tuple[StageName, ...] = ("train",)
-    goes_on = False
+    outputs = ("model",)
 
-    def check(self, config: PipelineConfig) -> None:
-        pass
-
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": context.config.convert.model_dump()}
 
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        return missing_path(record, "model")
-
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         from posttrain.export.convert import ConversionSettings, convert
-        from posttrain.models.reference import WEIGHTS
+        from posttrain.models.accepted_names import WEIGHTS
 
         settings = context.config.convert
         checkpoint = context.before["train"].path("checkpoint")
@@ -49,7 +38,7 @@ class ConvertStage:
         check = done.verification
         verified = "not verified" if check is None else f"logits equal the source's within {check.max_difference:.2g}"
         what = "adapter" if done.is_adapter else "model"
-        return Outcome(
+        return StageOutcome(
             digest=digest([context.before["train"].outcome.digest, settings.model_dump()]),
             headline=f"{what} of {done.num_bytes / 1e6:,.1f} MB; {verified}",
             values={"model": MODEL_FOLDER, "num_bytes": done.num_bytes},

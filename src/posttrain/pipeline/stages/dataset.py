@@ -1,6 +1,6 @@
-"""dataset: the traces as a file to train on: preference pairs, groups of recorded answers, or prompts with references.
+"""dataset: writes the traces as training data: preference pairs, groups of recorded answers, or prompts with references.
 
-The file is the snapshot of an iteration: whatever is added to the traces later does not change what it is trained on.
+The file is the snapshot of an iteration: traces that are added later do not change what it trains on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
@@ -18,36 +17,27 @@ from posttrain.data.errors import DataError
 from posttrain.data.traces.report import PairReport, ReadReport
 from posttrain.data.traces.values import Prompt, TraceGroup
 from posttrain.hashing import digest
-from posttrain.pipeline.records import Outcome, StageName, StageRecord
-from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.json_files import JsonObject
+from posttrain.pipeline.records import StageName, StageOutcome
+from posttrain.pipeline.stage import Stage, StageContext
 from posttrain.pipeline.stages.traces import current_content, pair_rules_of, reading_of
 
-Row = dict[str, Any]
+Row = JsonObject
 NO_REFERENCE = "no reference answer"
 SEVERAL_REFERENCES = "several reference answers"
 
 
-class DatasetStage:
+class DatasetStage(Stage):
     name: StageName = "dataset"
-    version = 1
     reads: tuple[StageName, ...] = ("traces",)
-    goes_on = False
+    outputs = ("file",)
 
-    def check(self, config: PipelineConfig) -> None:
-        pass
-
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         config = context.config
         rules = config.dataset.pairs.model_dump() if config.dataset_kind == "pairs" else {}
         return {"settings": {"kind": config.dataset_kind, **rules}}
 
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        return missing_path(record, "file")
-
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         kind = context.config.dataset_kind
         file = folder / f"{kind}.jsonl"
         read, facts = ReadReport(), {}
@@ -62,10 +52,12 @@ class DatasetStage:
                 why = "; ".join(f"{count} prompts: {reason}" for reason, count in left_out.items())
                 raise DataError(f"dataset.kind {kind}: no row could be made of the traces{f' ({why})' if why else ''}")
         if current_content(context.config, context.hashes) != list(context.data):
-            raise DataError("traces.path: the files changed while they were read; run again when nobody writes to them")
+            raise DataError(
+                "traces.path: the files changed while they were read; run again when no process writes to them"
+            )
         report = {"kind": kind, "rows": lines, "read": read.as_dict(), **facts}
         durable.write_text(folder / "report.json", json.dumps(report, indent=2) + "\n")
-        return Outcome(
+        return StageOutcome(
             digest=digest([kind, context.hashes.of(file)]),
             headline=f"{lines:,} {'rows of recorded answers' if kind == 'groups' else kind}",
             values={"kind": kind, "file": file.name, "rows": lines},
@@ -92,7 +84,7 @@ def _rows(config: PipelineConfig, read: ReadReport) -> tuple[Iterator[Row], Coun
 
 
 def _recorded(groups: Iterator[TraceGroup]) -> Iterator[Row]:
-    """One row per trace, groups one after another, with the columns that are read without being named."""
+    """One row per trace, group by group, with the default column names."""
     for group in groups:
         for trace in group.traces:
             row: Row = {"input": group.prompt, "output": trace.response, "final_reward": trace.reward}

@@ -1,8 +1,8 @@
-"""evaluate: the candidate, and the model that it is compared with, on every evaluation that the file names.
+"""evaluate: runs every evaluation of the config on the candidate and on the model that it is compared with.
 
-Answers are kept in FOLDER/evaluations, named by everything that decides them: what one iteration has measured, of whichever
-model, the next one does not measure again. Metrics, thresholds and prices decide no answers: they are summed up anew from what is
-there. An evaluation that was killed goes on with the problems that are left.
+Answers are stored in FOLDER/evaluations under a hash of everything that decides them, so later iterations reuse them. Metrics,
+thresholds and prices do not change answers: summaries are computed again from the stored answers. An evaluation that was
+killed resumes with the remaining problems.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.hashing import digest
-from posttrain.pipeline.content import model_identity
-from posttrain.pipeline.models import locate
-from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about, relative
-from posttrain.pipeline.stage import StageContext
+from posttrain.json_files import JsonObject
+from posttrain.pipeline.iteration_models import locate, model_identity
+from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about, relative
+from posttrain.pipeline.stage import Stage, StageContext
 from posttrain.pipeline.stages.gate import load_gate
 from posttrain.roles import Progress
 
@@ -30,22 +30,22 @@ EVALUATIONS = "evaluations"
 OWN_KEYS = ("generation.model_name", "eval.save_path")
 PLACEHOLDER = "chosen-by-the-pipeline"  # the model; also the tokenizer, unless the config names another one
 KL = "kl_from_base"
-KL_INPUTS = ".kl_inputs"  # beside kl.json: the base model and the answers that it was measured with
+KL_INPUTS = ".kl_inputs"  # next to kl.json: its base model and answers
 
 
-class EvaluateStage:
+class EvaluateStage(Stage):
     name: StageName = "evaluate"
     version = 2
     reads: tuple[StageName, ...] = ("convert",)
-    goes_on = True
+    resumes = True
 
     def check(self, config: PipelineConfig) -> None:
         for name in config.evaluate:
             load_evaluation(config, name, PLACEHOLDER)
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         config, incumbent = context.config, context.iteration.incumbent
-        settings: dict[str, Any] = {}
+        settings: JsonObject = {}
         for name in config.evaluate:
             flat = load_evaluation(config, name, PLACEHOLDER).flat()
             own = {key for key, value in flat.items() if key in OWN_KEYS or value == PLACEHOLDER}
@@ -57,9 +57,6 @@ class EvaluateStage:
         files = context.hashes.of_named(files_named_in(settings))
         return {"settings": {**settings, "drift": drift}, "files": files, "models": models}
 
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
         from posttrain.evaluation.results import SUMMARY_FILE
 
@@ -70,10 +67,10 @@ class EvaluateStage:
                 if not (path / SUMMARY_FILE).is_file():
                     return str(path / SUMMARY_FILE)
                 if values["judged"][f"{side}/{name}"] != digest(_judged(path, drift=name in drift)):
-                    return f"the summary of {name} with these settings"  # the folder has been summed up otherwise since
+                    return f"the summary of {name} with these settings"  # the folder was summarised with other settings since
         return None
 
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         incumbent = context.iteration.incumbent
         candidate = self._measure(context, "the candidate", str(context.before["convert"].path("model")))
         others = None
@@ -99,22 +96,20 @@ def load_evaluation(config: PipelineConfig, name: str, model: str) -> LoadedConf
     section = config.evaluate[name]
     for text in section.overrides:
         if text.lstrip("+~").partition("=")[0].strip() in OWN_KEYS:
-            raise PipelineError(f"evaluate.{name}.overrides: `{text}`: the pipeline sets this itself")
+            raise InputError(f"evaluate.{name}.overrides: `{text}`: the pipeline sets this itself")
     path = None if section.config is None else Path(section.config)
     try:
         loaded = load_config("eval", path, [*section.overrides, f"generation.model_name={model}"])
     except InputError as error:
         raise about(f"evaluate.{name}", error) from error
     if loaded.config.server_url is not None:
-        raise PipelineError(
-            f"evaluate.{name}: generation.openai_cfg names a server; the pipeline evaluates its own model"
-        )
+        raise InputError(f"evaluate.{name}: generation.openai_cfg names a server; the pipeline evaluates its own model")
     return loaded
 
 
 def check_problems(config: PipelineConfig, waiting: Collection[str] = ()) -> None:
-    """InputError for problems that cannot be read, or a judge that is not there: after the training it would be late to hear
-    of it. `waiting` are settings that name what the demo has not made yet."""
+    """InputError for problems that cannot be read, or a judge that does not exist, before the training is spent. `waiting` are
+    settings that name files which the demo has not made yet."""
     from posttrain.evaluation.build import EvaluationBuild
 
     for name in config.evaluate:
@@ -128,7 +123,7 @@ def check_problems(config: PipelineConfig, waiting: Collection[str] = ()) -> Non
 
 
 def measures_drift(config: PipelineConfig) -> list[str]:
-    """The evaluations of which the gate wants to know the distance from the base model."""
+    """The evaluations for which the gate needs the distance from the base model."""
     checks = load_gate(config).checks.values()
     return sorted({check.evaluation for check in checks if check.metric == KL})
 
@@ -149,7 +144,7 @@ def _evaluate(context: StageContext, name: str, model: str, *, drift: bool) -> P
 
 
 def _measure_drift(context: StageContext, loaded: LoadedConfig[EvalRunConfig], folder: Path, model: str) -> None:
-    """Unless it was measured before, on these answers and from this base."""
+    """Measured once per answers and base model."""
     from posttrain.gate.divergence import KL_FILE, answers_digest
 
     base = model_identity(context.config.base_model)
@@ -171,7 +166,7 @@ def _measure_drift(context: StageContext, loaded: LoadedConfig[EvalRunConfig], f
 
 
 def _beating(context: StageContext) -> Callable[[str, int], Any]:
-    """The progress bar, which also keeps the time of this attempt."""
+    """The progress bar, which also records the time of this attempt."""
 
     @contextmanager
     def show(label: str, total: int) -> Iterator[Progress]:
@@ -196,7 +191,7 @@ def _write_comparison(first: Path, second: Path, file: Path) -> None:
 
 def _outcome(
     context: StageContext, folder: Path, candidate: dict[str, Path], others: dict[str, Path] | None, report: str | None
-) -> Outcome:
+) -> StageOutcome:
     from posttrain.evaluation.results import PROBLEMS_FILE, SUMMARY_FILE, read_summary
 
     first = next(iter(candidate))
@@ -210,7 +205,7 @@ def _outcome(
             answers[f"{side}/{name}"] = context.hashes.of(path / PROBLEMS_FILE)
     score = "none" if ours.score is None else f"{ours.score:.4f}"
     against = "" if theirs is None or theirs.score is None else f" against {theirs.score:.4f} of {_who(context)}"
-    return Outcome(
+    return StageOutcome(
         digest=digest([answers, judged]),
         headline=f"{first}: {ours.metric} {score}{against}, {ours.counts.problems:,} problems",
         values={
@@ -229,8 +224,8 @@ def _outcome(
     )
 
 
-def _judged(folder: Path, *, drift: bool) -> dict[str, Any]:
-    """What a gate may look at, besides the answers."""
+def _judged(folder: Path, *, drift: bool) -> JsonObject:
+    """What a gate may read, besides the answers."""
     from posttrain.evaluation.results import read_summary
     from posttrain.gate.divergence import KL_FILE
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.gate import GateConfig
@@ -13,8 +12,9 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.config.standalone import load_standalone
 from posttrain.errors import InputError
 from posttrain.hashing import digest
-from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about
-from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.json_files import JsonObject
+from posttrain.pipeline.records import StageName, StageOutcome, about
+from posttrain.pipeline.stage import Stage, StageContext
 
 GATE_FILE, GATE_PAGE = "gate.json", "gate.html"
 WORDS = {"promote": "promote", "reject": "reject", "needs_more_samples": "needs more samples"}
@@ -28,16 +28,16 @@ def load_gate(config: PipelineConfig) -> GateConfig:
 
 
 def verdict_of(context: StageContext) -> str | None:
-    """What the gate has said in this iteration, if it has spoken."""
+    """The gate's verdict in this iteration; None if there is none yet."""
     record = context.before.get("gate")
     return None if record is None else str(record.outcome.values["verdict"])
 
 
-class GateStage:
+class GateStage(Stage):
     name: StageName = "gate"
-    version = 2  # goes up when the rules change: verdicts of the old ones are given again
+    version = 2  # raised when the rules change, so that verdicts are computed again
     reads: tuple[StageName, ...] = ("evaluate",)
-    goes_on = False
+    outputs = ("file",)
 
     def check(self, config: PipelineConfig) -> None:
         from posttrain.gate.measures import check_before_measuring
@@ -46,7 +46,7 @@ class GateStage:
         for name, check in load_gate(config).checks.items():
             where = f"gate: {config.gate.config}: checks.{name}"
             if check.evaluation not in config.evaluate:
-                raise PipelineError(
+                raise InputError(
                     f"{where}.evaluation is {check.evaluation!r}, and `evaluate` has {', '.join(config.evaluate)}"
                 )
             measured = load_evaluation(config, check.evaluation, PLACEHOLDER).config.eval
@@ -54,16 +54,10 @@ class GateStage:
                 check, where, num_samples=measured.num_tests_per_prompt, has_price=measured.gpu_hour_price is not None
             )
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": load_gate(context.config).model_dump()}
 
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        return missing_path(record, "file")
-
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         from posttrain.evaluation.results import read_evaluation
         from posttrain.gate import judge
         from posttrain.gate.report import as_html, as_json
@@ -80,7 +74,7 @@ class GateStage:
         durable.write_text(folder / GATE_FILE, json.dumps(report, indent=2) + "\n")
         durable.write_text(folder / GATE_PAGE, as_html(report, result))
         reasons = "; ".join(result.reasons[:2])
-        return Outcome(
+        return StageOutcome(
             digest=digest([result.verdict, [asdict(rule) for rule in result.rules]]),
             headline=f"{WORDS[result.verdict]}{f': {reasons}' if reasons else ''}",
             values={

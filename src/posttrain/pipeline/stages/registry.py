@@ -1,8 +1,7 @@
-"""registry: the model as the next version, a candidate, with its lineage and the gate's verdict.
+"""registry: adds the model as the next version, a candidate, with its lineage and the gate's verdict.
 
-A rejected model is registered too: the history shows what was tried. Without a decision nothing is. Adding a version and
-writing down that it was added are two steps; the key of the stage in the version's note makes sure that a kill between them
-does not add it twice.
+A rejected model is registered too, so that the history shows what was tried. Without a verdict nothing is registered. The
+stage's key is written to the version's note, so that a kill before `stage.json` is written does not add it twice.
 """
 
 from __future__ import annotations
@@ -10,32 +9,31 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
+from posttrain.errors import InputError
 from posttrain.hashing import digest
-from posttrain.pipeline.models import place_in_registry, registry_of, versions_of
-from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, key_of
-from posttrain.pipeline.stage import StageContext
+from posttrain.json_files import JsonObject
+from posttrain.pipeline.iteration_models import place_in_registry, registry_of, versions_of
+from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, key_of
+from posttrain.pipeline.stage import Stage, StageContext
 from posttrain.pipeline.stages.gate import verdict_of
 from posttrain.registry.version import ModelVersion, as_row
 
 
-class RegistryStage:
+class RegistryStage(Stage):
     name: StageName = "registry"
-    version = 1
     reads: tuple[StageName, ...] = ("dataset", "train", "convert", "evaluate", "gate")
-    goes_on = False
 
     def check(self, config: PipelineConfig) -> None:
         if importlib.util.find_spec("mlflow") is None:
-            raise PipelineError("registry: needs MLflow: pip install 'posttrain[registry]'; or stop with --until gate")
+            raise InputError("registry: needs MLflow: pip install 'posttrain[registry]'; or stop with --until gate")
         folder = registry_of(config).location.folder
         if folder is not None and folder.exists() and not folder.is_dir():
-            raise PipelineError(f"registry.location: {folder} is a file; a folder, or an address of MLflow, is needed")
+            raise InputError(f"registry.location: {folder} is a file; a folder, or an address of MLflow, is needed")
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": place_in_registry(context.config)}
 
     def skip(self, context: StageContext) -> str | None:
@@ -47,14 +45,14 @@ class RegistryStage:
         known = any(version.version == number for version in versions_of(config))
         return None if known else f"version {number} in the registry"
 
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         mark = f"pipeline stage {self._mark(context)}"
         version = next((one for one in versions_of(context.config) if mark in one.note), None) or self._add(
             context, mark
         )
-        row = {key: value for key, value in as_row(version).items() if key != "stage"}  # a stage is not for ever
+        row = {key: value for key, value in as_row(version).items() if key != "stage"}  # a stage may change later
         durable.write_text(folder / "version.json", json.dumps(row, indent=2, default=str) + "\n")
-        return Outcome(
+        return StageOutcome(
             digest=digest([version.name, version.version, self.inputs(context)]),
             headline=f"{version.reference}, candidate",
             values={"version": version.version, "reference": version.reference},
@@ -62,7 +60,7 @@ class RegistryStage:
         )
 
     def _mark(self, context: StageContext) -> str:
-        """The same for the same work, however often it is tried."""
+        """The same for every attempt of the same work."""
         outcomes = {name: context.before[name].outcome.digest for name in self.reads}
         redone = context.iteration.redone.get(self.name, 0)
         return key_of({"inputs": self.inputs(context), "outcomes": outcomes, "redone": redone})[:16]

@@ -1,10 +1,10 @@
-"""traces: look at the labelled traces and write down what is in them. Nothing is copied."""
+"""traces: writes statistics of the labelled traces. Nothing is copied."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config.pipeline import PipelineConfig
@@ -12,9 +12,9 @@ from posttrain.data.traces.reading import Reading
 from posttrain.data.traces.values import PairRules, TraceColumns, TraceFilters
 from posttrain.errors import InputError
 from posttrain.hashing import FileHashes, digest
-from posttrain.pipeline.content import traces_content
-from posttrain.pipeline.records import Outcome, StageName, StageRecord, about
-from posttrain.pipeline.stage import StageContext, missing_path
+from posttrain.json_files import JsonObject
+from posttrain.pipeline.records import StageName, StageOutcome, about
+from posttrain.pipeline.stage import Stage, StageContext
 
 
 def reading_of(config: PipelineConfig) -> Reading:
@@ -33,16 +33,32 @@ def pair_rules_of(config: PipelineConfig) -> PairRules:
 
 def current_content(config: PipelineConfig, hashes: FileHashes) -> list[str]:
     try:
-        return traces_content(config.traces.path, hashes)
+        return _traces_content(config.traces.path, hashes)
     except InputError as error:
         raise about("traces.path", error) from error
 
 
-class TracesStage:
+def _traces_content(path: str | Sequence[str], hashes: FileHashes) -> list[str]:
+    """The content of each file of traces, in the order in which they are read. Names do not count.
+
+    Files behind a URL are not read for this: their store provides a checksum (an ETag, or size and time).
+    """
+    from posttrain.data.traces.files import locate
+
+    contents = []
+    for file in locate(path):
+        protocol = file.filesystem.protocol
+        names = (protocol,) if isinstance(protocol, str) else tuple(protocol)
+        if "file" in names or "local" in names:
+            contents.append(hashes.of(Path(file.location)))
+        else:
+            contents.append(f"{file.shown}:{file.size}:{file.filesystem.checksum(file.location)}")
+    return contents
+
+
+class TracesStage(Stage):
     name: StageName = "traces"
-    version = 1
-    reads: tuple[StageName, ...] = ()
-    goes_on = False
+    outputs = ("statistics",)
 
     def check(self, config: PipelineConfig) -> None:
         try:
@@ -54,28 +70,24 @@ class TracesStage:
         except InputError as error:
             raise about("dataset.pairs", error) from error
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         return {"settings": context.config.traces.model_dump(exclude={"path"}), "files": {"traces": list(context.data)}}
 
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        return missing_path(record, "statistics")
-
-    def work(self, context: StageContext, folder: Path) -> Outcome:
-        from posttrain.data.traces.picture import reward_histogram_svg
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         from posttrain.data.traces.statistics import collect_statistics
+        from posttrain.reporting.charts import reward_histogram
 
         found = collect_statistics(reading_of(context.config), pair_rules_of(context.config), None)
         if not found.traces:
             raise InputError(
-                f"traces.path: none of the {found.read.rows} rows can be used; `posttrain data inspect` says why"
+                f"traces.path: none of the {found.read.rows} rows can be used; `posttrain data inspect` shows why"
             )
         durable.write_text(folder / "statistics.json", json.dumps(found.as_dict(), indent=2) + "\n")
-        picture = reward_histogram_svg(found, f"Rewards of the traces of {context.config.pipeline.name}")
+        title = f"Rewards of the traces of {context.config.pipeline.name}"
+        bars = found.bin_edges, found.bin_counts, found.bin_kinds
+        picture = reward_histogram(title, found.headline, *bars, unit="traces")
         durable.write_text(folder / "rewards.svg", picture)
-        return Outcome(
+        return StageOutcome(
             digest=digest(self.inputs(context)),
             headline=f"{found.traces:,} traces of {found.groups:,} prompts, mean reward {found.reward_mean:.3g}; "
             f"{found.with_signal:,} prompts have different rewards",

@@ -1,4 +1,4 @@
-"""train: GRPO or DPO on the dataset, in a process of its own that goes on from its newest checkpoint."""
+"""train: runs GRPO or DPO on the dataset in a child process, which resumes from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from posttrain.config import LoadedConfig, load_config
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.pipeline.models import trainable_folder
-from posttrain.pipeline.records import Outcome, PipelineError, StageName, StageRecord, about
-from posttrain.pipeline.stage import StageContext, Stop, missing_path
+from posttrain.json_files import JsonObject
+from posttrain.pipeline.iteration_models import trainable_folder
+from posttrain.pipeline.records import StageName, StageOutcome, about
+from posttrain.pipeline.stage import Stage, StageContext, Stop
 from posttrain.pipeline.training_process import run_training
 
 DATASETS = {"pairs": "PreferenceDataset", "groups": "TraceGroups", "prompts": "ResponseDataset"}
-# What the pipeline sets itself; the file of the run may name others, which count for nothing.
+# Set by the pipeline; values in the run's own config are ignored.
 OWN_KEYS = ("policy.model_name", "data.train", "checkpointing.checkpoint_dir", "logger.log_dir")
 PLACEHOLDER = "chosen-by-the-pipeline"
 RUN_FOLDER = "run"
-LAST_STEPS = 10  # the training metric of an iteration is the mean of this many
+LAST_STEPS = 10  # steps in the mean that is an iteration's training metric
 
 
-class TrainStage:
+class TrainStage(Stage):
     name: StageName = "train"
-    version = 1
     reads: tuple[StageName, ...] = ("dataset",)
-    goes_on = True
+    resumes = True
+    outputs = ("checkpoint",)
 
     def check(self, config: PipelineConfig) -> None:
         loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
         if not loaded.config.checkpointing.enabled:
-            raise PipelineError("train: checkpointing.enabled is false: there would be nothing to convert")
+            raise InputError("train: checkpointing.enabled is false: there would be nothing to convert")
         if config.train.checkpoint == "best" and loaded.config.checkpointing.metric_name is None:
-            raise PipelineError(
+            raise InputError(
                 "train.checkpoint is best, and checkpointing.metric_name is null: name the metric that decides, or take newest"
             )
 
-    def inputs(self, context: StageContext) -> dict[str, Any]:
+    def inputs(self, context: StageContext) -> JsonObject:
         config = context.config
         loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
         settings = {key: value for key, value in loaded.flat().items() if not key.startswith(OWN_KEYS)}
@@ -51,13 +52,7 @@ class TrainStage:
             "models": {"start": context.iteration.start.identity},
         }
 
-    def skip(self, context: StageContext) -> str | None:
-        return None
-
-    def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
-        return missing_path(record, "checkpoint")
-
-    def work(self, context: StageContext, folder: Path) -> Outcome:
+    def work(self, context: StageContext, folder: Path) -> StageOutcome:
         config, algorithm = context.config, context.config.train.algorithm
         run = folder / RUN_FOLDER
         model, tokenizer = trainable_folder(context.iteration.start, config)
@@ -72,9 +67,9 @@ class TrainStage:
             raise Stop(*_ended(code, algorithm))
         checkpoint = choose_checkpoint(run, loaded, config.train.checkpoint)
         step = int(checkpoint.name.removeprefix("step_"))
-        metric, value, seconds = _training_metric(run, algorithm)
+        metric, value, seconds = _training_metric(run)
         shown = "" if value is None else f"; {metric} {value:.4g} over the last steps"
-        return Outcome(
+        return StageOutcome(
             digest=_weights_digest(checkpoint),
             headline=f"{algorithm.upper()} of {context.iteration.start.text}, checkpoint at step {step}{shown}",
             values={
@@ -92,13 +87,13 @@ class TrainStage:
 def load_training(
     config: PipelineConfig, *, model: str, tokenizer: str | None, data: str, folder: str
 ) -> LoadedConfig[Any]:
-    """The config of the run: the file, the overrides, and over both what the pipeline sets."""
+    """The config of the run: the file, the overrides, and on top what the pipeline sets."""
     train = config.train
     for text in train.overrides:
         key = text.lstrip("+~").partition("=")[0].strip()
         if key.startswith(OWN_KEYS):
             where = {"policy.model_name": "base_model", "data.train": "traces and dataset"}.get(key, "pipeline.folder")
-            raise PipelineError(f"train.overrides: `{text}`: the pipeline sets {key} itself; see {where}")
+            raise InputError(f"train.overrides: `{text}`: the pipeline sets {key} itself; see {where}")
     path = None if train.config is None else Path(train.config)
     own = [
         f"policy.model_name={model}",
@@ -124,14 +119,14 @@ def _quoted(text: str) -> str:
 
 
 def _ended(code: int, algorithm: str) -> tuple[int, str]:
-    again = "the same command goes on from its newest checkpoint"
+    again = "the same command resumes from its newest checkpoint"
     if code in (85, 130):
         return code, f"train: stopped, saved; {again}"
     if code == 64:
-        return code, f"train: `posttrain {algorithm}` did not like its input; what is wrong stands above"
+        return code, f"train: `posttrain {algorithm}` refused its input; see the error above"
     if code < 0:
         return 1, f"train: the training was killed by signal {-code}; {again}"
-    return 1, f"train: the training crashed (exit code {code}), and the error stands above; {again}"
+    return 1, f"train: the training crashed (exit code {code}), see the error above; {again}"
 
 
 def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
@@ -146,7 +141,7 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
     )
     newest = store.latest()
     if newest is None:
-        raise PipelineError(f"train: {run} has no checkpoint that is whole")
+        raise InputError(f"train: {run} has no complete checkpoint")
     if which == "newest":
         return newest
     sign = 1.0 if settings.higher_is_better else -1.0
@@ -157,7 +152,7 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
         if isinstance(info.get(settings.metric_name or ""), int | float) and math.isfinite(info[settings.metric_name])
     }
     if not ranked:
-        raise PipelineError(
+        raise InputError(
             f"train.checkpoint: best: no checkpoint in {run} has the metric {settings.metric_name} "
             "(checkpointing.metric_name); validate when saving, or take newest"
         )
@@ -165,19 +160,18 @@ def choose_checkpoint(run: Path, loaded: LoadedConfig[Any], which: str) -> Path:
 
 
 def _weights_digest(checkpoint: Path) -> str:
-    from posttrain.evaluation.identity import folder_fingerprint
-    from posttrain.models.reference import TOKENIZER, WEIGHTS
+    from posttrain.models.accepted_names import TOKENIZER, WEIGHTS
+    from posttrain.models.fingerprint import folder_fingerprint
 
     return folder_fingerprint(*(path for path in (checkpoint / WEIGHTS, checkpoint / TOKENIZER) if path.is_dir()))
 
 
-def _training_metric(run: Path, algorithm: str) -> tuple[str, float | None, float]:
+def _training_metric(run: Path) -> tuple[str, float | None, float]:
     """The headline metric of the training, its mean over the last steps, and the time of all steps."""
     from posttrain.reporting.run_data import load_run
-    from posttrain.reporting.wording import headline_metric
 
     data = load_run(run)
-    key, _ = headline_metric(algorithm)
+    key = data.headline.metric
     values = [value for value in data.series(key).values if value is not None][-LAST_STEPS:]
     mean = math.fsum(values) / len(values) if values else None
     return key.removeprefix("train/"), mean, data.logged_seconds

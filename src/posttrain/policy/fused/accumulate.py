@@ -1,8 +1,8 @@
 """Gradients of weights in lower precision, added up in fp32 over the micro-batches of an update.
 
-The sum hangs on the parameter it belongs to. A matrix product that makes a gradient can add to it on the way out
+The sum is an attribute of its parameter. A matrix product that makes a gradient can add to it on the way out
 (`add_product`): then the gradient is never rounded, written and read again. All others arrive in the parameter's own type,
-as autograd hands them over (`move_to_sum`). What goes into a sum autograd does not see: hooks on the parameter's gradient are not
+as autograd returns them (`move_to_sum`). What goes into a sum autograd does not see: hooks on the parameter's gradient are not
 called, and `torch.autograd.grad` has nothing to return.
 """
 
@@ -20,12 +20,12 @@ from posttrain.policy.fused.joining import joined
 # Rows of a sum that one product adds to. cuBLAS 13 takes 15.3 ms for the 128,256 of an output head at once on an H200, and 12.3
 # without adding; for 28,672 of them adding costs 6 %.
 _ROWS = 2**15
-# The attribute. A parameter without it is in nobody's care, and its gradients go by autograd alone.
+# The attribute. Gradients of a parameter without it are accumulated by autograd alone.
 _SUM = "gradient_sum"
 
 
 def begin_sum(parameter: Tensor) -> None:
-    """From now on its gradients are added up; what was added up before is forgotten."""
+    """From now on its gradients are added up; the previous sum is dropped."""
     setattr(parameter, _SUM, None)
 
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""One update of Adam on a GPU as one kernel, for every format of its state: `adam.update_slice` says what is computed.
+"""One update of Adam on a GPU as one kernel, for every format of its state: `compact_adam.update_slice` is the reference.
 
 Torch's own operators would read and write every tensor a dozen times. Each number is read once here, made fp32, updated, rounded
-(by chance where it is kept in fewer bits, with the noise of `low_precision`) and written once.
+(stochastically where it is stored in fewer bits, with the noise of `low_precision`) and written once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.policy.adam import Slice
+from posttrain.policy.optimizer.compact_adam import Slice
 
 _BLOCK = 1024
 
@@ -141,7 +141,7 @@ def _update_blocks(
 
 
 def update(part: Slice) -> None:
-    """`adam.update_slice`. Every tensor is contiguous."""
+    """`compact_adam.update_slice`. Every tensor is contiguous."""
     weight, start, numbers, keys = part.weight, part.start, part.numbers, part.keys
     master, first, second, first_scales, second_scales = part.state
     assert first is not None

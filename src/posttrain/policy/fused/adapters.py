@@ -1,9 +1,9 @@
 """Reads off linear modules, bare or with LoRA adapters of peft, which product they compute at this moment.
 
-The answer may change from call to call: adapters are disabled for the reference's log-probabilities, merged, switched,
-their dropout comes and goes with training. So it is asked for at every call, and costs some microseconds. Only the plain
-kind is known here: an ordinary linear layer under one active adapter without dropout and with nothing but A, B and a
-scaling. For everything else the answer is None, and the modules have to be called.
+The result may change from call to call: adapters are disabled for the reference's log-probabilities, merged, switched,
+their dropout comes and goes with training. So it is looked up at every call, which costs some microseconds. Only the plain
+kind is supported: an ordinary linear layer under one active adapter without dropout and with nothing but A, B and a
+scaling. For everything else the result is None, and the modules have to be called.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Adapter:
 
 
 class _NotPlain(Exception):
-    """A module that does more than this file knows."""
+    """A module that does more than plain LoRA."""
 
 
 def product_of(modules: Sequence[nn.Module]) -> Product | None:
@@ -63,13 +63,13 @@ def _fit_together(tensors: Sequence[Tensor]) -> bool:
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether it is the linear layer of peft's LoRA."""
-    lora: Any = sys.modules.get("peft.tuners.lora.layer")  # whoever has such a module has imported it
+    lora: Any = sys.modules.get("peft.tuners.lora.layer")  # a model with such a module has imported it
     return lora is not None and type(module) is lora.Linear
 
 
-def recorded_state(model: nn.Module) -> int:
-    """A number that changes when a recorded pass no longer is what the model computes: other adapters are active, or a
-    parameter lies somewhere else. New values in the same place are no such change."""
+def capture_key(model: nn.Module) -> int:
+    """A number that changes when a captured CUDA graph no longer computes what the model does: other adapters are active, or
+    a parameter has another address. New values at the same address do not change it."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "merged_adapters")]
     adapters = tuple(
         (m.disable_adapters, *m.merged_adapters, *m.active_adapters, *getattr(m, "scaling", {}).values())

@@ -1,8 +1,8 @@
 """Parameters that meet the same input, one below the other in memory: then one matrix product serves them all.
 
-Whether some are joined is read off the parameters themselves, each time, and nothing else remembers it. So an optimizer
-that writes into them, a copy of the model or a checkpoint loaded into it need to know nothing of this; parameters that have
-lost each other (copied, moved, given other data) are joined again when they are next used.
+Whether some are joined is read off the parameters themselves, each time, and stored nowhere else. So an optimizer
+that writes into them, a copy of the model or a checkpoint loaded into it need no special case; parameters that are
+no longer adjacent (copied, moved, given other data) are joined again at their next use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _lie_together(parameters: Sequence[Tensor]) -> bool:
     place = parameters[0].data_ptr()
     memory = parameters[0].untyped_storage().data_ptr()
     for parameter in parameters:
-        # The same memory too: what was allocated twice may happen to be neighbours.
+        # The same memory too: two allocations may happen to be adjacent.
         if parameter.data_ptr() != place or parameter.untyped_storage().data_ptr() != memory:
             return False
         if not parameter.is_contiguous():
@@ -40,7 +40,7 @@ def _lie_together(parameters: Sequence[Tensor]) -> bool:
 @torch.no_grad()
 def _join(parameters: Sequence[Tensor]) -> None:
     assert len({id(parameter) for parameter in parameters}) == len(parameters), "a tensor cannot lie in two places"
-    # A recording would copy the weights at each replay, and not before the first: its warm-up has joined them.
+    # A captured copy would run at each replay. The warm-up before capturing has joined the weights.
     assert not (parameters[0].is_cuda and torch.cuda.is_current_stream_capturing())
     whole = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, whole.split([parameter.shape[0] for parameter in parameters]), strict=True):

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels of a decoder layer's elementwise work: root-mean-square norm, rotation of queries and keys, SwiGLU.
 
-Each has one forward and one backward pass, computes in fp32 and rounds once, when it stores. Nothing here knows of autograd
-(`ops.py`) or of models (`layers.py`). Rows are tokens; every tensor is contiguous along its last dimension.
+Each has one forward and one backward pass, computes in fp32 and rounds once, when it stores. Independent of autograd
+(`ops.py`) and of models (`layers.py`). Rows are tokens; every tensor is contiguous along its last dimension.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_backward(
     grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, *, again: bool
 ) -> Tensor | None:
-    """Fills the two gradients. `again`: also returns the product of the forward pass, so that nobody has to keep it."""
+    """Fills the two gradients. `again`: also returns the product of the forward pass, so that it need not be stored."""
     rows, width = gate.shape
     out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device) if again else None
     if rows:

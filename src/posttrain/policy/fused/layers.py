@@ -4,26 +4,26 @@ A layer keeps its modules and its parameters; only its `forward` is replaced, in
 both round at the same places. A layer is recognised by what it is made of, and then tried: where the replaced forward and
 the module's own disagree on a few tokens (some families scale a residual, or leave the rotation out), the module's own stays.
 
-Weights that meet the same input are joined into one product, LoRA adapters with them (`joining.py`, `adapters.py`): the
-parameters become views of one tensor, so nothing is copied for good and nothing has to be kept in step. Sharded
-parameters cannot be joined; their modules are called one by one, as are adapters that do more than plain LoRA.
+Weights that are multiplied with the same input are joined into one product, LoRA adapters with them (`joining.py`,
+`adapters.py`): the parameters become views of one tensor, so there is no second copy to keep in step. Sharded parameters
+cannot be joined; their modules are called one by one, as are adapters that do more than plain LoRA.
 
-Where no gradients are wanted, a layer leaves its last sum to the norm that comes next, which computes it on its way
-(`residual.py`). Between the layers of a model that trains, states are fp32: then the bits are the same.
+In a pass without gradients a layer leaves its last sum to the norm that comes next (`PendingSum`), one kernel launch less
+per layer. Between the layers of a model that trains, states are fp32: then the bits are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.policy.attention import active_context
+from posttrain.models.attention_interface import active_context
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.products import Multiply, Product
-from posttrain.policy.fused.residual import Successor, take_pending, with_pending
 from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -35,7 +35,7 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
     """Replace the forward of every layer that follows the pattern; returns how many are fused now.
 
-    Layers that are fused already stay as they are: whoever runs a model may call this, trainer and sampler alike.
+    Layers that are fused already stay as they are: trainer and engine both call this.
     """
     layers: Any = getattr(decoder, "layers", None)
     parameter = next(decoder.parameters())
@@ -47,7 +47,7 @@ def fuse_layers(decoder: nn.Module, *, may_join: bool) -> int:
     num_fused = sum(_fuse(layer, rotary, may_join) for layer in layers)
     # Not where parameters are sharded: that has hooks between the layers.
     if num_fused == len(layers) and _fuse_norm(getattr(decoder, "norm", None)) and may_join:
-        _let_sums_be_left(decoder)
+        _defer_sums(decoder)
     return num_fused
 
 
@@ -66,7 +66,7 @@ def _fuse(layer: nn.Module, rotary: nn.Module, may_join: bool) -> bool:
         return False
     try:
         observed = Observed(layer, rotary)
-    except (TypeError, IndexError):  # layer or rotation want other arguments than the pattern's
+    except (TypeError, IndexError):  # layer or rotation take other arguments than the pattern's
         return False
     fused = FusedLayer(layer, observed, may_join)
     if observed.num_rotated != fused.head_dim or not observed.agrees(fused):
@@ -90,16 +90,19 @@ def _fuse_norm(norm: Any) -> bool:
     return True
 
 
-def _let_sums_be_left(decoder: Any) -> None:
-    """Tried on a few tokens: some family might do something with the states between two layers."""
+def _defer_sums(decoder: Any) -> None:
+    """Tested on a few tokens: some family might use the states between two layers."""
     fused: list[FusedLayer] = [layer.forward for layer in decoder.layers]
     if any(forward.successor is not None for forward in fused):
         return
+    pending = PendingSum()
     weight = decoder.norm.weight
     try:
         plain = trial_pass(decoder, weight)
-    except (TypeError, ValueError, AttributeError, IndexError):  # it wants other arguments
+    except (TypeError, ValueError, AttributeError, IndexError):  # it takes other arguments
         return
+    for forward in (*fused, decoder.norm.forward):
+        forward.pending = pending
     for place, forward in enumerate(fused):
         forward.successor = Successor(decoder, place)
     if not is_near(trial_pass(decoder, weight), plain, weight.dtype):
@@ -129,10 +132,52 @@ def _follows_pattern(layer: Any) -> bool:
     )
 
 
+class PendingSum:
+    """What is still to be added to the output of a layer, on its way to the norm of the next one. One for each decoder.
+
+    The output passes through code that is not ours. So a sum is deferred only where nothing looks at that output: no hooks,
+    no recomputation, and a successor that takes it (`Successor`).
+    """
+
+    def __init__(self) -> None:
+        self._states: Tensor | None = None
+        self._delta: Tensor | None = None
+
+    def leave(self, states: Tensor, delta: Tensor) -> Tensor:
+        """`states`, to which `delta` is still to be added."""
+        self._states, self._delta = states, delta
+        return states
+
+    def take(self, states: Tensor) -> Tensor | None:
+        """What the caller has to add to `states`; None if nothing is pending."""
+        delta = self._delta if states is self._states else None
+        self._states = self._delta = None
+        return delta
+
+
+@dataclass
+class Successor:
+    """Of layer number `place`: the next layer, or the norm behind the last one, as they are at the moment."""
+
+    decoder: Any
+    place: int
+
+    def takes_sum_of(self, layer: Any) -> bool:
+        layers = self.decoder.layers
+        follower = layers[self.place + 1] if self.place + 1 < len(layers) else self.decoder.norm
+        recomputes = layer.training and getattr(layer, "gradient_checkpointing", False)
+        return (
+            not torch.is_grad_enabled()
+            and not recomputes
+            and not layer._forward_hooks
+            and not follower._forward_pre_hooks
+            and isinstance(follower.forward, FusedLayer | FusedNorm)
+            and follower.forward.pending is layer.forward.pending
+        )
+
+
 class FusedLayer:
     """The forward of one decoder layer. Called by the layer itself, so that hooks and checkpointing stay in force."""
-
-    takes_sums = True
 
     def __init__(self, layer: Any, observed: Observed, may_join: bool) -> None:
         self.own_forward = layer.forward
@@ -146,18 +191,19 @@ class FusedLayer:
         self.head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.may_join = may_join
         self.successor: Successor | None = None  # which may be left the last sum
+        self.pending = PendingSum()
 
     def __call__(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: object = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **options: Any,
+        **options: object,
     ) -> Tensor:
-        pending = take_pending(hidden_states)
+        pending = self.pending.take(hidden_states)
         if len(hidden_states) != 1 or past_key_values is not None or position_embeddings is None:
             return self.own_forward(
                 hidden_states if pending is None else hidden_states + pending,
@@ -184,7 +230,7 @@ class FusedLayer:
         x, gate_up = self._normed(layer.post_attention_layernorm, x, delta, (mlp.gate_proj, mlp.up_proj))
         delta = self._down(mlp.down_proj, gate_up).contiguous()
         if self.successor is not None and self.successor.takes_sum_of(layer):
-            return with_pending(x[None], delta)
+            return self.pending.leave(x[None], delta)
         return Add.apply(x, delta)[None]
 
     def _product(self, modules: Sequence[nn.Module]) -> Product | None:
@@ -244,16 +290,15 @@ class FusedLayer:
 class FusedNorm:
     """The forward of the norm behind the last layer."""
 
-    takes_sums = True
-
     def __init__(self, norm: Any) -> None:
         self.own_forward = norm.forward
         self.norm = norm
+        self.pending = PendingSum()
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         from posttrain.policy.fused.ops import AddNorm
 
-        pending = take_pending(hidden_states)
+        pending = self.pending.take(hidden_states)
         if hidden_states.dim() != 3 or len(hidden_states) != 1:
             out: Tensor = self.own_forward(hidden_states if pending is None else hidden_states + pending)
             return out

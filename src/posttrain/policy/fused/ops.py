@@ -4,7 +4,7 @@ Taken together, because then the backward pass can compute cheap things again in
 residual that is kept anyway, the product inside SwiGLU from its two factors. That is a third of what a layer keeps.
 
 Weights that are multiplied with the same input lie side by side in memory (`joining.py`): one product instead of two or
-three. Their gradients come back to the parameters as parts of one tensor. What adapters add is in `products.py`.
+three. The gradients of the parameters are parts of one tensor. What adapters add is in `products.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AddNorm(torch.autograd.Function):
         total, y, scale = kernels.norm_forward(x, delta, weight, eps, dtype)
         ctx.save_for_backward(total, weight, scale)
         ctx.delta_dtype = None if delta is None else delta.dtype
-        ctx.set_materialize_grads(False)  # a sum that nobody uses has no gradient: no need to write zeros and read them
+        ctx.set_materialize_grads(False)  # an unused sum has no gradient: no zeros to write and read
         return total if delta is not None else x.view_as(x), y
 
     @staticmethod
@@ -160,7 +160,7 @@ def _norm_gradients(
     if not any(ctx.needs_input_grad[:3]):
         return None, None, None
     if grad_y is None:
-        assert grad_total is not None, "autograd asks for gradients only where there are some"
+        assert grad_total is not None, "autograd requests gradients only where there are some"
         return grad_total, None if ctx.delta_dtype is None else grad_total.to(ctx.delta_dtype), None
     return kernels.norm_backward(
         grad_y.contiguous(), None if grad_total is None else grad_total.contiguous(), total, weight, scale,

@@ -1,8 +1,8 @@
 """Linear modules that take the same input, as one matrix product; some of them may have a low-rank adapter.
 
 With adapters the input meets the base weights in one product and all matrices A in another, and each B adds its part to
-the columns it belongs to: scaling and sum happen inside the product, and are rounded once. Plain torch; knows neither of
-models nor of peft (`adapters.py`), nor of what comes before a product (`ops.py`).
+the columns it belongs to: scaling and sum happen inside the product, and are rounded once. Plain torch, independent of
+models, of peft (`adapters.py`) and of what comes before a product (`ops.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Product:
         return out, low
 
     def needs_input(self, needed: Sequence[bool]) -> bool:
-        """Whether gradients of the parts are wanted that are made with x; `needed` goes with `parts`."""
+        """Whether gradients of parts are needed that are computed from x; `needed` goes with `parts`."""
         weights, _, downs, _ = self._by_kind(needed)
         return any(weights) or any(downs)
 
@@ -140,7 +140,7 @@ class Multiply(torch.autograd.Function):
 
 
 def _multiply(left: Tensor, right: Tensor, factor: float, *, out: Tensor) -> Tensor:
-    """left @ right * factor, rounded once; what `out` held before plays no part."""
+    """left @ right * factor, rounded once; the previous content of `out` is ignored."""
     return out.addmm_(left, right, beta=0, alpha=factor)
 
 

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.policy.attention import PackedAttention, Segment, attention_context
-from posttrain.policy.modes import evaluation_mode
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.policy.runtime import evaluation_mode
 
 _TRIAL_TOKENS = 8
 
 
 class Observed:
-    """One pass of a layer's own forward over a few tokens: what it asks of attention, and what comes out."""
+    """One pass of a layer's own forward over a few tokens: which options it passes to attention, and its output."""
 
     @torch.no_grad()
     def __init__(self, layer: Any, rotary: nn.Module) -> None:
@@ -36,7 +37,7 @@ class Observed:
         self.options = options
         return self.segments.attend(layer, query, key, value, **options)
 
-    def _run(self, forward: Callable[..., Any]) -> Tensor:
+    def _run(self, forward: Callable[..., Tensor]) -> Tensor:
         with evaluation_mode(self.layer), attention_context(self), _autocast(self.norm_weight):
             output = forward(self.states, position_embeddings=self.angles)
         return output[0] if isinstance(output, tuple) else output
@@ -47,7 +48,7 @@ class Observed:
         return self.angles[0].shape[-1]
 
     @torch.no_grad()
-    def agrees(self, forward: Callable[..., Any]) -> bool:
+    def agrees(self, forward: Callable[..., Tensor]) -> bool:
         """Whether `forward` makes of the same tokens what the layer's own makes, which used our attention."""
         return bool(self.options) and is_near(
             self._run(forward), self.output, self.norm_weight.dtype, spread=self.output - self.states

@@ -5,10 +5,9 @@ optimizer batch, so adding up micro-batches and ranks gives the value of the bat
 `_max` are extremes instead, and are combined as such.
 """
 
-from posttrain.policy.objectives.bradley_terry import BradleyTerry
 from posttrain.policy.objectives.clipped import ClippedPolicyGradient
 from posttrain.policy.objectives.kto import KtoLoss
-from posttrain.policy.objectives.nll import NegativeLogLikelihood
 from posttrain.policy.objectives.preference import PreferenceLoss
+from posttrain.policy.objectives.supervised import BradleyTerry, NegativeLogLikelihood
 
 __all__ = ["BradleyTerry", "ClippedPolicyGradient", "KtoLoss", "NegativeLogLikelihood", "PreferenceLoss"]

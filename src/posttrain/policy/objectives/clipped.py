@@ -10,21 +10,20 @@ Deviations: where one update is made per step, the policy before the update *is*
 log-probabilities are the current ones without gradient, and no second forward pass is made to find them. VAPO's term is
 divided by the rewarded tokens of the whole batch, not of the micro-batch.
 
-Columns used: mask, advantages, generation_logprobs; prev_logprobs (NaN: the current one), reference_logprobs and rewarded
-where the options need them. Notation: lc current, lp before the update, lg sampler, lr reference.
+Columns used: mask, advantages, generation_logprobs; prev_logprobs (the current ones where prev_is_current is 1),
+reference_logprobs and rewarded where the options need them. Notation: lc current, lp before the update, lg sampler, lr reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.policy.objectives.kl import kl_estimate
-from posttrain.policy.objectives.reduce import masked_extreme, per_sequence, sequence_ids
+from posttrain.config import LossFnConfig
+from posttrain.policy.objectives.reduce import kl_estimate, masked_extreme, per_sequence, sequence_ids
 from posttrain.types import TokenBatch
 
 EPS = 1e-8  # on denominators, as in NeMo RL, so that a batch with nothing to train on has loss 0
@@ -32,35 +31,13 @@ EPS = 1e-8  # on denominators, as in NeMo RL, so that a batch with nothing to tr
 
 @dataclass(frozen=True)
 class ClippedPolicyGradient:
-    ratio_clip_min: float = 0.2
-    ratio_clip_max: float = 0.2
-    ratio_clip_c: float | None = None
-    reference_policy_kl_penalty: float = 0.0
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    kl_input_clamp_value: float | None = 20.0
-    kl_output_clamp_value: float | None = 10.0
-    use_on_policy_kl_approximation: bool = False
-    use_importance_sampling_correction: bool = False
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
-    truncated_importance_sampling_ratio: float | None = None
-    truncated_importance_sampling_ratio_min: float | None = None
-    sequence_level_importance_ratios: bool = False
-    sequence_ratio_type: Literal["geometric_mean", "product"] = "geometric_mean"
-    token_level_loss: bool = True
-    loss_normalizer: Literal["tokens", "sequences", "max_tokens"] | None = None  # None: by token_level_loss
-    max_response_tokens: int | None = None  # of the normalizer max_tokens
-    disable_ppo_ratio: bool = False
-    use_cispo: bool = False
-    ratio_ceiling: float | None = None
-    log_ratio_clamp_value: float | None = None
-    kl_importance_weight: Literal["on_policy", "sampler", "previous", "none"] | None = None  # None: by the switch above
-    positive_example_nll_weight: float = 0.0
+    config: LossFnConfig
 
     keeps_groups_whole = False
 
     @property
     def needs_reference(self) -> bool:
-        return self.reference_policy_kl_penalty != 0
+        return self.config.reference_policy_kl_penalty != 0
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         frame = _Frame(logprobs, batch, self._denominator(batch))
@@ -71,64 +48,64 @@ class ClippedPolicyGradient:
         metrics["is_oob_ratio"] = frame.token_mean(out_of_bounds)
         if self.needs_reference:
             kl = self._kl_term(frame, ratio)
-            loss = loss + self.reference_policy_kl_penalty * frame.reduce(kl)
+            loss = loss + self.config.reference_policy_kl_penalty * frame.reduce(kl)
             metrics["kl_penalty"] = frame.reduce(kl.detach())
-        if self.positive_example_nll_weight:
+        if self.config.positive_example_nll_weight:
             # The column adds up to 1 over the whole batch: a mean with the global denominator.
             nll = -(logprobs * batch.columns["rewarded"].to(logprobs.device)).sum()
-            loss = loss + self.positive_example_nll_weight * nll
+            loss = loss + self.config.positive_example_nll_weight * nll
             metrics["positive_nll_loss"] = nll.detach()
         metrics["loss"] = loss.detach()
         return loss, metrics
 
     def _denominator(self, batch: TokenBatch) -> float | None:
         """What a sum over tokens is divided by; None stands for means within sequences, averaged over sequences."""
-        normalizer = self.loss_normalizer or ("tokens" if self.token_level_loss else "sequences")
+        normalizer = self.config.loss_normalizer or ("tokens" if self.config.token_level_loss else "sequences")
         if normalizer == "sequences":
             return None
         if normalizer == "tokens":
             return batch.num_tokens + EPS
-        assert self.max_response_tokens is not None, "the config has checked it"
-        return batch.num_sequences * self.max_response_tokens + EPS
+        assert self.config.max_response_tokens is not None, "the config has checked it"
+        return batch.num_sequences * self.config.max_response_tokens + EPS
 
     # -- the actor ---------------------------------------------------------------------------------------------------
 
     def _actor(self, frame: _Frame) -> tuple[Tensor, Tensor, Tensor]:
         """Ratio, clipped ratio and loss of each token, before importance weights."""
         lc, advantages = frame.current, frame.advantages
-        if self.disable_ppo_ratio:
+        if self.config.disable_ppo_ratio:
             return torch.ones_like(lc), torch.ones_like(lc), -advantages * lc
         difference = lc - frame.previous
-        if self.sequence_level_importance_ratios:
-            whole = frame.sequence_mean if self.sequence_ratio_type == "geometric_mean" else frame.sequence_sum
+        if self.config.sequence_level_importance_ratios:
+            whole = frame.sequence_mean if self.config.sequence_ratio_type == "geometric_mean" else frame.sequence_sum
             difference = whole(difference)[frame.ids]
-        if self.log_ratio_clamp_value is not None:
-            difference = difference.clamp(-self.log_ratio_clamp_value, self.log_ratio_clamp_value)
+        if self.config.log_ratio_clamp_value is not None:
+            difference = difference.clamp(-self.config.log_ratio_clamp_value, self.config.log_ratio_clamp_value)
         ratio = difference.exp()
-        clipped = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
-        if self.use_cispo:
+        clipped = ratio.clamp(1 - self.config.ratio_clip_min, 1 + self.config.ratio_clip_max)
+        if self.config.use_cispo:
             return ratio, clipped, -advantages * clipped.detach() * lc
-        bounded_ratio = ratio if self.ratio_ceiling is None else ratio.clamp(max=self.ratio_ceiling)
+        bounded_ratio = ratio if self.config.ratio_ceiling is None else ratio.clamp(max=self.config.ratio_ceiling)
         loss = torch.maximum(-advantages * bounded_ratio, -advantages * clipped)
-        if self.ratio_clip_c is not None:
-            bounded = torch.minimum(loss, -advantages * self.ratio_clip_c)
+        if self.config.ratio_clip_c is not None:
+            bounded = torch.minimum(loss, -advantages * self.config.ratio_clip_c)
             loss = torch.where(advantages < 0, bounded, loss)
         return ratio, clipped, loss
 
     def _importance_weight(self, frame: _Frame) -> tuple[Tensor, Tensor]:
         """exp(lp - lg), truncated as configured; and which tokens were out of bounds. Never carries a gradient."""
         ones = torch.ones_like(frame.mask)
-        if not self.use_importance_sampling_correction:
+        if not self.config.use_importance_sampling_correction:
             return ones, torch.zeros_like(ones)
         gap = frame.previous.detach() - frame.sampler
-        if self.sequence_level_importance_ratios:
+        if self.config.sequence_level_importance_ratios:
             weight = frame.sequence_sum(gap).exp()[frame.ids]
         else:
             weight = gap.exp()
         weight = torch.nan_to_num(weight, nan=0.0, posinf=0.0, neginf=0.0)
-        low = self.truncated_importance_sampling_ratio_min or 0.0
-        high = self.truncated_importance_sampling_ratio
-        kind = self.truncated_importance_sampling_type
+        low = self.config.truncated_importance_sampling_ratio_min or 0.0
+        high = self.config.truncated_importance_sampling_ratio
+        kind = self.config.truncated_importance_sampling_type
         if kind is None or high is None:
             return weight, torch.zeros_like(ones)
         if kind == "seq-mask-tis":
@@ -146,18 +123,20 @@ class ClippedPolicyGradient:
         log_ratio = frame.reference - lc
         clamped = log_ratio
         factor = self._kl_weight(frame, ratio)
-        if self.kl_input_clamp_value is not None:
-            clamped = log_ratio.clamp(-self.kl_input_clamp_value, self.kl_input_clamp_value)
+        if self.config.kl_input_clamp_value is not None:
+            clamped = log_ratio.clamp(-self.config.kl_input_clamp_value, self.config.kl_input_clamp_value)
             factor = torch.where(clamped == log_ratio, factor, factor.detach())
-        kl = kl_estimate(clamped, self.reference_policy_kl_type) * factor
-        if self.kl_output_clamp_value is not None:
-            kl = kl.clamp(-self.kl_output_clamp_value, self.kl_output_clamp_value)
+        kl = kl_estimate(clamped, self.config.reference_policy_kl_type) * factor
+        if self.config.kl_output_clamp_value is not None:
+            kl = kl.clamp(-self.config.kl_output_clamp_value, self.config.kl_output_clamp_value)
         return kl
 
     def _kl_weight(self, frame: _Frame, ratio: Tensor) -> Tensor:
         """What makes the estimate one under the current policy. `on_policy` is worth 1, but not in the gradient."""
         lc = frame.current
-        kind = self.kl_importance_weight or ("sampler" if self.use_on_policy_kl_approximation else "on_policy")
+        kind = self.config.kl_importance_weight or (
+            "sampler" if self.config.use_on_policy_kl_approximation else "on_policy"
+        )
         if kind == "sampler":
             return (lc - frame.sampler).exp()
         if kind == "previous":
@@ -169,7 +148,7 @@ class ClippedPolicyGradient:
     @torch.no_grad()
     def _metrics(self, frame: _Frame, ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:
         lc, lp, lg = frame.current, frame.previous, frame.sampler
-        kind = self.reference_policy_kl_type
+        kind = self.config.reference_policy_kl_type
         mixture = torch.logaddexp(lp, lg) - torch.log(torch.tensor(2.0))
         pushed = torch.where(frame.advantages > 0, ratio > clipped, ratio < clipped) & (frame.advantages != 0)
         return {
@@ -201,7 +180,9 @@ class _Frame:
         columns = {name: column.to(device) for name, column in batch.columns.items()}
         self.current = logprobs
         before = columns.get("prev_logprobs", logprobs.detach())
-        self.previous = torch.where(before.isnan(), logprobs.detach(), before)
+        if (is_current := columns.get("prev_is_current")) is not None:
+            before = torch.where(is_current != 0, logprobs.detach(), before)
+        self.previous = before
         self.reference = columns.get("reference_logprobs", logprobs.detach())
         self.advantages = columns["advantages"]
         self.mask = columns["mask"]

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation (arXiv:2402.01306): answers that somebody called good or bad, no pairs.
+"""Kahneman-Tversky optimisation (arXiv:2402.01306): answers labelled good or bad, no pairs.
 
 The reward of an answer is the sum over its tokens of log p - log p_reference. Its loss compares it with the baseline z,
 an estimate of KL(policy || reference) that is the same for the whole optimizer batch and carries no gradient:
@@ -20,19 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posttrain.config import DpoConfig
 from posttrain.policy.objectives.reduce import per_sequence, ranked, sequence_ids, sequence_values
 from posttrain.types import TokenBatch
 
 
 @dataclass(frozen=True)
 class KtoLoss:
-    reference_policy_kl_penalty: float = 0.05
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-    sft_average_log_probs: bool = False
-    sft_token_level_loss: bool = False
-    preference_loss_weight: float = 1.0
-    sft_loss_weight: float = 0.0
+    config: DpoConfig
 
     keeps_groups_whole = False
 
@@ -49,15 +44,15 @@ class KtoLoss:
         rewards = per_sequence((logprobs - reference) * mask, ids, count)
         lead = rewards - sequence_values(batch, "kl_baseline", device)
         lead = torch.where(is_good, lead, -lead)  # above 0: on the right side of the baseline
-        weights = torch.where(is_good, self.desirable_weight, self.undesirable_weight)
-        losses = weights * (1 - (self.reference_policy_kl_penalty * lead).sigmoid())
+        weights = torch.where(is_good, self.config.desirable_weight, self.config.undesirable_weight)
+        losses = weights * (1 - (self.config.reference_policy_kl_penalty * lead).sigmoid())
         preference = (losses * counts).sum() / max(batch.num_sequences, 1.0)
-        loss = self.preference_loss_weight * preference
+        loss = self.config.preference_loss_weight * preference
         sft = torch.zeros((), device=device)
-        if self.sft_loss_weight > 0:
+        if self.config.sft_loss_weight > 0:
             nll = -per_sequence(logprobs * mask, ids, count)
             sft = (nll * is_good / self._sft_denominators(batch, lengths, class_size)).sum()
-            loss = loss + self.sft_loss_weight * sft
+            loss = loss + self.config.sft_loss_weight * sft
         is_right, is_tie = ranked(lead, per_sequence(logprobs * mask, ids, count))
         metrics = {
             "loss": loss,
@@ -71,6 +66,6 @@ class KtoLoss:
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def _sft_denominators(self, batch: TokenBatch, lengths: Tensor, class_size: Tensor) -> Tensor:
-        if self.sft_token_level_loss:
+        if self.config.sft_token_level_loss:
             return sequence_values(batch, "num_class_tokens", lengths.device).clamp(min=1)
-        return class_size * lengths.clamp(min=1) if self.sft_average_log_probs else class_size
+        return class_size * lengths.clamp(min=1) if self.config.sft_average_log_probs else class_size

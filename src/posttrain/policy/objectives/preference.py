@@ -8,8 +8,8 @@ formulas. With equal policy and reference the loss of dpo is ln 2.
 Columns used: mask; reference_logprobs, given_rewards (rpo), num_class_tokens (token-level SFT term) where the options need
 them. `TokenBatch.num_sequences` counts both responses of a pair.
 
-Pairs that are ranked rightly, and ties, are reported as counts, which add up exactly; whoever knows the number of pairs
-makes a share of them.
+Pairs that are ranked rightly, and ties, are reported as counts, which add up exactly; the algorithm
+divides them by the number of pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.config.preference_losses import LOSSES, PreferenceLossName
+from posttrain.config import DpoConfig
+from posttrain.config.preference_losses import LOSSES
 from posttrain.policy.objectives.preference_forms import pair_losses
 from posttrain.policy.objectives.reduce import per_sequence, ranked, sequence_ids, sequence_values
 from posttrain.types import TokenBatch
@@ -28,26 +29,17 @@ from posttrain.types import TokenBatch
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    preference_loss: PreferenceLossName = "dpo"
-    reference_policy_kl_penalty: float = 0.05
-    preference_average_log_probs: bool = False
-    gt_reward_scale: float = 1.0
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 0.5
-    sft_average_log_probs: bool = False
-    sft_token_level_loss: bool = False
-    preference_loss_weight: float = 1.0
-    sft_loss_weight: float = 0.0
+    config: DpoConfig
 
     keeps_groups_whole = True
 
     @property
     def needs_reference(self) -> bool:
-        return LOSSES[self.preference_loss].needs_reference
+        return LOSSES[self.config.preference_loss].needs_reference
 
     @property
     def averages(self) -> bool:
-        return self.preference_average_log_probs or LOSSES[self.preference_loss].always_averages
+        return self.config.preference_average_log_probs or LOSSES[self.config.preference_loss].always_averages
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         num_pairs = max(batch.num_sequences / 2, 1.0)
@@ -58,23 +50,23 @@ class PreferenceLoss:
 
         chosen, rejected = self._rewards(logprobs, batch, mask, ids, lengths)
         losses = pair_losses(
-            self.preference_loss,
+            self.config.preference_loss,
             chosen,
             rejected,
-            beta=self.reference_policy_kl_penalty,
+            beta=self.config.reference_policy_kl_penalty,
             given_margin=self._given_margin(batch, logprobs.device),
-            label_smoothing=self.label_smoothing,
-            gamma=self.simpo_gamma,
+            label_smoothing=self.config.label_smoothing,
+            gamma=self.config.simpo_gamma,
         )
         preference = (losses * counts).sum() / num_pairs
-        loss = self.preference_loss_weight * preference
+        loss = self.config.preference_loss_weight * preference
         sft = torch.zeros((), device=logprobs.device)
-        if self.sft_loss_weight > 0:
+        if self.config.sft_loss_weight > 0:
             sft = self._sft(-per_sequence(logprobs * mask, ids, count), lengths, batch, num_pairs)
-            loss = loss + self.sft_loss_weight * sft
-        said = per_sequence(logprobs * mask, ids, count)
-        said = said / lengths.clamp(min=1) if self.averages else said
-        is_right, is_tie = ranked(chosen - rejected, said[0::2] + said[1::2])
+            loss = loss + self.config.sft_loss_weight * sft
+        own = per_sequence(logprobs * mask, ids, count)
+        own = own / lengths.clamp(min=1) if self.averages else own
+        is_right, is_tie = ranked(chosen - rejected, own[0::2] + own[1::2])
         metrics = {
             "loss": loss,
             "preference_loss": preference,
@@ -99,15 +91,15 @@ class PreferenceLoss:
         return rewards[0::2], rewards[1::2]
 
     def _given_margin(self, batch: TokenBatch, device: torch.device) -> Tensor | None:
-        if "gt_reward_scale" not in LOSSES[self.preference_loss].reads:
+        if "gt_reward_scale" not in LOSSES[self.config.preference_loss].reads:
             return None
         given = sequence_values(batch, "given_rewards", device)
-        return self.gt_reward_scale * (given[0::2] - given[1::2])
+        return self.config.gt_reward_scale * (given[0::2] - given[1::2])
 
     def _sft(self, nll: Tensor, lengths: Tensor, batch: TokenBatch, num_pairs: float) -> Tensor:
-        if self.sft_token_level_loss:
+        if self.config.sft_token_level_loss:
             num_tokens = sequence_values(batch, "num_class_tokens", nll.device)
             return (nll[0::2] / num_tokens[0::2].clamp(min=1)).sum()
-        if self.sft_average_log_probs:
+        if self.config.sft_average_log_probs:
             nll = nll / lengths.clamp(min=1)
         return nll[0::2].sum() / num_pairs

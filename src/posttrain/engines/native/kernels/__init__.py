@@ -1,17 +1,17 @@
-"""The GPU kernels of the native engine, in Triton. Imported where Triton is; everything here has a counterpart in plain torch.
+"""The GPU kernels of the native engine, in Triton, imported where Triton is installed. Each has a counterpart in plain torch.
 
-| file | what |
+| file | content |
 |---|---|
 | `paged.py` | attention of one new token per sequence over its pages |
 | `shared_prefix.py` | the same where samples of a group share their prompt's pages: those are read once per group |
 | `attend.py` | the kernels of both, in Triton |
 | `rope_write.py` | head norm, rotation, and keys and values into their slots, in one launch |
-| `stepping.py` | where new tokens go, and what a step leaves for the next |
+| `stepping.py` | slots of new tokens, and the state for the next step |
 | `sampling.py` | the draw of `sampler.py` with one pass over the logits |
-| `shapes.py` | tile sizes and the number of splits: what may be tuned, and nothing that changes a result but by rounding |
+| `shapes.py` | tile sizes and the number of splits: they may be tuned, and change results by rounding only |
 
-No function here asks the device for a number, so all of them can be recorded into CUDA graphs: lengths, tables, slots
-and the groups may change between replays, shapes may not.
+No function here synchronises with the device, so all of them can be captured in CUDA graphs. Lengths, tables, slots and
+groups may change between replays, shapes may not.
 """
 
 from posttrain.engines.native.kernels.paged import paged_attention, runs_here, supports

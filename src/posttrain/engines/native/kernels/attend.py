@@ -2,7 +2,7 @@
 
 All softmax arithmetic is in base 2 and in float32: `scale` carries log2(e), and the sums that pieces hand over are
 log2(sum of 2^score). A piece is the part [low, high) of a sequence that one program reads; every kernel computes the same
-pieces from the lengths (`_piece`), so programs without work end at once and nobody reads what nobody wrote.
+pieces from the lengths (`_piece`), so programs without work end at once and no unwritten piece is read.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _attend(  # type: ignore[no-untyped-def]
         best, total, acc = _accumulate(scores, values, best, total, acc, EXACT_WEIGHTS, PRECISION)
         ahead = position + BLOCK
         page = tl.load(table_row + ahead // PAGE_SIZE, mask=ahead < high, other=0)
-    # Who saw nothing has zeros, not 0/0.
+    # Rows without visible positions get zeros, not 0/0.
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     return acc / total[:, None], tl.where(nothing, float("-inf"), best + tl.log2(total))
@@ -113,7 +113,7 @@ def _attend(  # type: ignore[no-untyped-def]
 def _with_pieces(  # type: ignore[no-untyped-def]
     acc, acc_sum, piece_ptr, piece_sum_ptr, first_slot, num_pieces, dv, present, VALUE_DIM: tl.constexpr
 ):
-    """`acc`, whose weights add up to 2^acc_sum, put together with the `num_pieces` pieces from `first_slot` on."""
+    """`acc`, whose weights add up to 2^acc_sum, combined with the `num_pieces` pieces from `first_slot` on."""
     best = acc_sum
     total = tl.where(best == float("-inf"), 0.0, 1.0)
     mask = present[:, None] & (dv < VALUE_DIM)[None, :]
@@ -141,7 +141,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     piece_sum_ptr,  # [rows, heads, SLOTS], float32: log2 of the sum of a piece
     table_ptr,  # [rows, most pages], int32
     length_ptr,  # [rows], int32
-    start_ptr,  # [rows], int32: positions before it are somebody else's; read if HAS_START
+    start_ptr,  # [rows], int32: positions before it are in a shared tile; read if HAS_START
     inner_scale,
     outer_scale,
     window,
@@ -263,7 +263,7 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
     heads = head * GROUP + m % GROUP
     at_query = row[:, None] * query_row_stride + heads[:, None] * query_head_stride + dk[None, :]
     query = tl.load(query_ptr + at_query, mask=present[:, None] & (dk < KEY_DIM)[None, :], other=0.0)
-    # Whose pages: the first row's, they are everybody's.
+    # The pages of the first row: all rows of the tile share them.
     table_row = table_ptr + tl.load(tile_rows_ptr + tile * SAMPLES).to(tl.int64) * table_stride
 
     from_block = low

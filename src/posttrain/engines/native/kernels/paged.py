@@ -2,8 +2,8 @@
 
 One program per sequence, key head and piece of the sequence. The query heads that share a key head are the rows of a small
 matrix product, so each page is read once. Small batches cut their sequences into pieces to occupy the whole GPU
-(flash-decoding, Dao et al. 2023); a second kernel puts those together, always in the same order. Windows skip what lies
-before them. Results depend on the number of pieces by rounding only, and that number on shapes only.
+(flash-decoding, Dao et al. 2023); a second kernel combines those, always in the same order. Positions before a sliding window
+are skipped. Results depend on the number of pieces by rounding only, and that number on shapes only.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def output_like(query: Tensor, value_dim: int, out: Tensor | None) -> Tensor:
 
 
 def piece_buffers(out: Tensor, splits: int, prefix_splits: int) -> tuple[Tensor, Tensor]:
-    """Room for the pieces of every row and head, and for log2 of their sums; something that nobody touches if there are none."""
+    """Buffers for the pieces of every row and head, and for log2 of their sums; `out`, unused, if nothing is split."""
     num_slots = num_slots_of(splits, prefix_splits)
     if num_slots == 0:
         return out, out
@@ -108,7 +108,7 @@ def piece_buffers(out: Tensor, splits: int, prefix_splits: int) -> tuple[Tensor,
 
 
 def num_slots_of(splits: int, prefix_splits: int) -> int:
-    """An uncut sequence needs no slot of its own: its program writes the output."""
+    """A sequence that is not split needs no slot: its program writes the output."""
     return prefix_splits + (splits if splits > 1 else 0)
 
 
@@ -156,8 +156,8 @@ def attend_to_own(
 def check_indices(table: Tensor, lengths: Tensor) -> None:
     assert table.dtype == torch.int32, f"the page table is {table.dtype}, int32 is expected"
     assert lengths.dtype == torch.int32, f"lengths are {lengths.dtype}, int32 is expected"
-    assert table.stride(1) == 1, "pages of a row lie side by side"
-    assert lengths.stride(0) == 1, "lengths lie side by side"
+    assert table.stride(1) == 1, "the pages of a row must be contiguous"
+    assert lengths.stride(0) == 1, "lengths must be contiguous"
 
 
 def exact_weights(tile: AttentionTile, query: Tensor) -> bool:

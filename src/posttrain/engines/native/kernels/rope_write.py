@@ -9,7 +9,7 @@ rotate_half(q) * sin, then their sum, each to the type that the operands promote
 two). The result of the rotation has the same bits. The norm's mean of squares is summed in another order, which changes its
 last bit in float32 and, rarely, the last bit of what is rounded from it. Without, everything is float32 inside and
 rounded once: closer to the true value, and what the fused layers of training do (`policy/fused/kernels.py`), so the engine
-asks for that.
+uses that.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     sin2 = tl.load(sin_ptr + row * sin_stride + i + HALF, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
     y1 = _rounded(x1 * cos1, ROPE_TYPE, EXACT) - _rounded(x2 * sin1, ROPE_TYPE, EXACT)
     y2 = _rounded(x2 * cos2, ROPE_TYPE, EXACT) + _rounded(x1 * sin2, ROPE_TYPE, EXACT)
-    # In place the output is the input: nobody writes before everybody has read.
+    # In place the output is the input: all reads precede the first write.
     tl.debug_barrier()
     out_type = out_ptr.dtype.element_ty
     tl.store(out_ptr + at_out, _rounded(y1, ROPE_TYPE, EXACT).to(out_type), mask=there & may_write)
@@ -219,8 +219,8 @@ def _check(
     assert cos.shape[1] <= dim, f"{cos.shape[1]} rotated of {dim} dims"
     assert cos.shape[1] % 2 == 0, "dims are rotated in pairs"
     assert slots.shape == (rows,), f"{tuple(slots.shape)} slots for {rows} rows"
-    assert slots.dtype == torch.int64, "slots may lie beyond 2^31"
-    assert slots.stride(0) == 1, "slots lie side by side"
-    assert all(x.stride(-1) == 1 for x in (query, key, value, cos, sin)), "numbers of a head lie side by side"
+    assert slots.dtype == torch.int64, "slots may exceed 2^31"
+    assert slots.stride(0) == 1, "slots must be contiguous"
+    assert all(x.stride(-1) == 1 for x in (query, key, value, cos, sin)), "the values of a head must be contiguous"
     assert key_cache.is_contiguous(), "pages are used in place"
     assert value_cache.is_contiguous(), "pages are used in place"

@@ -1,10 +1,10 @@
 """The draw of `sampler.py` without top-k and top-p, with one pass over the logits.
 
 The first kernel reads every logit once and keeps, for each of the blocks of about sqrt(V) tokens, its best score and its mass
-relative to that. The second, one program per row, lets the blocks compete with their noise, reads the winner's members again
-and lets those compete; the sum of all masses is the denominator of the log-probability. Noise is that of `noise.py`, bit by
-bit up to its logarithms, which are float64 here too. So a token differs from `TokenSampler`'s only where two candidates are
-equal to rounding (a block's mass is summed in another order).
+relative to that. The second, one program per row, takes the argmax of the blocks with their noise, reads the members of that
+block again and takes their argmax; the sum of all masses is the denominator of the log-probability. Noise has the bits of
+`noise.py` up to its logarithms, which are float64 here too. So a token differs from `TokenSampler`'s only where two
+candidates are equal to rounding (a block's mass is summed in another order).
 
 Columns from `vocab_size` on are padding of the output head: never drawn, but part of the softmax's denominator.
 """
@@ -22,7 +22,7 @@ from posttrain.engines.native.sampler import block_size
 
 # Logits that one program of the first kernel reads.
 _LOGITS_PER_PROGRAM = 4096
-# As in noise.py and sampler.py; a test holds them together.
+# As in noise.py and sampler.py; a test compares them.
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST_FACTOR = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR = tl.constexpr(0x94D049BB133111EB)
@@ -112,7 +112,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     else:
         key = _hash(key, tl.load(token_index_ptr + row)).to(tl.int64)
         log_mass = tl.log(tl.where(mass > 0.0, mass, 1.0).to(tl.float64)) + best.to(tl.float64)
-        # Masses of nothing and masses that are not numbers do not compete.
+        # Masses that are 0 or NaN do not compete.
         log_mass = tl.where(mass > 0.0, log_mass, float("-inf"))
         chosen = tl.argmax(log_mass + _gumbel(key, block.to(tl.int64) + _BLOCK_INDEX), 0)
 
@@ -153,11 +153,11 @@ def sample_rows(
     assert runs_here(logits), "the kernel runs on a GPU, or in Triton's interpreter"
     rows, width = logits.shape
     assert 0 < vocab_size <= width, f"a vocabulary of {vocab_size} in {width} columns"
-    assert logits.stride(1) == 1, "logits of a row lie side by side"
+    assert logits.stride(1) == 1, "the logits of a row must be contiguous"
     assert rows < 2**16, f"{rows} rows are more than a launch can have"
     for name, numbers in (("sequence_keys", sequence_keys), ("token_index", token_index)):
         assert numbers.dtype == torch.int64, f"{name} is {numbers.dtype}, int64 is expected"
-        assert numbers.stride(0) == 1 or rows == 1, f"{name} lies side by side"
+        assert numbers.stride(0) == 1 or rows == 1, f"{name} must be contiguous"
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows == 0:

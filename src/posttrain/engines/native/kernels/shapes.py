@@ -1,6 +1,6 @@
-"""Sizes of the attention kernels' tiles, and into how many pieces a sequence is cut. Knows no Triton.
+"""Tile sizes of the attention kernels, and the number of pieces that a sequence is split into. Without Triton.
 
-All of it follows from shapes that are fixed when a CUDA graph is recorded: nothing is timed and nothing is read from the
+All of it follows from shapes that are fixed when a CUDA graph is captured: nothing is timed and nothing is read from the
 device while the engine runs. `bench/tune_decode_kernels.py` times the candidates on a GPU; what it finds goes into `TILES`.
 """
 
@@ -16,7 +16,7 @@ MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 64
 # Programs per multiprocessor that a launch aims at. Three or four are resident at a time.
 _PROGRAMS_PER_SM = 4
-# Assumed where there is no GPU to ask (Triton's interpreter).
+# Assumed without a GPU (Triton's interpreter).
 _DEFAULT_NUM_SMS = 132
 
 
@@ -32,7 +32,7 @@ class AttentionTile:
     exact_weights: bool = False
 
 
-# Bytes of one key or value (padded to a power of two) -> tile. All but one of the stages of keys and values lie in shared
+# Bytes of one key or value (padded to a power of two) -> tile. All but one of the stages of keys and values are in shared
 # memory (228 KiB on Hopper), of which a program should take a third at most, so that one loads while another computes.
 TILES: dict[int, AttentionTile] = {
     128: AttentionTile(block=128, num_warps=4, num_stages=3),  # e.g. 64 dims of bf16
@@ -43,7 +43,7 @@ TILES: dict[int, AttentionTile] = {
 
 
 def attention_tile(padded_dim: int, itemsize: int, tile_rows: int) -> AttentionTile:
-    """The tile for keys of `padded_dim` numbers; `tile_rows` queries stand in one program."""
+    """The tile for keys of `padded_dim` numbers; one program has `tile_rows` queries."""
     row_bytes = min(max(padded_dim * itemsize, min(TILES)), max(TILES))
     tile = TILES[row_bytes]
     if tile_rows * padded_dim >= 64 * 256 or tile_rows >= 128:

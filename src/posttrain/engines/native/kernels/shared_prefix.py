@@ -1,12 +1,12 @@
 """Attention where samples of a group share the pages of their prompt: the shared part is read once for many samples.
 
-The sequence falls into two: positions that several rows have in common, and each row's own. For the first, up to
+A sequence has two parts: positions that several rows have in common, and the row's own. For the first, up to
 `samples_per_tile` rows of a group with all their heads are the rows of one matrix product against the shared pages
 (Hydragen, Juravsky et al. 2024; "cascade" in FlashInfer). For the second the kernel of `paged.py` begins at the row's
-`start`, and puts the two together by their sums.
+`start`, and combines the two by their sums.
 
-What is shared with whom is in three small tensors of fixed size (`PrefixTiles`), so a recorded graph stays valid when samples
-leave, join or move. A row that shares nothing has start 0 and stands in no tile; an unused tile has length 0.
+Three small tensors of fixed size (`PrefixTiles`) describe which rows share what, so a captured graph stays valid when samples
+leave, join or move. A row that shares nothing has start 0 and is in no tile; an unused tile has length 0.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from posttrain.engines.native.kernels.shapes import (
     num_splits,
 )
 
-# Queries (samples times heads of a group) in one tile. float32 has no matrix units and wants more registers.
+# Queries (samples times heads of a group) in one tile. float32 has no matrix units and needs more registers.
 MAX_TILE_QUERIES = 128
 MAX_TILE_QUERIES_FP32 = 32
 
 
 @dataclass(frozen=True)
 class PrefixTiles:
-    """Who shares how much. On the host made by `plan`; on the device three int32 tensors of the same shapes."""
+    """Which rows share how many positions. Filled on the host by `plan`; on the device three int32 tensors of equal shapes."""
 
-    starts: Tensor  # [rows]: positions of the row that its tile reads; 0 if it stands in none
-    tile_rows: Tensor  # [tiles, samples per tile]: rows, -1 behind the last
+    starts: Tensor  # [rows]: positions of the row that its tile reads; 0 if it is in none
+    tile_rows: Tensor  # [tiles, samples per tile]: rows, -1 after the last
     tile_lengths: Tensor  # [tiles]: shared positions, 0 for an unused tile
-    min_rows: int  # fewer rows of a group make no tile: they read on their own
+    min_rows: int  # smaller groups get no tile: their rows read separately
 
     @classmethod
     def empty(
         cls, max_rows: int, samples: int, min_rows: int = 4, device: torch.device | str = "cpu", *, pinned: bool = False
     ) -> PrefixTiles:
-        """Room for any plan of `max_rows` rows, with `samples` to a tile (`samples_per_tile`)."""
+        """Tiles for any plan of `max_rows` rows, with `samples` to a tile (`samples_per_tile`)."""
         num_tiles = max(1, max_rows // min_rows)
         starts, rows, lengths = (
             torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned)
@@ -67,9 +67,9 @@ class PrefixTiles:
         return cls(starts, rows, lengths, min_rows)
 
     def plan(self, groups: Sequence[Sequence[int]], shared_tokens: Sequence[int]) -> int:
-        """Enter `groups` of rows that have their first `shared_tokens` in common; the number of tiles in use. On the host.
+        """Enter `groups` of rows that share their first `shared_tokens`; returns the number of tiles in use. On the host.
 
-        Groups that are too small or share nothing stand in no tile: `starts` 0 sends their rows the ordinary way.
+        Groups that are too small or share nothing get no tile: with `starts` 0 their rows are read separately.
         """
         starts, rows, lengths = (x.numpy() for x in (self.starts, self.tile_rows, self.tile_lengths))
         starts[:] = 0
@@ -127,7 +127,7 @@ def shared_prefix_attention(
     page_size, kv_heads, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
     group, samples = heads // kv_heads, shared.tile_rows.shape[1]
     queries = max(next_power_of_two(samples * group), SMALLEST_TILE)
-    assert shared.tile_rows.is_contiguous(), "tiles lie side by side"
+    assert shared.tile_rows.is_contiguous(), "tiles must be contiguous"
     out = output_like(query, value_dim, out)
     if rows == 0:
         return out
@@ -176,10 +176,10 @@ def _attend_to_shared(
 
 # -- when it pays ------------------------------------------------------------------------------------------------------
 
-# One launch more, inside a recorded graph.
+# One more launch inside a captured graph.
 _EXTRA_LAUNCH_S = 2.5e-6
-# Rows of a group that stand side by side read the same pages at the same time, and most of that comes from the L2 cache.
-# A byte from there costs this much of a byte from memory.
+# Adjacent rows of a group read the same pages at the same time, mostly from the L2 cache. Cost of a byte from there, relative to
+# a byte from memory.
 _COST_OF_L2_BYTE = 0.6
 
 
@@ -205,8 +205,8 @@ def shared_prefix_pays(
     """Whether reading shared pages once per tile is faster than once per row: a model of the bytes that are moved.
 
     Per row the shared tokens come once from memory and then from L2; per tile the same with tiles in place of rows, and
-    the piece of every row and head is written and read once in float32. For a batch with rows of many lengths give what
-    is expected, and decide when the graph is recorded: which of the two runs is part of it.
+    the piece of every row and head is written and read once in float32. For a batch with rows of many lengths pass the
+    expected ones, and decide before the graph is captured: the choice is part of it.
     """
     samples = samples_per_tile(shape.heads // shape.kv_heads, shape.itemsize, max(group_sizes, default=1))
     saved = spent = 0.0

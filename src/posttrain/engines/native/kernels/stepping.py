@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What a recorded decode step does besides the model, in a launch at its beginning and one at its end.
+"""The parts of a captured decode step beside the model: one launch at its beginning and one at its end.
 
-Written in torch it is some sixteen operators on a few hundred numbers each, of which a GPU does about one in two microseconds:
-with a small model that is a noticeable part of a step.
+In torch these are some sixteen operators on a few hundred numbers each, at about two microseconds an operator: with a small
+model a noticeable part of a step.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _move_on(
 
 
 def places(table: Tensor, position: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """(slots, int64; lengths, int32) of rows whose pages are in `table` and whose new tokens stand at `position`, int64."""
+    """(slots, int64; lengths, int32) of rows whose pages are in `table` and whose new tokens are at `position`, int64."""
     rows = len(position)
     assert table.dtype == torch.int32, f"the page table is {table.dtype}, int32 is expected"
-    assert table.stride(1) == 1, "pages of a row lie side by side"
-    assert position.is_contiguous(), "positions lie side by side"
+    assert table.stride(1) == 1, "the pages of a row must be contiguous"
+    assert position.is_contiguous(), "positions must be contiguous"
     slots, lengths = torch.empty_like(position), torch.empty_like(position, dtype=torch.int32)
     if rows:
         _places[(triton.cdiv(rows, _BLOCK),)](
@@ -64,7 +64,7 @@ def move_on(
     """`token` becomes `new_token`, `position` and `index` go on by `live`. Returns both that were drawn, [2, rows], float64."""
     rows = len(token)
     drawn = torch.empty(2, rows, dtype=torch.float64, device=token.device)
-    assert all(t.is_contiguous() for t in (token, position, index, live, new_token, logprob)), "rows lie side by side"
+    assert all(t.is_contiguous() for t in (token, position, index, live, new_token, logprob)), "rows must be contiguous"
     if rows:
         _move_on[(triton.cdiv(rows, _BLOCK),)](
             token, position, index, live, new_token, logprob, drawn, rows, BLOCK=_BLOCK, num_warps=4

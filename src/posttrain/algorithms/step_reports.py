@@ -1,0 +1,53 @@
+"""What a step reports: the seconds of its stages, the report of a batch, and metrics that are shares of counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from posttrain.types import StepReport, TokenBatch
+
+
+class StageClock:
+    def __init__(self) -> None:
+        self.spans: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans[stage] = self.spans.get(stage, 0.0) + time.perf_counter() - start
+
+    def add(self, spans: Mapping[str, float]) -> None:
+        """Stages that were measured elsewhere."""
+        for stage, seconds in spans.items():
+            self.spans[stage] = self.spans.get(stage, 0.0) + seconds
+
+    def finish(self, total: str = "total_step_time") -> dict[str, float]:
+        """All stages, and the time since the clock was made."""
+        return {**self.spans, total: time.perf_counter() - self._start}
+
+
+def num_sequence_tokens(batch: TokenBatch) -> int:
+    """Full sequences: every response with its prompt, shared or not."""
+    return sum(len(batch.prompts[p]) + len(r) for p, r in zip(batch.prompt_of, batch.responses, strict=True))
+
+
+def batch_report(batch: TokenBatch, metrics: Mapping[str, float], timings_s: Mapping[str, float]) -> StepReport:
+    """The report of a step, or of a validation, that trains on given answers."""
+    return StepReport(metrics, timings_s, num_tokens=num_sequence_tokens(batch), num_samples=len(batch.responses))
+
+
+def with_accuracy(measured: Mapping[str, float], num_rows: float) -> dict[str, float]:
+    """Counts as shares of the rows. A tie is half right: it is what guessing would earn.
+
+    Divided once, from whole numbers: adding up shares of micro-batches would give accuracies above 1.
+    """
+    metrics = dict(measured)
+    right, ties = metrics.pop("num_ranked_right"), metrics.pop("num_ties")
+    rows = max(num_rows, 1.0)
+    return {**metrics, "accuracy": (right + ties / 2) / rows, "tie_rate": ties / rows}

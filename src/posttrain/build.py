@@ -1,0 +1,241 @@
+"""A run from its config: data, workers, recorder, checkpoints, algorithm, loop.
+
+Everything that can be wrong with the input is looked at before the model is loaded: the data, the reward functions, the
+model's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from posttrain.checkpointing import CheckpointStore, SaveDeadline
+from posttrain.checkpointing.saver import CheckpointSaver, SaverSettings
+from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
+from posttrain.config.changes import changes_since
+from posttrain.data.chat import ChatFormat
+from posttrain.data.errors import DataError
+from posttrain.data.packing import MicroBatching
+from posttrain.errors import InputError
+from posttrain.hardware import peak_flops
+from posttrain.loop import LoopSettings, TrainingLoop
+from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
+from posttrain.orchestration.rank import Rank, build_rank
+from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
+from posttrain.orchestration.workers import LocalWorker, WorkerGroup, call_all
+from posttrain.policy.trainer import ModelFacts, RankSetup
+from posttrain.recipes import recipe_for
+from posttrain.recipes.recipe import RunParts
+from posttrain.reporting import RunRecorder
+from posttrain.reporting.presentation import Presentation
+from posttrain.run_folder import run_folder
+
+Export = Callable[[Path], None]  # adds a copy of the model for use to the folder of a checkpoint
+# Makes an export from a function that takes warnings, and whether adapters are merged into the model.
+ExportMaker = Callable[[Callable[[str], None], bool], Export]
+
+
+class Run:
+    """A training run, ready to go. Close it to end worker processes."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        *,
+        quiet: bool = False,
+        title: str = "",
+        make_export: ExportMaker | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.config: RunConfig = loaded.config
+        self.quiet = quiet
+        self.title = title
+        self._make_export = make_export
+        self._cleanup = ExitStack()
+        try:
+            self.loop = self._build()
+        except BaseException:
+            self._cleanup.close()
+            raise
+
+    def execute(self) -> int:
+        try:
+            return self.loop.run()
+        finally:
+            self._cleanup.close()
+
+    def _build(self) -> TrainingLoop:
+        config, schedule = self.config, self.config.schedule
+        if config.checkpointing.save_consolidated and self._make_export is None:
+            raise InputError(
+                "checkpointing.save_consolidated = true: this program cannot export models; set it to false"
+            )
+        recipe = recipe_for(self.config.kind, config)
+        recipe.check()
+        check_model_exists(config.policy.model_name)
+        tokenizer = load_tokenizer(config.policy.tokenizer.name)
+        chat = recipe.chat_form(
+            tokenizer, config.policy.tokenizer.chat_template, config.policy.tokenizer.chat_template_kwargs or {}
+        )
+        prepared = recipe.prepare(chat)
+        train = prepared.train
+        per_step = config.step_sizes().num_rows
+        max_steps = min(schedule.max_num_steps, schedule.max_num_epochs * len(train) // per_step)
+        if max_steps < 1:
+            left_out = "".join(f"; {count} left out: {reason}" for reason, count in train.dropped.items())
+            raise DataError(
+                f"data.train has {len(train)} usable rows, fewer than the {per_step} of one step{left_out}; "
+                "give more data, a smaller step, or more epochs (max_num_epochs)"
+            )
+        workers = self._workers(chat)
+        self._cleanup.callback(workers.close)
+        facts = call_all(workers, Rank.facts)[0]
+        recorder = self._recorder(recipe.presentation, workers, facts, max_steps)
+        for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
+            for reason, count in (rows.dropped if rows is not None else {}).items():
+                recorder.warn(f"{name}: {count} rows left out: {reason}")
+            for reason, count in (rows.noted if rows is not None else {}).items():
+                recorder.warn(f"{name}: {count} rows: {reason}")
+        trainer = ShardedTrainer(
+            workers,
+            train=self._micro_batching("train", train.pack_size),
+            score=self._micro_batching("logprob", train.pack_size),
+            seed=schedule.seed,
+            show_progress=recorder.progress,
+        )
+        algorithm = prepared.algorithm(
+            RunParts(trainer, ShardedEngine(workers), SharedWeights(), recorder.progress, recorder.warn, self._cleanup)
+        )
+        return TrainingLoop(
+            settings=self._loop_settings(max_steps),
+            algorithm=algorithm,
+            recorder=recorder,
+            saver=CheckpointSaver(
+                self._saver_settings(per_step, len(train) / per_step, on_gpu=facts.device == "cuda"),
+                trainer,
+                prepared.position,
+                recorder,
+                self._store(recorder),
+                self.loaded.to_yaml(),
+                self._export(recorder),
+            ),
+            deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
+        )
+
+    def _workers(self, chat: ChatFormat) -> WorkerGroup:
+        config = self.config
+        setup = RankSetup(
+            _with_absolute_folders(config.policy),
+            config.schedule.seed,
+            config.needs_reference,
+            chat.recorded_template,
+            reward_model=config.scores_answers,
+            answer_ends=chat.last_token_ids,
+        )
+        cluster = config.cluster
+        size = cluster.num_nodes * cluster.gpus_per_node
+        if cluster.launcher == "local" and size > 1:
+            raise InputError(
+                f"cluster.launcher: local is one process, but num_nodes x gpus_per_node is {size}; use ray or auto"
+            )
+        if size == 1 and cluster.launcher != "ray":
+            return LocalWorker(build_rank(setup))
+        try:
+            from posttrain.orchestration.ray_workers import RayWorkers
+        except ImportError as error:
+            raise InputError(
+                f"cluster: {size} ranks need Ray, which is not installed: pip install 'posttrain[ray]'; "
+                "or set cluster.num_nodes=1 cluster.gpus_per_node=1"
+            ) from error
+        return RayWorkers(setup, cluster.num_nodes, cluster.gpus_per_node)
+
+    def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
+        """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
+        policy = self.config.policy
+        size = policy.train_micro_batch_size if which == "train" else policy.logprob_batch_size
+        budget = None
+        for section in (policy.sequence_packing, policy.dynamic_batching):
+            if section.enabled:
+                budget = section.train_mb_tokens if which == "train" else section.logprob_mb_tokens
+        if pack_size:
+            budget = max(budget or 0, pack_size)
+        return MicroBatching(
+            max_tokens=budget,
+            num_responses=size * self.config.step_sizes().num_answers_per_unit,
+            algorithm=policy.sequence_packing.algorithm,
+            seed=self.config.schedule.seed,
+        )
+
+    def _recorder(
+        self, presentation: Presentation, workers: WorkerGroup, facts: ModelFacts, max_steps: int
+    ) -> RunRecorder:
+        config = self.config
+        on_gpu = facts.device == "cuda"
+        return RunRecorder(
+            run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
+            presentation=presentation,
+            max_steps=max_steps,
+            num_devices=workers.mesh.size,
+            peak_flops_per_device=peak_flops(facts.device_name) if on_gpu else None,
+            flops_per_token=flops_per_token(facts.config, facts.num_parameters),
+            config_yaml=self.loaded.to_yaml(),
+            changes_since=partial(changes_since, loaded=self.loaded),
+            quiet=self.quiet,
+            title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
+            num_val_samples_to_print=config.logger.num_val_samples_to_print,
+            device_word="GPU" if on_gpu else "device",
+        )
+
+    def _store(self, recorder: RunRecorder) -> CheckpointStore:
+        settings = self.config.checkpointing
+        return CheckpointStore(
+            Path(settings.checkpoint_dir),
+            keep_top_k=settings.keep_top_k,
+            metric_name=settings.metric_name,
+            higher_is_better=settings.higher_is_better,
+            save_period=settings.save_period,
+            say=recorder.say,
+        )
+
+    def _export(self, recorder: RunRecorder) -> Export | None:
+        if self._make_export is None or not self.config.checkpointing.save_consolidated:
+            return None
+        # The scoring layer of a reward model is trained beside its adapters, so the copy keeps both as they are.
+        return self._make_export(recorder.warn, not self.config.scores_answers)
+
+    def _loop_settings(self, max_steps: int) -> LoopSettings:
+        section = self.config.schedule
+        return LoopSettings(
+            max_steps=max_steps,
+            val_period=section.val_period,
+            val_start_at=getattr(section, "val_start_at", -1),
+            val_at_start=section.val_at_start,
+            val_at_end=section.val_at_end,
+            stop_metric=getattr(section, "stop_at_validation_metric", None),
+            stop_threshold=getattr(section, "stop_at_validation_threshold", None),
+        )
+
+    def _saver_settings(self, per_step: int, steps_per_epoch: float, *, on_gpu: bool) -> SaverSettings:
+        checkpointing = self.config.checkpointing
+        return SaverSettings(
+            enabled=checkpointing.enabled,
+            period=checkpointing.save_period,
+            optimizer=checkpointing.save_optimizer,
+            samples_per_step=per_step,
+            steps_per_epoch=steps_per_epoch,
+            metric_name=checkpointing.metric_name,
+            in_background=on_gpu if checkpointing.async_save == "auto" else checkpointing.async_save,
+        )
+
+
+def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
+    """Ranks may run with another working directory."""
+
+    def absolute(name: str) -> str:
+        return str(Path(name).absolute()) if Path(name).is_dir() else name
+
+    tokenizer = policy.tokenizer.model_copy(update={"name": absolute(policy.tokenizer.name)})
+    return policy.model_copy(update={"model_name": absolute(policy.model_name), "tokenizer": tokenizer})

@@ -1,0 +1,221 @@
+"""Checkpoints of a whole run: when one is due, what goes into it, writing it in the background, resuming from it.
+
+A checkpoint may be written in the background. Everything in it is copied, or written, before the next step begins; the
+copy of tensors may still be running then, but ends before an update changes them. The checkpoint exists once its folder
+has its final name, so a kill before that leaves the previous one, and the rows in between are cut when the run resumes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from posttrain.checkpointing.background import BackgroundWrite
+from posttrain.checkpointing.state import capture_rng, load_training_state, restore_rng, save_training_state
+from posttrain.checkpointing.store import CheckpointStore
+from posttrain.roles import Recorder, Stateful, Trainer
+from posttrain.types import StepReport
+
+
+@dataclass(frozen=True)
+class SaverSettings:
+    enabled: bool
+    period: int  # steps
+    optimizer: bool  # save the optimizer's state too
+    samples_per_step: int  # prompts, pairs or examples drawn from the stream in one step
+    steps_per_epoch: float
+    metric_name: str | None = None  # "val:accuracy" or "train:reward": what checkpoints are ranked by
+    in_background: bool = False
+
+
+@dataclass
+class CheckpointSaver:
+    """`roles.Saver` over a folder of checkpoints."""
+
+    settings: SaverSettings
+    trainer: Trainer
+    stream: Stateful
+    recorder: Recorder
+    store: CheckpointStore
+    config_yaml: str
+    export: Callable[[Path], None] | None = None  # adds a copy of the model for use to a checkpoint that is written
+    total_tokens: int = 0
+    _background: BackgroundWrite = field(default_factory=BackgroundWrite)
+    _may_use_background: bool | None = None  # None: not known yet
+    _is_prepared: bool = False
+    _is_copying: bool = False  # an update may have to wait for the copy of a save
+    _blocked_s: float | None = None  # for which saving has blocked the run since the last report
+    _has_validated: bool = False
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.settings.enabled
+
+    def resume(self) -> int:
+        folder = self.store.latest()
+        if folder is None:
+            return 0
+        state = load_training_state(folder)
+        self.stream.load_state_dict(state.stream_state)
+        self.trainer.load(folder)
+        self.trainer.num_updates = int(state.extra["num_updates"])
+        self.total_tokens = int(state.extra["total_tokens"])
+        restore_rng(state.rng)
+        self.recorder.say(f"Resuming from {folder} after step {state.step}")
+        return state.step
+
+    def with_timings(self, report: StepReport) -> StepReport:
+        """A save follows the row of its step, so its time is reported with the next one. An update that waited for the copy
+        did so in this step; a background write is reported when it is over."""
+        timings = dict(report.timings_s)
+        if self._is_copying:
+            self._add_blocked(self.trainer.take_save_wait_s())
+            self._is_copying = False
+        if self._blocked_s is not None:
+            timings["checkpointing"] = self._blocked_s
+        if (write_s := self._background.take_write_s()) is not None:
+            timings["checkpoint_write"] = write_s
+        self._blocked_s = None
+        return replace(report, timings_s=timings)
+
+    def note_validation(self) -> None:
+        self._has_validated = True
+
+    def after_step(self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool) -> None:
+        self.total_tokens += report.num_tokens
+        if not self.settings.enabled:
+            return
+        self._check_metric(step, report, validation)
+        if is_last or step % self.settings.period == 0 or self._background.has_failed:
+            self._save(step, report, validation, is_last=is_last)
+        if not is_last:
+            self._prepare_background()
+
+    def abandon(self, error: Exception) -> None:
+        self._background.give_up()
+        problem = self._background.wait()  # the checkpoint before the failure is worth waiting for
+        if problem is not None:
+            error.add_note(f"and the checkpoint that was being written is lost: {problem}")
+
+    # -- one checkpoint --------------------------------------------------------------------------------------------------
+
+    def _save(self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool) -> None:
+        start = time.perf_counter()
+        problem = self._background.wait()  # one at a time
+        if problem is not None:
+            self._stop_saving_in_background(problem)
+        in_background = not is_last and self._can_save_in_background()
+        self.recorder.stage(f"Saving checkpoint for step {step}{' in the background' if in_background else ''}")
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.store.writing(step))
+            (folder / "config.yaml").write_text(self.config_yaml)
+            save_training_state(
+                folder,
+                step=step,
+                stream_state=self.stream.state_dict(),
+                rng=capture_rng(),
+                extra={"num_updates": self.trainer.num_updates, "total_tokens": self.total_tokens},
+            )
+            self.store.save_info(folder, self._training_info(step, report, validation))
+            if in_background:
+                write = self.trainer.begin_save(folder, optimizer=self.settings.optimizer)
+                completion = stack.pop_all()  # the folder gets its final name when the thread leaves this
+
+                def write_and_complete(is_given_up: Callable[[], bool]) -> None:
+                    with completion:
+                        write(is_given_up)
+
+                self._background.start(write_and_complete)
+                self._is_prepared = self._is_copying = True
+            else:
+                self.trainer.save(folder, optimizer=self.settings.optimizer)
+                if self.export is not None:
+                    self.export(folder)
+        self._add_blocked(time.perf_counter() - start)
+
+    def _training_info(self, step: int, report: StepReport, validation: StepReport | None) -> dict[str, float]:
+        info: dict[str, float] = {
+            "current_step": step,
+            "total_steps": step,
+            "consumed_samples": step * self.settings.samples_per_step,
+            "current_epoch": math.floor(step / self.settings.steps_per_epoch),
+            "total_valid_tokens": self.total_tokens,
+        }
+        if validation is not None and "accuracy" in validation.metrics:
+            info["val_reward"] = validation.metrics["accuracy"]
+        name = self.settings.metric_name
+        if name is not None and (value := named_metric(name, report, validation)) is not None:
+            info[name] = value
+        return info
+
+    def _check_metric(self, step: int, report: StepReport, validation: StepReport | None) -> None:
+        """A metric that does not exist ranks no checkpoint: warn at once, not after a good one has been removed."""
+        name = self.settings.metric_name
+        if name is None:
+            return
+        measured = report if name.startswith("train:") else validation
+        if measured is not None and named_metric(name, report, validation) is None:
+            known = ", ".join(sorted(measured.metrics))
+            self.recorder.warn(
+                f"checkpointing.metric_name: {name} was not measured at step {step}, so checkpoints cannot be ranked by it "
+                f"and the newest are kept; measured there: {known}"
+            )
+        elif measured is None and self._has_validated and step % self.settings.period == 0:
+            self.recorder.warn(
+                f"checkpointing.metric_name: step {step} is saved without a validation, so {name} is not known of it and it "
+                "ranks last; let the save_period be a multiple of the val_period"
+            )
+
+    # -- in the background -----------------------------------------------------------------------------------------------
+
+    def _can_save_in_background(self) -> bool:
+        """Whether it is configured and possible. Checked once, after a step: then the optimizer has all its state."""
+        if not self.settings.in_background:
+            return False
+        if self._may_use_background is None:
+            obstacle = (
+                "checkpointing.save_consolidated converts each checkpoint in this process"
+                if self.export is not None
+                else self.trainer.save_obstacle(optimizer=self.settings.optimizer)
+            )
+            if obstacle:
+                self.recorder.warn(
+                    f"checkpointing.async_save: checkpoints are written while training waits: {obstacle}"
+                )
+            self._may_use_background = not obstacle
+        return self._may_use_background
+
+    def _stop_saving_in_background(self, problem: BaseException) -> None:
+        """The failure may have been temporary. If not, the save that follows in the foreground ends the run with its error.
+
+        Threads of other ranks may still be waiting for the one that failed, so there is no second background save.
+        """
+        self.recorder.warn(
+            f"a checkpoint could not be written in the background: {problem}. This step is saved instead, and training waits "
+            "for it and for every checkpoint from here on"
+        )
+        self._may_use_background = False
+
+    def _prepare_background(self) -> None:
+        """Memory for the first background save is allocated while the steps before it run."""
+        if self._is_prepared or not self._can_save_in_background():
+            return
+        start = time.perf_counter()
+        self._is_prepared = self.trainer.prepare_save(optimizer=self.settings.optimizer)
+        self._add_blocked(time.perf_counter() - start)
+
+    def _add_blocked(self, seconds: float) -> None:
+        self._blocked_s = (self._blocked_s or 0.0) + seconds
+
+
+def named_metric(name: str, report: StepReport, validation: StepReport | None) -> float | None:
+    """The value of "val:accuracy" or "train:reward"; None if it was not measured at this step."""
+    where, _, metric = name.rpartition(":")
+    metric = metric.removeprefix("validation-default_").removeprefix("val_")  # as DPO and SFT name them
+    if where == "train":
+        return report.metrics.get(metric)
+    return validation.metrics.get(metric) if validation is not None else None

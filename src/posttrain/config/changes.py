@@ -1,0 +1,155 @@
+"""Which settings differ between the config of a run's folder and the config the run is started with now.
+
+The two are compared value by value, not as text. A default that a newer version of posttrain added, a key that it removed
+or renamed, and another spelling of the same path are not differences.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path as FilePath
+
+from posttrain.config.compat import apply_renames
+from posttrain.config.errors import ConfigError
+from posttrain.config.loader import LoadedConfig, built_in_defaults
+from posttrain.config.runs import KINDS
+from posttrain.config.schema import schema_of, unknown_keys
+from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, without_marks
+from posttrain.config.yaml_files import parse_document
+
+# Settings that may change within a run because they do not affect what is learnt. The sizes of micro-batches change the
+# order in which gradients are summed, and so at most the rounding. Every other setting counts as training.
+FREE_TO_CHANGE = (
+    "preset",  # a name for settings that are compared themselves
+    "logger.*",
+    "cluster.*",
+    "checkpointing.*",
+    "*.max_num_steps",
+    "*.max_num_epochs",
+    "*.val_period",
+    "*.val_start_at",
+    "*.val_at_start",
+    "*.val_at_end",
+    "*.stop_at_validation_metric",
+    "*.stop_at_validation_threshold",
+    "*.num_workers",
+    "policy.device",
+    "policy.num_threads",
+    "policy.train_micro_batch_size",
+    "policy.logprob_batch_size",
+    "policy.*.train_mb_tokens",
+    "policy.*.logprob_mb_tokens",
+    "policy.logprob_chunk_size",
+    "policy.optimizer.offload_states",
+    "policy.dtensor_cfg.activation_checkpointing",
+    "policy.generation.native_cfg.*",
+    "dpo.reference_cache_gib",
+)
+NOT_SET = "not set"
+MAX_SHOWN = 120  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    key: str  # dotted
+    old: str  # as JSON, or NOT_SET
+    new: str
+    is_training: bool  # the run is only resumed with it if the user asks for that
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shortened(self.old)} -> {_shortened(self.new)}"
+
+
+def changes_since(old_yaml: str, loaded: LoadedConfig, label: str = "config.yaml") -> tuple[ConfigChange, ...]:
+    """The settings that differ, in the order of the config. `old_yaml` is a file that `LoadedConfig.to_yaml` wrote."""
+    old_tree = parse_document(old_yaml, label)
+    if other := _other_kind(old_tree, loaded):
+        raise ConfigError(f"{label} is the config of a {other} run, and this is a {loaded.kind} run")
+    apply_renames(old_tree, loaded.kind, [])
+    old = _leaves_without_removed_keys(old_tree.values, loaded)
+    new = dict(leaves(without_marks(parse_document(loaded.to_yaml(), label).values)))
+    changes = {dotted(path): change for path, change in _differences(old, new, loaded)}
+    return tuple(change for change in changes.values() if not _follows(change, changes, loaded))
+
+
+def _other_kind(old: Tree, loaded: LoadedConfig) -> str | None:
+    kinds = [kind for kind in KINDS if kind in old.values]
+    return None if not kinds or loaded.kind in kinds else kinds[0]
+
+
+def _leaves_without_removed_keys(values: dict[str, object], loaded: LoadedConfig) -> dict[Path, object]:
+    """A key that this version does not have was written by another version and has no value to compare with."""
+    plain = without_marks(values)
+    removed = set(unknown_keys(schema_of(loaded.kind), plain))
+    return {
+        path: value for path, value in leaves(plain) if not any(path[: len(unknown)] == unknown for unknown in removed)
+    }
+
+
+def _differences(
+    old: dict[Path, object], new: dict[Path, object], loaded: LoadedConfig
+) -> Iterator[tuple[Path, ConfigChange]]:
+    defaults = built_in_defaults(loaded.kind)
+    for path in [*new, *(path for path in old if path not in new)]:
+        if path in old and path in new:
+            if _is_same(old[path], new[path]):
+                continue
+        elif path in new:
+            if _is_default(path, new[path], loaded, defaults):
+                continue
+        elif old[path] is None or old[path] == {}:
+            continue  # the settings below it are named one by one
+        is_training = not _is_free_to_change(dotted(path)) and not _has_moved(old.get(path), new.get(path))
+        yield path, ConfigChange(dotted(path), _shown(old, path), _shown(new, path), is_training)
+
+
+def _is_default(path: Path, value: object, loaded: LoadedConfig, defaults: Tree) -> bool:
+    """Whether a value that the old config does not have is what the default of this version sets."""
+    if value is None or value == {}:
+        return True
+    return loaded.origins.get(dotted(path)) == DEFAULT or _is_same(defaults.get(path), value)
+
+
+def _is_same(old: object, new: object) -> bool:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old.keys() == new.keys() and all(_is_same(old[key], new[key]) for key in old)
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_is_same, old, new))
+    if isinstance(old, str) and isinstance(new, str):
+        return old == new or _absolute(old) == _absolute(new)
+    return old == new and isinstance(old, bool) == isinstance(new, bool)
+
+
+def _absolute(text: str) -> str:
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def _is_free_to_change(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in FREE_TO_CHANGE)
+
+
+def _has_moved(old: object, new: object) -> bool:
+    """A file or folder that kept its name. Data and model are compared with the checkpoint when they are loaded."""
+    if not isinstance(old, str) or not isinstance(new, str) or os.sep not in old + new:
+        return False
+    is_there = any(os.path.exists(os.path.expanduser(text)) for text in (new, new.rpartition(":")[0]))
+    return is_there and FilePath(old).name == FilePath(new).name
+
+
+def _follows(change: ConfigChange, changes: dict[str, ConfigChange], loaded: LoadedConfig) -> bool:
+    """Whether the value is computed from another changed setting that counts at least as much."""
+    expression = loaded.expressions.get(change.key, "")
+    others = [other for other in changes.values() if f"${{{other.key}}}" in expression]
+    return any(other.is_training or not change.is_training for other in others)
+
+
+def _shown(values: dict[Path, object], path: Path) -> str:
+    return json.dumps(values[path], ensure_ascii=False, default=str) if path in values else NOT_SET
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -1,0 +1,65 @@
+"""Which engine samples: for a rank that trains, and for a model by name (eval, serve, chat)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from posttrain.config import PolicyConfig
+from posttrain.config.generation import NativeConfig
+from posttrain.engines.native.engine import NativeEngine, native_settings
+from posttrain.models.accepted_names import ResolvedModel, resolve_model
+from posttrain.models.loading import load_tokenizer, resolve_device, sampling_dtype
+from posttrain.models.lora import load_with_adapter
+
+
+def engine_for_training(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig
+) -> NativeEngine | None:
+    """The engine that samples from the modules being trained; None for a run that samples nothing."""
+    if policy.generation is None:
+        return None
+    settings = native_settings(
+        policy.generation.native_cfg, policy.max_total_sequence_length, deterministic=policy.deterministic
+    )
+    return NativeEngine(model, tokenizer, settings)
+
+
+def load_for_sampling(
+    model: ResolvedModel | str,
+    *,
+    precision: str = "auto",
+    device: str = "auto",
+    max_total_tokens: int | None = None,
+    longest_default: int | None = None,
+    native: NativeConfig | None = None,
+    adapt: Callable[[nn.Module], nn.Module] | None = None,
+) -> tuple[NativeEngine, PreTrainedTokenizerBase]:
+    """The native engine over the model, and its tokenizer. No optimizer, no gradients.
+
+    `precision`: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU). `max_total_tokens` None is the length
+    that the model was made for, at most `longest_default`. `adapt` may change the model's modules, for instance add
+    adapters, before the engine looks them up.
+    """
+    resolved = model if isinstance(model, ResolvedModel) else resolve_model(model)
+    where = resolve_device(device)
+    module = load_with_adapter(resolved, sampling_dtype(precision, where), where)
+    module = module if adapt is None else adapt(module)
+    tokenizer = load_tokenizer(resolved.tokenizer, f"model {resolved.text!r}")
+    length = int(getattr(_text_config(module), "max_position_embeddings", 0) or longest_default or 4096)
+    if longest_default is not None:
+        length = min(length, longest_default)
+    settings = native_settings(native or NativeConfig(), max_total_tokens or length)
+    if where.type == "cuda":
+        # As in training: summing partial products in bf16 would change the numbers.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return NativeEngine(module, tokenizer, settings), tokenizer
+
+
+def _text_config(model: nn.Module) -> PretrainedConfig:
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    return base.config.get_text_config()

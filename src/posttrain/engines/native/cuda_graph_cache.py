@@ -1,0 +1,124 @@
+"""A cache of CUDA graphs, and pinned buffers for copies from the host to the device. Independent of models and sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.errors import reason_of
+
+_MAX_GRAPHS = 128  # a run has some dozens; sampling settings and adapters that keep changing would add more without end
+_NUM_WARM_UPS = 1  # before capture, so that kernels are compiled and libraries have their workspaces
+
+
+class GraphCaptureError(RuntimeError):
+    """This model's step cannot be captured: some layer synchronises with the device."""
+
+
+@dataclass
+class _CapturedGraph:
+    graph: torch.cuda.CUDAGraph
+    result: Tensor  # overwritten by each replay
+
+
+class CudaGraphCache:
+    """CUDA graphs by key: captured on first use, then replayed. They share one memory pool; the least recently used graph
+    is evicted when there are too many."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._graphs: dict[Hashable, _CapturedGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def run(self, key: Hashable, compute: Callable[[], Tensor], changes: Tensor | None = None) -> Tensor:
+        """What `compute` returns, valid until the next `run`. `changes` is the state that `compute` advances in place: it is
+        restored after warm-up."""
+        captured = self._graphs.pop(key, None)
+        if captured is None:
+            self._evict()
+            captured = self._capture(compute, changes)
+        self._graphs[key] = captured  # most recently used last
+        captured.graph.replay()
+        return captured.result
+
+    def _evict(self) -> None:
+        if len(self._graphs) < _MAX_GRAPHS:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the evicted graph may be running
+        del self._graphs[next(iter(self._graphs))]
+
+    def _capture(self, compute: Callable[[], Tensor], changes: Tensor | None) -> _CapturedGraph:
+        before = None if changes is None else changes.clone()
+        side = _capture_stream(self.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_NUM_WARM_UPS):
+                compute()
+                if changes is not None and before is not None:
+                    changes.copy_(before)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with self._capturing(graph, side):
+                result = compute()
+        except RuntimeError as error:
+            raise GraphCaptureError(reason_of(error)) from error
+        return _CapturedGraph(graph, result)
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+        """`torch.cuda.graph` first returns all cached memory to the driver, pinned memory too. That makes room for a new
+        pool. For each further graph in the pool it would cost several times as much as the capture."""
+        if not self._graphs:
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                yield
+            return
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self._pool)
+            try:
+                yield
+            finally:
+                graph.capture_end()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all captures: the matrix library keeps a workspace for every stream that it was used on."""
+    return torch.cuda.Stream(device)
+
+
+class Staging:
+    """Two pinned buffers of one shape, used in turn: one is filled while the copy of the other may still be running."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._buffers = [torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda) for _ in range(2)]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def fill(self) -> np.ndarray:
+        self._turn = 1 - self._turn
+        if (sent := self._sent[self._turn]) is not None:
+            sent.synchronize()
+        return self._buffers[self._turn].numpy()
+
+    def send(self, target: Tensor) -> None:
+        target.copy_(self._buffers[self._turn], non_blocking=True)
+        if target.is_cuda:
+            self._sent[self._turn] = sent = torch.cuda.Event()
+            sent.record()
+
+
+def batch_sizes(max_rows: int) -> list[int]:
+    """Batch sizes with a graph each, ascending. Small batches are bound by reading the weights and cost the same at any
+    size; in large ones each row costs, so the sizes are closer together."""
+    sizes = [size for size in (8, 16, 32, 64, 128, 192, 256) if size < max_rows]
+    sizes += range(320, max_rows, 64)
+    return [*sizes, -(-max_rows // 8) * 8]

@@ -1,0 +1,117 @@
+"""Converts a GGUF file to a Hugging Face folder: bf16 safetensors, config, tokenizer with its chat template.
+
+GGUF weights are often quantised. Their dequantised values are written, so the model can be trained but is not bit-equal to
+the weights it was quantised from. Where GGUF files come from is in `catalogue.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.errors import InputError
+from posttrain.json_files import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Say = Callable[[str], None]
+
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether `folder` holds a converted model. Conversion renames a finished folder, so it is never incomplete."""
+    return all((folder / name).is_file() for name in MODEL_FILES)
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def require_gguf() -> None:
+    """InputError with the extra to install, before anything is downloaded."""
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError(
+            "reading a GGUF file needs the Python package `gguf`, which is not installed. "
+            'Install the extra: pip install "posttrain[gguf]"'
+        )
+
+
+def convert_gguf(gguf: Path, target: Path, *, card: str = "", say: Say = print) -> None:
+    """Converts the file `gguf` to the new folder `target`, which appears only once it is complete."""
+    require_gguf()
+    if not gguf.is_file():
+        raise InputError(f"GGUF file not found: {gguf}")
+    if target.exists():
+        raise InputError(f"{target} already exists; remove it or name another folder")
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        say("reading the tokenizer")
+        _tokenizer(gguf).save_pretrained(unfinished)
+        say("reading and dequantising the weights")
+        _plain_model(gguf).save_pretrained(unfinished)
+        if card:
+            (unfinished / "README.md").write_text(card, encoding="utf-8")
+        unfinished.chmod(0o755)  # mkdtemp and safetensors make theirs private
+        for file in unfinished.iterdir():
+            file.chmod(0o644)
+        os.rename(unfinished, target)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    say(f"wrote {target}")
+
+
+def _tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    header = _header(gguf)
+    if header.get("tokenizer.ggml.pre") == "smollm":
+        # transformers reads every GPT-2 style vocabulary alike. This family was trained with every digit as a token of
+        # its own, which decides how runs of spaces before a digit are split.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    context_length = header.get(f"{header.get('general.architecture')}.context_length")
+    if context_length:
+        tokenizer.model_max_length = int(context_length)
+    return tokenizer
+
+
+def _header(gguf: Path) -> JsonObject:
+    """The scalar fields of the file's header; the long ones (vocabulary, merges) are left out."""
+    from gguf import GGUFReader, GGUFValueType
+
+    fields = GGUFReader(str(gguf)).fields
+    return {name: field.contents() for name, field in fields.items() if field.types[:1] != [GGUFValueType.ARRAY]}
+
+
+def _plain_model(gguf: Path) -> PreTrainedModel:
+    """The model without any trace of its quantisation: a model loaded from GGUF refuses to be saved."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    foreign = {"quantization_config", "_name_or_path", "_model_name_or_path"}
+    settings = {name: value for name, value in loaded.config.to_dict().items() if name not in foreign}
+    settings["dtype"] = "bfloat16"
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    return model

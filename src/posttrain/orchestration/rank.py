@@ -1,0 +1,123 @@
+"""One rank: a trainer and an engine on one device. The operations that a driver calls on it, here or behind an actor.
+
+Arguments and results are picklable, except for `progress`, which is for ranks in the driver's process. It decides
+which of the two holds the device's memory; which engine it is, `engines/choose_engine.py` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from posttrain.engines.choose_engine import engine_for_training
+from posttrain.engines.native import NativeEngine
+from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
+from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
+from posttrain.roles import Objective, Progress
+from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
+
+MicroBatches = Sequence[TokenBatch | None]  # None: nothing for this rank, while others have a micro-batch
+
+
+def build_rank(setup: RankSetup) -> Rank:
+    return Rank(PolicyTrainer(setup))
+
+
+class DeviceLease:
+    """Which of trainer and engine may use the memory of a GPU that they share.
+
+    The trainer takes over the memory of a large KV cache. A small one stays, with the CUDA graphs captured for it.
+    """
+
+    def __init__(self, device: torch.device, engine: NativeEngine | None) -> None:
+        self._device, self._engine = device, engine
+
+    def to_trainer(self) -> None:
+        if self._device.type != "cuda" or self._engine is None:
+            return
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        if self._engine.num_held_bytes > KEPT_CACHE_SHARE * total:
+            self._engine.release()
+
+
+class Rank:
+    def __init__(self, trainer: PolicyTrainer) -> None:
+        self.trainer = trainer
+        self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config)
+        self._lease = DeviceLease(trainer.device, self.engine)
+
+    def facts(self) -> ModelFacts:
+        return self.trainer.facts()
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def update(
+        self, parts: MicroBatches, objective: Objective, seed: int, progress: Progress | None
+    ) -> dict[str, float]:
+        self._lease.to_trainer()
+        return self.trainer.update(parts, objective, seed, progress)
+
+    def evaluate(self, parts: MicroBatches, objective: Objective, progress: Progress | None) -> dict[str, float]:
+        self._lease.to_trainer()
+        return self.trainer.evaluate(parts, objective, progress)
+
+    def logprobs(self, parts: MicroBatches) -> list[Tensor | None]:
+        self._lease.to_trainer()
+        return self.trainer.logprobs(parts)
+
+    def reference_logprobs(self, parts: MicroBatches) -> list[Tensor | None]:
+        self._lease.to_trainer()
+        return self.trainer.reference_logprobs(parts)
+
+    def reference_fingerprint(self) -> str:
+        return self.trainer.reference_fingerprint()
+
+    def end_step(self) -> None:
+        self.trainer.end_step()
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        tasks: Sequence[Task],
+        num_samples: int,
+        sampling: Sampling,
+        key: NoiseKey,
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        assert self.engine is not None, "this rank was built without policy.generation"
+        with self.trainer.sampling():
+            return self.engine.generate(tasks, num_samples, sampling, key, progress)
+
+    def release(self) -> None:
+        if self.engine is not None:
+            self.engine.release()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, optimizer: bool) -> None:
+        self.trainer.checkpoints.save(folder, optimizer=optimizer)
+
+    def load(self, folder: Path) -> None:
+        self.trainer.load(folder)
+
+    def save_obstacle(self, optimizer: bool) -> str:
+        return self.trainer.checkpoints.obstacle(optimizer=optimizer)
+
+    def prepare_save(self, optimizer: bool) -> bool:
+        return self.trainer.checkpoints.prepare(optimizer=optimizer)
+
+    def begin_save(self, folder: Path, optimizer: bool) -> None:
+        self.trainer.checkpoints.begin(folder, optimizer=optimizer)
+
+    def write_save(self) -> None:
+        self.trainer.checkpoints.write()
+
+    def write_save_in_thread(self) -> None:
+        self.trainer.checkpoints.write_in_thread()
+
+    def take_save_wait_s(self) -> float:
+        return self.trainer.checkpoints.take_waited_s()

@@ -1,0 +1,191 @@
+"""Writes and reads the policy's part of a checkpoint; `contents` lists the files.
+
+Weights are written tensor by tensor: there is never a second copy of them in memory, and other threads can run meanwhile,
+which the `safetensors` library would not allow. Sharded weights are gathered one at a time on every rank, and written by
+the first.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.checkpointing import CheckpointError, check_same_model
+from posttrain.models.lora import is_adapted
+from posttrain.models.tensor_files import TensorFacts, write_safetensors
+from posttrain.policy.checkpoint.contents import MODEL, OPTIMIZER, SCHEDULE, TOKENIZER, WEIGHTS, Contents, describe
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
+from posttrain.policy.parallel import copy_into, is_first_rank
+
+ADAPTERS = "adapter_model.safetensors"
+_MAX_FILE_BYTES = 5 * 10**9
+
+
+def write(folder: Path, model: nn.Module, saved: Contents, group: ProcessGroup | None = None) -> None:
+    """Every rank calls this; rank 0 writes what is whole, each rank its shard of the optimizer.
+
+    `group` is a process group that nothing else uses meanwhile. Tensors are not read from the model: a sharded one would
+    reshard its whole parameters for that, and an engine may be sampling with them while a background thread writes.
+    """
+    is_first = is_first_rank()
+    if is_first:
+        for name in (WEIGHTS, OPTIMIZER, TOKENIZER):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for path, content in saved.files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+    if is_adapted(model):
+        write_file(folder / WEIGHTS / ADAPTERS, saved.weights, is_first_rank=is_first)
+    elif saved.stored_otherwise:
+        whole = whole_in_host_memory(saved.weights)
+        if is_first:
+            model.save_pretrained(folder / WEIGHTS, state_dict=whole, max_shard_size="5GB")  # type: ignore[operator]
+    else:
+        write_weights(folder / WEIGHTS, saved.weights, is_first_rank=is_first)
+    if saved.optimizer is None or saved.schedule is None:
+        return
+    if dist.is_initialized():
+        dist.barrier(group)  # the folder exists before other ranks write into it
+    # No copies ahead on a stream: in the background there is nothing to copy, and that thread must not call CUDA.
+    writer = dcp.FileSystemWriter(folder / OPTIMIZER, per_thread_copy_ahead=0)
+    _silence_dcp_warning()
+    tensors = dict(saved.optimizer)
+    dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    if is_first:
+        (folder / SCHEDULE).write_bytes(saved.schedule)
+
+
+def load(
+    folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, optimizer: MixedPrecisionOptimizer | None
+) -> None:
+    check_same_model(
+        json.loads((folder / MODEL).read_text()), json.loads(json.dumps(describe(model, tokenizer), default=str))
+    )
+    parameters = dict(model.named_parameters())
+    saved_weights = _saved_weights(folder / WEIGHTS, model)
+    if lacking := sorted({name for name, p in parameters.items() if p.requires_grad} - saved_weights.keys()):
+        raise CheckpointError(f"{folder}: no weights for {len(lacking)} parameters, among them {lacking[0]}")
+    for name, value in saved_weights.items():
+        if name in parameters:
+            copy_into(parameters[name], value)
+    if optimizer is None:
+        return
+    if not (folder / OPTIMIZER / ".metadata").exists():
+        raise CheckpointError(
+            f"{folder}: no optimizer state (it was saved with checkpointing.save_optimizer: false), so training cannot go on "
+            "from it exactly. Start a new run from its weights with policy.model_name instead."
+        )
+    schedule = torch.load(folder / SCHEDULE, weights_only=True)
+    optimizer.check_kinds(schedule)
+    reader = dcp.FileSystemReader(folder / OPTIMIZER)
+    saved = {
+        key: (tuple(entry.size), entry.properties.dtype)
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    tensors = dict(optimizer.empty_like_saved(saved))
+    _silence_dcp_warning()
+    dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    optimizer.load_state_tensors(tensors)
+    optimizer.load_schedule_state(schedule)
+
+
+def _saved_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """By the names that the parameters have in `model`."""
+    if is_adapted(model):
+        from safetensors.torch import load_file
+
+        saved = load_file(folder / ADAPTERS)
+        return {_adapted_name(name): value for name, value in saved.items()}
+    kind: Any = type(model)  # a language model or a reward model
+    whole = kind.from_pretrained(folder, dtype=next(model.parameters()).dtype)
+    return dict(whole.named_parameters())
+
+
+def _adapted_name(saved: str) -> str:
+    """peft leaves the adapter's name out of the file. Modules that are trained whole lie under a name of their own."""
+    module, _, parameter = saved.rpartition(".")
+    if ".lora_" in saved:
+        return f"{module}.default.{parameter}"
+    return f"{module}.modules_to_save.default.{parameter}"
+
+
+def _silence_dcp_warning() -> None:
+    """DCP warns when there is no process group, even with `no_dist`. Filters are global, so no thread may restore them."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+# -- safetensors ---------------------------------------------------------------------------------------------------------
+
+
+def write_weights(folder: Path, weights: Mapping[str, Tensor], *, is_first_rank: bool) -> None:
+    """`model.safetensors`, or several numbered files and their index where one would be larger than 5 GB."""
+    groups = _files(weights)
+    names = [
+        "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        for number in range(1, len(groups) + 1)
+    ]
+    for name, keys in zip(names, groups, strict=True):
+        write_file(folder / name, {key: weights[key] for key in keys}, is_first_rank=is_first_rank)
+    if len(groups) > 1 and is_first_rank:
+        index = {
+            "metadata": {
+                "total_parameters": sum(tensor.numel() for tensor in weights.values()),
+                "total_size": sum(_facts(tensor).num_bytes for tensor in weights.values()),
+            },
+            "weight_map": {key: name for name, keys in zip(names, groups, strict=True) for key in keys},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def write_file(file: Path, tensors: Mapping[str, Tensor], *, is_first_rank: bool) -> None:
+    whole = _in_host_memory(tensors)
+    if is_first_rank:
+        for _ in write_safetensors(file, {name: _facts(tensor) for name, tensor in tensors.items()}, whole):
+            pass
+    else:
+        for _ in whole:
+            pass
+
+
+def _in_host_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def _facts(tensor: Tensor) -> TensorFacts:
+    return TensorFacts(tuple(tensor.shape), tensor.dtype)
+
+
+def _files(weights: Mapping[str, Tensor]) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in weights.items():
+        num_bytes = _facts(tensor).num_bytes
+        if groups[-1] and size + num_bytes > _MAX_FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += num_bytes
+    return groups
+
+
+def whole_in_host_memory(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All of them at once, each with memory of its own; a collective where they are sharded."""
+    copies = {}
+    for name, tensor in _in_host_memory(weights):
+        shares = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+        copies[name] = tensor.clone() if shares else tensor
+    return copies

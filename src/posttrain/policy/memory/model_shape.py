@@ -1,0 +1,217 @@
+"""The sizes of a model: from the config.json of a folder, from the hub, or from the table of named shapes. No weights.
+
+Supported: dense decoder models with grouped-query attention and a gated MLP, such as Llama, Mistral, Qwen and Gemma. Others
+are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from posttrain.errors import InputError, reason_of
+from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.models.hub import why_unavailable
+
+# Families whose layers run through the fused kernels (policy/fused/layers.py decides by a trial run).
+FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_HEAD_NORMS = ("qwen3",)
+_QKV_BIASES = ("qwen2",)
+_FOUR_NORMS = ("gemma2", "gemma3_text")
+_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+class UnknownModelError(InputError):
+    """No config.json was found, or it describes a model that the planner does not support."""
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """Equal weight tensors: `count` of them, each rows x columns; a vector has no columns."""
+
+    rows: int
+    columns: int | None
+    count: int
+
+    @property
+    def num_weights(self) -> int:
+        return self.rows * (self.columns or 1) * self.count
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    name: str
+    family: str
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False  # of attention
+    mlp_bias: bool = False
+    window: int | None = None  # tokens that a token attends to at most
+
+    @property
+    def fused(self) -> bool:
+        return self.family in FUSED_FAMILIES
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Of keys, and of values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of the products of one layer: q, k, v, o, gate, up, down."""
+        h, i, q, kv = self.hidden, self.inner, self.query_width, self.kv_width
+        return ((h, q), (h, kv), (h, kv), (q, h), (h, i), (h, i), (i, h))
+
+    @property
+    def tensors(self) -> list[TensorKind]:
+        """Every weight of the model."""
+        found = [TensorKind(self.vocab, self.hidden, 1 if self.tied else 2)]
+        found += [TensorKind(outputs, inputs, self.layers) for inputs, outputs in self.linears]
+        found.append(TensorKind(self.hidden, None, self.layers * (4 if self.family in _FOUR_NORMS else 2) + 1))
+        if self.family in (*_HEAD_NORMS, "gemma3_text"):
+            found.append(TensorKind(self.head_dim, None, 2 * self.layers))
+        if self.qkv_bias:
+            found += [TensorKind(self.query_width, None, self.layers), TensorKind(self.kv_width, None, 2 * self.layers)]
+        if self.output_bias:
+            found.append(TensorKind(self.hidden, None, self.layers))
+        if self.mlp_bias:
+            found += [TensorKind(self.inner, None, 2 * self.layers), TensorKind(self.hidden, None, self.layers)]
+        return found
+
+    @property
+    def num_weights(self) -> int:
+        return sum(kind.num_weights for kind in self.tensors)
+
+    @property
+    def layer_products(self) -> int:
+        """Weights that a token is multiplied with in all layers, without the output head."""
+        return self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
+
+    @property
+    def head_products(self) -> int:
+        return self.vocab * self.hidden
+
+    def without_output_table(self) -> ModelShape:
+        """As in a reward model: there is only the input embedding, whether the language model ties it or not."""
+        return replace(self, tied=True)
+
+    def adapters(self, rank: int) -> list[TensorKind]:
+        """LoRA on every linear layer: [rank, inputs] and [outputs, rank]."""
+        return [
+            kind
+            for inputs, outputs in self.linears
+            for kind in (TensorKind(rank, inputs, self.layers), TensorKind(outputs, rank, self.layers))
+        ]
+
+
+def _named(name: str, family: str, sizes: tuple[int, ...], *, tied: bool, head_dim: int | None = None) -> ModelShape:
+    vocab, hidden, inner, layers, heads, kv_heads = sizes
+    return ModelShape(
+        name,
+        family,
+        hidden,
+        inner,
+        layers,
+        heads,
+        kv_heads,
+        head_dim or hidden // heads,
+        vocab,
+        tied,
+        family in _QKV_BIASES,
+    )
+
+
+# The shapes of the benchmarks: Llama 3.1 8B, Qwen2.5 0.5B and 1.5B, Qwen3 8B, and Llamas in the proportions of 3.2 1B.
+NAMED_SHAPES: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        _named("llama-0.5b", "llama", (128256, 1024, 4096, 24, 16, 8), tied=True),
+        _named("llama-1.5b", "llama", (128256, 2048, 8192, 20, 32, 8), tied=True),
+        _named("llama-8b", "llama", (128256, 4096, 14336, 32, 32, 8), tied=False),
+        _named("qwen-0.5b", "qwen2", (151936, 896, 4864, 24, 14, 2), tied=True),
+        _named("qwen-1.5b", "qwen2", (151936, 1536, 8960, 28, 12, 2), tied=True),
+        _named("qwen-8b", "qwen3", (151936, 4096, 12288, 36, 32, 8), tied=False, head_dim=128),
+    )
+}
+
+
+def find_shape(name: str, overrides: JsonMapping | None = None) -> ModelShape:
+    """The shape of what `policy.model_name` names: a folder, a named shape, or a model of the hub."""
+    if Path(name).is_dir():
+        return shape_of_config(name, {**_read_config(Path(name) / "config.json"), **dict(overrides or {})})
+    if name in NAMED_SHAPES:
+        return NAMED_SHAPES[name]
+    if (reason := why_unavailable(name)) is not None:
+        raise UnknownModelError(f"policy.model_name: {reason}. Shapes that need no model: {', '.join(NAMED_SHAPES)}")
+    return shape_of_config(name, {**_read_config(_fetch_config(name)), **dict(overrides or {})})
+
+
+def _fetch_config(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (OSError, ValueError) as error:  # the hub's own errors are among these
+        reason = reason_of(error)
+        raise UnknownModelError(
+            f"policy.model_name: the config.json of {name!r} is neither here nor could it be fetched from the hub: {reason}"
+        ) from error
+
+
+def _read_config(path: Path) -> JsonObject:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UnknownModelError(f"policy.model_name: {path} could not be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UnknownModelError(f"policy.model_name: {path} holds no map of settings")
+    return config
+
+
+def shape_of_config(name: str, config: JsonMapping) -> ModelShape:
+    """The shape that the contents of a config.json describe."""
+    text = {**config, **(config.get("text_config") or {})}
+    if lacking := [key for key in _SIZES if not isinstance(text.get(key), int)]:
+        raise UnknownModelError(
+            f"{name}: config.json has no {', '.join(lacking)}; the planner counts decoder models such as Llama and Qwen"
+        )
+    family = str(text.get("model_type", ""))
+    if experts := next(
+        (text[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(key)), 0
+    ):
+        raise UnknownModelError(f"{name}: a mixture of {experts} experts; the planner counts dense models only")
+    if "linear_attention" in (text.get("layer_types") or ()):
+        raise UnknownModelError(f"{name}: has layers without attention, which the planner does not count")
+    heads = text["num_attention_heads"]
+    biased = bool(text.get("attention_bias", False))
+    uses_window = text.get("use_sliding_window", family != "qwen2") and text.get("sliding_window")
+    return ModelShape(
+        name=name,
+        family=family,
+        hidden=text["hidden_size"],
+        inner=text["intermediate_size"],
+        layers=text["num_hidden_layers"],
+        heads=heads,
+        kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        vocab=text["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", family in _TIED_BY_DEFAULT))),
+        qkv_bias=biased or family in _QKV_BIASES,
+        output_bias=biased,
+        mlp_bias=bool(text.get("mlp_bias", False)),
+        window=int(text["sliding_window"]) if uses_window and not text.get("layer_types") else None,
+    )

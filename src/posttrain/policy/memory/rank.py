@@ -1,0 +1,220 @@
+"""What one rank's GPU holds at its peak while sampling, training and stepping the optimizer, item by item.
+
+Sums are of tensors, as `torch.cuda.max_memory_allocated` counts them. The CUDA context and gaps between blocks are added
+only where the question is whether all of it fits.
+
+`should_checkpoint` answers `policy.dtensor_cfg.activation_checkpointing: auto`. Each rank calls it once the model is
+loaded. The answer changes memory and time, and no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from posttrain.config.policy import PolicyConfig
+from posttrain.json_files import JsonMapping
+from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
+from posttrain.policy.memory.model_shape import ModelShape, TensorKind, UnknownModelError, shape_of_config
+from posttrain.policy.memory.settings import OptimizerSettings, RunSettings, run_settings
+
+GIB = 2**30
+SAMPLING, SCORING, TRAINING, OPTIMIZER = "sampling", "logprobs", "training", "optimizer"
+KEPT_CACHE_SHARE = 0.1  # of a GPU's memory: a KV cache up to this size stays while training, a larger one is released
+RUNTIME_BYTES = 1 * GIB  # CUDA context and libraries: outside of what torch counts; estimate
+ALLOCATOR_SLACK = 0.03  # of what is allocated, lost between blocks; estimate
+_HEADROOM = 0.05  # of the memory: an estimate is not a measurement
+_COPIES_OF_KEYS = 2.0  # keys that attention is given for each token, where answers share their prompt
+_SLICE = 2**23  # policy/optimizer/compact_adam.py: numbers that the compact optimizer works on at a time
+_STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    items: Mapping[str, float]  # bytes
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Of one rank, on the GPU, item by item."""
+
+    shape: ModelShape
+    settings: RunSettings
+    layer: LayerBytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer", LayerBytes(self.shape, self.settings))
+
+    # -- resident ------------------------------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> list[TensorKind]:
+        rank = self.settings.lora_rank
+        return self.shape.tensors if rank is None else self.shape.adapters(rank)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(kind.num_weights for kind in self.trained)
+
+    @property
+    def weights(self) -> float:
+        """Of one full copy of the model."""
+        return self.settings.element * self.shape.num_weights
+
+    def resident(self) -> dict[str, float]:
+        """Between steps, on one rank; sharded over all ranks."""
+        s, ranks = self.settings, self.settings.ranks
+        adapters = s.element * self.num_trained if s.lora_rank is not None else 0
+        items = {"weights": (self.weights + adapters) / ranks}
+        if s.holds_copy:
+            items["reference"] = self.weights / ranks
+        if not s.optimizer.is_offloaded:
+            items["optimizer state"] = self.state_bytes() / ranks
+        return items
+
+    def state_bytes(self) -> float:
+        return sum(state_bytes(kind, self.settings.optimizer, self.settings.element) for kind in self.trained)
+
+    def gradients(self) -> float:
+        """Accumulated in fp32, whatever the precision of the weights."""
+        return FP32 * self.num_trained / self.settings.ranks
+
+    def gathered_weights(self) -> dict[str, float]:
+        """FSDP: gathered while layers run: the embeddings and two layers."""
+        if self.settings.ranks == 1:
+            return {}
+        tables = (1 if self.shape.tied else 2) * self.shape.head_products
+        return {"gathered layers": self.settings.element * (tables + 2 * self.shape.layer_products / self.shape.layers)}
+
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    def in_host_memory(self) -> dict[str, float]:
+        """Of rank 0, whose copy of a checkpoint holds all weights."""
+        state = self.state_bytes() / self.settings.ranks
+        items = {"optimizer state": state} if self.settings.optimizer.is_offloaded else {}
+        if (copy := self.settings.checkpoint_copy) != "none":
+            weights = self.settings.element * self.num_trained
+            items["copy of a checkpoint"] = weights + (state if copy == "with optimizer" else 0)
+        return items
+
+    def while_sampling(self) -> dict[str, float]:
+        """Everything but the cache. The working memory is what the engine reserves (engines/native/forward.py)."""
+        engine, s = self.settings.engine, self.shape
+        assert engine is not None
+        per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
+        working = engine.max_prefill_tokens * per_token + 3 * engine.rows * s.vocab * FP32
+        whole = {"whole weights": self.weights} if self.settings.ranks > 1 else {}
+        return {**self.resident(), **whole, "working memory": working}
+
+    def hidden_bytes(self, tokens: float) -> float:
+        return self.settings.element * self.shape.hidden * tokens
+
+    def training_phase(self, row: Pass, kept_cache: Mapping[str, float], *, accumulates: bool) -> Phase:
+        """A forward and backward pass. `accumulates`: gradients of earlier passes of the update exist already."""
+        items = {**self.resident(), **self.gathered_weights(), **kept_cache}
+        before = self.gradients() if accumulates else 0.0
+        kept = self.layer.kept(row)
+        one_layer = 0.0 if self.settings.checkpointing else self.layer.kept_by_layer(row)  # else counted as temporary
+        peaks: list[dict[str, float]] = [
+            {
+                "gradients": before,
+                "activations": kept,
+                "logits chunk": self.layer.head_backward(row, accumulates=accumulates),
+            },
+            {"gradients": before or self._head_gradient(), "activations": kept + self.layer.layer_backward(row)},
+            {
+                "gradients": self.gradients() + self._largest_gradient(),
+                "activations": one_layer + self.layer.layer_backward(row),
+            },
+        ]
+        highest = max(peaks, key=lambda peak: sum(peak.values()))
+        return Phase(TRAINING, {**items, **highest})
+
+    def _head_gradient(self) -> float:
+        """Of the output head, whose gradient is the first."""
+        trained = self.settings.lora_rank is None and not self.settings.scores_answers
+        return FP32 * self.shape.head_products / self.settings.ranks if trained else 0.0
+
+    def _largest_gradient(self) -> float:
+        """Of one tensor, in the precision of the weights, before it is added to the fp32 sum."""
+        return self.settings.element * max(kind.rows * (kind.columns or 1) for kind in self.trained)
+
+    def optimizer_phase(self, kept_cache: Mapping[str, float]) -> Phase:
+        optimizer, ranks = self.settings.optimizer, self.settings.ranks
+        largest = FP32 * max(kind.rows * (kind.columns or 1) for kind in self.trained) / ranks
+        work = {
+            "foreach": FP32 * self.num_trained / ranks,  # the root of the second moments, of all weights at once
+            "single": 2 * largest,
+            "fused": largest,  # squares of one gradient, for the norm
+            "compact": max(largest, FP32 * 4 * _SLICE),
+        }[optimizer.kind]
+        if optimizer.is_offloaded:
+            work += (
+                3 * _SLICE * self.state_bytes() / self.num_trained
+            )  # slices being copied in, updated, and copied out
+        items = {**self.resident(), **kept_cache, "gradients": self.gradients(), "optimizer's work": work}
+        return Phase(OPTIMIZER, items)
+
+    def needed_bytes(self, peak: float) -> float:
+        """Memory that a GPU needs for tensors of `peak` bytes."""
+        return peak * (1 + ALLOCATOR_SLACK) + RUNTIME_BYTES
+
+
+def state_bytes(kind: TensorKind, optimizer: OptimizerSettings, element: int) -> float:
+    """Masters and moments of some weights (policy/optimizer/compact_adam.py: new_state; mixed_precision.py)."""
+    masters = FP32 if optimizer.has_masters and element != FP32 else 0
+    block = block_size(kind.columns) if optimizer.state_dtype == "int8" and kind.columns is not None else None
+    if block is not None:
+        moment = 1 + FP32 / block
+    else:
+        moment = _STATE_BYTES.get(optimizer.state_dtype, FP32)
+    return kind.num_weights * (masters + optimizer.num_moments * moment)
+
+
+def block_size(columns: int) -> int | None:
+    """Numbers that share a scale, as in policy/optimizer/low_precision.py."""
+    if columns < 16:
+        return columns
+    return next((size for size in range(min(columns, 256), 15, -1) if columns % size == 0), None)
+
+
+def should_checkpoint(
+    model_config: JsonMapping,
+    policy: PolicyConfig,
+    *,
+    memory_bytes: int,
+    has_reference: bool,
+    ranks: int,
+    scores_answers: bool = False,
+) -> bool:
+    """True if activations would not fit, or if the model is not supported by the estimate."""
+    try:
+        shape = shape_of_config(policy.model_name, model_config)
+    except UnknownModelError:
+        return True
+    if scores_answers:
+        shape = shape.without_output_table()
+    settings = run_settings(
+        policy, has_reference=has_reference, ranks=ranks, scores_answers=scores_answers, checkpointing=False
+    )
+    memory = RankMemory(shape, settings)
+    tokens = float(_largest_micro_batch(policy))
+    row = Pass(tokens, tokens, _COPIES_OF_KEYS * tokens, 0.0)
+    cache = {"KV cache": KEPT_CACHE_SHARE * memory_bytes} if settings.engine is not None else {}
+    phase = memory.training_phase(row, cache, accumulates=True)
+    return memory.needed_bytes(phase.peak_bytes) > (1 - _HEADROOM) * memory_bytes
+
+
+def _largest_micro_batch(policy: PolicyConfig) -> int:
+    # A pair is two answers, which stay together whatever the budget. Without sampling, a sample may be a pair.
+    per_sample = 1 if policy.generation is not None else 2
+    longest = per_sample * policy.max_total_sequence_length
+    for section in (policy.dynamic_batching, policy.sequence_packing):
+        if section.enabled and section.train_mb_tokens:
+            return max(section.train_mb_tokens, longest)
+    return policy.train_micro_batch_size * longest

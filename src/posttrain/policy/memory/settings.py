@@ -1,0 +1,108 @@
+"""The settings of a run that decide its memory and time, as plain numbers that the planner varies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
+
+AdamKind = Literal["foreach", "fused", "single", "compact"]
+CheckpointCopy = Literal["none", "weights", "with optimizer"]  # in host memory, to be written in the background
+_ALL_LINEARS = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """How a run stores its optimizer state (policy/optimizer)."""
+
+    kind: AdamKind = "foreach"
+    num_moments: int = 2
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    has_masters: bool = True  # fp32 copies, where weights are in lower precision
+    is_offloaded: bool = False
+
+    @classmethod
+    def of(cls, config: OptimizerConfig) -> OptimizerSettings:
+        masters = config.master_weights != "none"
+        is_plain = config.state_dtype == "float32" and masters and not config.offload_states
+        kind: AdamKind = "foreach"
+        if not is_plain:
+            kind = "compact"
+        elif config.kwargs.get("fused"):
+            kind = "fused"
+        elif config.kwargs.get("foreach") is False:
+            kind = "single"
+        moments = (1 if config.kwargs.get("momentum") else 0) if config.name.endswith(".SGD") else 2
+        return cls(kind, moments, config.state_dtype, masters, config.offload_states)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Of the native engine (engines/native/engine.py)."""
+
+    rows: int
+    page_size: int
+    max_prefill_tokens: int
+    kv_cache_gib: float | None
+    utilization: float  # of the GPU's memory, by everything, while sampling
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    element: int  # bytes of a weight: 2 or 4
+    checkpointing: bool
+    lora_rank: int | None
+    optimizer: OptimizerSettings
+    has_reference: bool  # a frozen copy of the model; with LoRA the base model is used
+    chunk_tokens: int | None  # whose logits exist at the same time; None: chosen by vocabulary
+    scores_answers: bool  # a reward model: no output head
+    ranks: int
+    engine: EngineSettings | None
+    checkpoint_copy: CheckpointCopy = "none"
+
+    @property
+    def holds_copy(self) -> bool:
+        return self.has_reference and self.lora_rank is None
+
+
+def run_settings(
+    policy: PolicyConfig,
+    *,
+    has_reference: bool,
+    ranks: int,
+    scores_answers: bool = False,
+    checkpointing: bool | None = None,
+    checkpoint_copy: CheckpointCopy = "none",
+) -> RunSettings:
+    """`checkpointing` is used if the config has auto."""
+    engine = None
+    if policy.generation is not None:
+        native = policy.generation.native_cfg
+        engine = EngineSettings(
+            native.max_batch_size,
+            native.page_size,
+            native.max_prefill_tokens,
+            native.kv_cache_gib,
+            native.gpu_memory_utilization,
+        )
+    setting, lora = policy.dtensor_cfg.activation_checkpointing, policy.dtensor_cfg.lora_cfg
+    return RunSettings(
+        element=4 if policy.precision == "float32" else 2,
+        checkpointing=bool(checkpointing) if setting == "auto" else bool(setting),
+        lora_rank=lora.dim if lora.enabled else None,
+        optimizer=OptimizerSettings.of(policy.optimizer),
+        has_reference=has_reference,
+        chunk_tokens=policy.logprob_chunk_size,
+        scores_answers=scores_answers,
+        ranks=ranks,
+        engine=engine,
+        checkpoint_copy=checkpoint_copy,
+    )
+
+
+def counts_too_many_adapters(lora: LoraConfig) -> bool:
+    """Whether some linear layers have no adapter: the planner counts one on each, an upper bound."""
+    targets = {target.rpartition(".")[2] for target in lora.target_modules}
+    is_whole = lora.match_all_linear or not targets or targets >= _ALL_LINEARS
+    return lora.enabled and (bool(lora.exclude_modules) or not is_whole)

@@ -1,0 +1,20 @@
+"""The optimizer of one rank: `mixed_precision` with fp32 state and masters, `compact` with smaller or offloaded state."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from posttrain.config.policy import OptimizerConfig
+from posttrain.policy.optimizer.compact import CompactOptimizer
+from posttrain.policy.optimizer.compact_adam import StateFormat
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer, SchedulerSpec
+
+
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, scheduler: SchedulerSpec, seed: int
+) -> MixedPrecisionOptimizer:
+    """The optimizer of the config section `policy.optimizer`, over the trainable parameters."""
+    form = StateFormat(config.state_dtype, config.master_weights != "none", config.offload_states)
+    if form.is_plain:
+        return MixedPrecisionOptimizer(model, config.name, config.kwargs, scheduler)
+    return CompactOptimizer(model, config.name, config.kwargs, scheduler, form, seed)

@@ -1,0 +1,91 @@
+"""How a process computes: memory of the GPU, deterministic algorithms, evaluation mode.
+
+Determinism: nothing of posttrain's own adds up in an order left to chance. Three of torch's operations do on a GPU: the
+backward pass of attention and of a lookup add with atomics, and cuBLAS may choose another workspace for a stream. Sampling
+uses none of them but the last, so only the passes of training run with torch's deterministic algorithms; sampling has
+`NativeSettings.deterministic`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+_GIB = 2**30
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def enable_expandable_segments() -> None:
+    """Before training, in a process with a GPU: memory that one phase frees must be usable by the next, whatever the sizes.
+
+    Otherwise torch keeps blocks of the sizes that were requested. One small tensor that stays, such as an optimizer's, keeps
+    the whole block that it was cut from: a quarter of the GPU was lost to a KV cache that way.
+    """
+    if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        change = (
+            getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+        )
+        change("expandable_segments:True")
+
+
+class PeakMemory:
+    """The most memory that a GPU held during each phase (`torch.cuda.max_memory_allocated`). Nothing is measured on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._peaks: dict[str, float] = {}
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        if self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        try:
+            yield
+        finally:
+            peak = torch.cuda.max_memory_allocated(self.device) / _GIB
+            self._peaks[phase] = max(self._peaks.get(phase, 0.0), peak)
+
+    def take(self) -> dict[str, float]:
+        """Peaks of the phases since the last call, as metrics; of several ranks the largest counts."""
+        found = {f"peak_gib_{phase}_max": peak for phase, peak in self._peaks.items()}
+        self._peaks = {}
+        return found
+
+
+def prepare_determinism() -> None:
+    """Call before the first matrix product of the process: cuBLAS reads its setting once."""
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    # The mode would also fill every new tensor, to make reads of unwritten memory visible. Our tests poison memory for that.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Dropout off inside; afterwards every module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,315 @@
+"""One rank's trainer: owns the model, the frozen reference and the optimizer.
+
+Ranks that share a process group call the same methods in the same order with equally many micro-batches; an empty one is
+run on a dummy sequence, because every rank takes part in every collective.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from posttrain.config import PolicyConfig
+from posttrain.models.attention_interface import attention_context, refuse_dropout
+from posttrain.models.loading import DTYPES, load_model, load_tokenizer, resolve_device
+from posttrain.models.lora import add_lora, is_adapted, without_adapters
+from posttrain.policy.checkpoint import files
+from posttrain.policy.checkpoint.contents import base_config
+from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.fused.layers import fuse_layers
+from posttrain.policy.head import without_adapter_wrapper
+from posttrain.policy.logprobs import TokenLogprobs
+from posttrain.policy.memory.rank import should_checkpoint
+from posttrain.policy.model_support import check_length, observe_layers
+from posttrain.policy.objectives.reduce import combine_metrics
+from posttrain.policy.optimizer import make_optimizer
+from posttrain.policy.optimizer.mixed_precision import MixedPrecisionOptimizer
+from posttrain.policy.packed import PackedRow
+from posttrain.policy.parallel import Mesh, reshard, shard, whole_parameters
+from posttrain.policy.reference_cache import model_fingerprint
+from posttrain.policy.reward_head import SequenceScores, load_reward_model, padding_for_scores, use_padding
+from posttrain.policy.runtime import (
+    PeakMemory,
+    deterministic_algorithms,
+    enable_expandable_segments,
+    evaluation_mode,
+    prepare_determinism,
+)
+from posttrain.roles import Objective, Progress
+from posttrain.types import TokenBatch
+
+Forward = TokenLogprobs | SequenceScores  # a packed row in, one number per response token out
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What a rank needs to build its trainer and its engine. Picklable."""
+
+    policy: PolicyConfig
+    seed: int
+    needs_reference: bool
+    chat_template: str | None = None  # the one that the data was formatted with: saved with the checkpoints
+    trains: bool = True  # False: no optimizer, for sampling and evaluation only
+    reward_model: bool = False  # a score for each answer, instead of a log-probability for each token
+    answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the driver reports of the model, without holding it."""
+
+    config: dict[str, object]  # `to_dict()` of the model's config
+    num_parameters: int
+    device: str
+    device_name: str
+
+
+class PolicyTrainer:
+    def __init__(self, setup: RankSetup) -> None:
+        config = self.config = setup.policy
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        if config.deterministic:
+            prepare_determinism()
+        self.device = _this_rank(resolve_device(config.device))
+        self.mesh = Mesh.of_process_group()
+        self.peak_memory = PeakMemory(self.device)
+        self.temperature = config.generation.temperature if config.generation else 1.0
+        if self.temperature == 0:
+            self.temperature = 1.0  # greedy sampling has no temperature to train under
+        self.tokenizer = load_tokenizer(config.tokenizer.name)
+        self.tokenizer.chat_template = setup.chat_template
+        self.model = self._load_model(setup)
+        lora = config.dtensor_cfg.lora_cfg
+        self._scores_answers = setup.reward_model
+        if self._recomputes_activations(setup):
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        data_parallel = self.mesh.data_parallel(self.device)
+        self.reference = self._freeze_reference(data_parallel) if setup.needs_reference and not lora.enabled else None
+        self.forward = self._shardable(self.model, data_parallel)
+        self._refuse_unsupported(setup)
+        self.optimizer: MixedPrecisionOptimizer | None = None
+        if setup.trains:
+            self.optimizer = make_optimizer(self.model, config.optimizer, config.scheduler, setup.seed)
+        self.checkpoints = CheckpointWriter(self.model, self.tokenizer, self.optimizer, self.device)
+        if self.optimizer is not None:
+            self.optimizer.before_change = self.checkpoints.wait_until_copied
+
+    def _load_model(self, setup: RankSetup) -> nn.Module:
+        """The model with its adapters, if it has any."""
+        config, dtype = setup.policy, DTYPES[setup.policy.precision]
+        if setup.reward_model:
+            padding = padding_for_scores(self.tokenizer, setup.answer_ends)
+            use_padding(self.tokenizer, padding)
+            model = load_reward_model(
+                config.model_name, dtype, self.device, config.hf_config_overrides, seed=setup.seed, pad_token_id=padding
+            )
+        else:
+            model = load_model(config.model_name, dtype, self.device, config.hf_config_overrides)
+        lora = config.dtensor_cfg.lora_cfg
+        if not lora.enabled:
+            return model
+        return add_lora(model, lora, setup.seed, task_type="SEQ_CLS" if setup.reward_model else "CAUSAL_LM")
+
+    def _recomputes_activations(self, setup: RankSetup) -> bool:
+        configured = setup.policy.dtensor_cfg.activation_checkpointing
+        if configured != "auto" or self.device.type != "cuda":
+            return configured is True
+        return setup.trains and should_checkpoint(
+            base_config(self.model).to_dict(),
+            setup.policy,
+            memory_bytes=torch.cuda.get_device_properties(self.device).total_memory,
+            has_reference=setup.needs_reference,
+            ranks=self.mesh.dp,
+            scores_answers=setup.reward_model,
+        )
+
+    def _shardable(self, model: nn.Module, mesh: DeviceMesh | None) -> Forward:
+        root: Forward
+        if self._scores_answers:
+            root = SequenceScores(model)
+        else:
+            root = TokenLogprobs(model, self.config.logprob_chunk_size)
+        fuse_layers(root.head.decoder, may_join=mesh is None)
+        if mesh is not None:
+            layers = cast(nn.ModuleList, root.head.decoder.layers)
+            shard(root, list(layers), mesh)
+            # FSDP requires the first forward pass to enter at the root; the engine enters at the decoder. The root's own
+            # parameters stay whole after a pass, and the optimizer must get the sharded ones.
+            self._score(root, [None])
+            reshard(root)
+        return root
+
+    def _refuse_unsupported(self, setup: RankSetup) -> None:
+        """Models that the packed forward pass would compute wrongly: recurrent layers, unknown changes of the logits."""
+        config = base_config(self.model).get_text_config()
+        if setup.trains:
+            refuse_dropout(config)
+        with torch.no_grad(), evaluation_mode(self.model), whole_parameters(self.forward):
+            observe_layers(without_adapter_wrapper(self.model), self.forward.head)
+            check_length(config, self.config.max_total_sequence_length)
+
+    def _freeze_reference(self, mesh: DeviceMesh | None) -> Forward:
+        frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
+        return self._shardable(frozen, mesh)
+
+    def facts(self) -> ModelFacts:
+        return ModelFacts(
+            config=self._model_config(),
+            num_parameters=sum(p.numel() for p in self.model.parameters()),
+            device=self.device.type,
+            device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+        )
+
+    def _model_config(self) -> dict[str, object]:
+        config: dict[str, object] = base_config(self.model).to_dict()
+        # A reward model has no output table, so there is none to share with the input's.
+        return {**config, "tie_word_embeddings": False} if self._scores_answers else config
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def update(
+        self, parts: Sequence[TokenBatch | None], objective: Objective, seed: int, progress: Progress | None = None
+    ) -> dict[str, float]:
+        """One optimizer step over this rank's micro-batches. Returns its share of the metrics, and the gradient norm."""
+        with self._phase("training"):
+            metrics = self._update(parts, objective, seed, progress)
+        return {**metrics, **self.peak_memory.take()}
+
+    def _update(
+        self, parts: Sequence[TokenBatch | None], objective: Objective, seed: int, progress: Progress | None
+    ) -> dict[str, float]:
+        assert self.optimizer is not None
+        self.optimizer.forget_gradients()  # of an update that failed
+        torch.manual_seed(seed)  # dropout is a function of the step, not of what ran before
+        self.model.train()
+        metrics: list[Mapping[str, Tensor]] = []
+        for part in parts:
+            with self._row(part, self.forward) as row:
+                logprobs = self.forward(row, self.temperature)
+                if part is None:
+                    loss = logprobs.sum() * 0.0
+                else:
+                    loss, measured = objective(logprobs, part)
+                    metrics.append(measured)
+                # FSDP averages gradients over ranks; the loss is a sum over them.
+                (loss * self.mesh.dp).backward()
+            self.optimizer.collect_gradients()
+            if progress is not None:
+                progress(1)
+        learning_rate = self.optimizer.learning_rate
+        norm, taken = self.optimizer.step(self.config.max_grad_norm)
+        summed = combine_metrics([_to_floats(m) for m in metrics])
+        return {**summed, "grad_norm": norm, "update_skipped": float(not taken), "lr": learning_rate}
+
+    @torch.no_grad()
+    def evaluate(
+        self, parts: Sequence[TokenBatch | None], objective: Objective, progress: Progress | None = None
+    ) -> dict[str, float]:
+        self.model.eval()
+        metrics = []
+        with deterministic_algorithms(self.config.deterministic):
+            for part in parts:
+                with self._row(part, self.forward) as row:
+                    logprobs = self.forward(row, self.temperature)
+                if part is not None:
+                    metrics.append(_to_floats(objective(logprobs, part)[1]))
+                if progress is not None:
+                    progress(1)
+        return combine_metrics(metrics)
+
+    def end_step(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.end_step()
+
+    def logprobs(self, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
+        """Log-probabilities of each micro-batch's response tokens under the policy as it is now."""
+        self.model.eval()
+        return self._score(self.forward, parts)
+
+    def reference_logprobs(self, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
+        """The same under the frozen reference: the base model under the adapters, or the copy made at the start."""
+        if self.reference is not None:
+            return self._score(self.reference, parts)
+        assert is_adapted(self.model), "this trainer was built without a reference"
+        self.model.eval()
+        with without_adapters(self.model):
+            return self._score(self.forward, parts)
+
+    def reference_fingerprint(self) -> str:
+        """A digest of everything that determines `reference_logprobs`, whatever the number of ranks; on rank 0."""
+        model = self.model if self.reference is None else self.reference.model
+        return model_fingerprint(model, base_config(self.model).to_dict(), self.temperature)
+
+    @torch.no_grad()
+    def _score(self, forward: Forward, parts: Sequence[TokenBatch | None]) -> list[Tensor | None]:
+        scores: list[Tensor | None] = []
+        with self._phase("logprobs"):
+            for part in parts:
+                with self._row(part, forward) as row:
+                    logprobs = forward(row, self.temperature)
+                scores.append(None if part is None else logprobs.cpu())
+        return scores
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A phase of training whose memory is measured."""
+        with self.peak_memory.during(name), deterministic_algorithms(self.config.deterministic):
+            yield
+
+    @contextmanager
+    def _row(self, part: TokenBatch | None, forward: Forward) -> Iterator[PackedRow]:
+        """The packed row, with its attention in force: backward passes belong inside too."""
+        batch = _DUMMY if part is None else part
+        row = PackedRow.build(batch, self.device, reads_own_token=forward.reads_own_token)
+        with attention_context(row.attention):
+            yield row
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """The model as an engine needs it: parameters whole on every rank, the memory of the phase measured."""
+        with self.peak_memory.during("sampling"), whole_parameters(self.forward):
+            yield
+
+    def load(self, folder: Path) -> None:
+        reshard(self.forward)
+        files.load(folder, self.model, self.tokenizer, self.optimizer)
+
+
+def _this_rank(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        return device
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    enable_expandable_segments()
+    # Small batches, as in decoding, are split along the inner dimension; adding the parts up in bf16 would make the
+    # sampler's numbers differ from the trainer's.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return device
+
+
+def _to_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """One transfer for all of them."""
+    values = torch.stack([value.float() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))
+
+
+_DUMMY = TokenBatch(
+    prompts=(torch.zeros(1, dtype=torch.long),),
+    responses=(torch.zeros(2, dtype=torch.long),),
+    prompt_of=(0,),
+    columns={"mask": torch.zeros(2)},
+    num_tokens=1.0,
+    num_sequences=1.0,
+)

@@ -1,0 +1,38 @@
+"""One recipe per kind of run: `recipes/<kind>.py`. This table is where a kind is registered.
+
+Importing this package loads no recipe and no torch: the command line reads the table on every start.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from posttrain.config import RunConfig
+    from posttrain.recipes.recipe import Recipe
+
+
+class KindOfRun(NamedTuple):
+    summary: str  # its line of help
+    method: str  # how a model was trained, for its model card
+
+
+KINDS = {
+    "grpo": KindOfRun(
+        "reinforcement learning: sample, score, and prefer what scored better in its group",
+        "GRPO (reinforcement learning from rewards)",
+    ),
+    "dpo": KindOfRun("direct preference optimisation on pairs of answers", "a preference loss (DPO and relatives)"),
+    "rm": KindOfRun(
+        "reward model: learn a score for answers from pairs of them", "the Bradley-Terry loss (a reward model)"
+    ),
+    "sft": KindOfRun("supervised fine-tuning on recorded answers", "supervised fine-tuning"),
+}
+
+
+def recipe_for(kind: str, config: RunConfig) -> Recipe:
+    """The recipe of a kind of run, with the config of one run."""
+    assert kind in KINDS, f"{kind} is not a kind of training run"
+    recipe: Recipe = import_module(f"{__name__}.{kind}").RECIPE(config)
+    return recipe

@@ -1,0 +1,164 @@
+"""GRPO: sample answers, or take them from labelled traces, score them, and train on what scored better in its group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from posttrain.algorithms.grpo import Grpo, GrpoSettings
+from posttrain.config import EnvironmentConfig, GrpoRunConfig, PolicyConfig
+from posttrain.data.chat import ChatFormat
+from posttrain.data.datasets import TaskDataset, load_task_dataset
+from posttrain.data.entries import Entries
+from posttrain.data.sampler import Stream
+from posttrain.environments import build_environments, check_environments
+from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
+from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both
+from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
+from posttrain.roles import RolloutSource
+from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
+from posttrain.rollouts.recorded import RecordedRollouts
+from posttrain.rollouts.turn_taking import build_turns
+from posttrain.types import Sampling, Task
+
+
+@dataclass(frozen=True)
+class GrpoRecipe(Recipe):
+    config: GrpoRunConfig
+    presentation: ClassVar[Presentation] = Presentation(
+        "grpo",
+        Headline(
+            "train/reward",
+            "Reward",
+            lower_is_better=False,
+            chart=ChartSpec(
+                "Reward",
+                (("train/reward", "training reward"), ("validation/accuracy", "validation accuracy")),
+                "Mean reward of the rollouts of each step, and of greedy or sampled answers to held-out prompts.",
+            ),
+        ),
+        (
+            ShownMetric("loss", "Loss", "loss"),
+            ShownMetric("reward", "Avg Reward", "reward"),
+            ShownMetric("filtered_reward", "Avg Reward of Kept Groups", "kept"),
+            ShownMetric("dynamic_sampling_num_gen_batches", "Generation Batches"),
+            ShownMetric("mean_generation_length", "Mean Generation Length", "length"),
+            ShownMetric("kl_penalty", "KL", "kl"),
+            ShownMetric("gen_kl_error", "Generation KL Error"),
+            ShownMetric("grad_norm", "Grad Norm", "grad"),
+            ShownMetric("lr", "Learning Rate"),
+        ),
+    )
+
+    def check(self) -> None:
+        check_environments(self._environments(), Path.cwd())
+
+    def _environments(self) -> dict[str, EnvironmentConfig]:
+        """Those that a dataset names: the others need no worker processes. An unknown name is reported later."""
+        data, env = self.config.data, self.config.env
+        named = {entry.env_name for entry in [*data.train_sets(), *data.validation_sets()]}
+        return {name: settings for name, settings in env.items() if name in named} or dict(env)
+
+    def prepare(self, chat: ChatFormat) -> Prepared:
+        config, grpo = self.config, self.config.grpo
+        length = config.policy.max_total_sequence_length
+
+        def load(entries: Entries) -> TaskDataset:
+            return load_task_dataset(
+                entries,
+                config.data.default,
+                chat,
+                max_prompt_tokens=min(config.data.max_input_seq_length or length, length - 1),
+                seed=grpo.seed,
+                max_total_tokens=length,
+                needs_signal=grpo.num_fresh_per_prompt == 0,  # a fresh answer could still differ from equal ones
+            )
+
+        train, validation = load_both(config.data, load)
+        held_out = first_rows(validation, grpo.max_val_samples if grpo.max_val_samples is not None else 0)
+        stream = Stream(train, grpo.seed, config.data.shuffle)
+        position = build_position(config, stream)
+
+        def algorithm(parts: RunParts) -> Grpo:
+            source, validation_source = self._rollouts(stream, held_out, chat, parts)
+            return Grpo(
+                GrpoSettings(
+                    num_prompts_per_step=grpo.num_prompts_per_step,
+                    num_updates_per_step=config.step_sizes().num_updates,
+                    overlong_filtering=grpo.overlong_filtering,
+                    seq_logprob_error_threshold=grpo.seq_logprob_error_threshold,
+                    num_validation_prompts=len(held_out),
+                ),
+                build_objective(config),
+                build_credit(config),
+                parts.policy,
+                with_dynamic_sampling(config, source, position),
+                parts.weights,
+                validation_source if held_out else None,
+            )
+
+        return Prepared(train, validation, position, algorithm)
+
+    def _rollouts(
+        self, stream: Stream[Task], held_out: Sequence[Task], chat: ChatFormat, parts: RunParts
+    ) -> tuple[RolloutSource, RolloutSource]:
+        """Where the answers of training and of validation come from."""
+        config, grpo = self.config, self.config.grpo
+        environments = self._environments()
+        environment = build_environments(environments, base_folder=Path.cwd())
+        parts.cleanup.callback(environment.close)
+        turns = build_turns(
+            environments,
+            chat,
+            max_turns=grpo.max_rollout_turns,
+            max_total_tokens=config.policy.max_total_sequence_length,
+            warn=parts.warn,
+            cleanup=parts.cleanup,
+        )
+        rollouts = FreshRollouts(
+            stream,
+            parts.engine,
+            environment,
+            num_samples=config.step_sizes().num_sampled_per_row,
+            sampling=_sampling(config.policy, chat.stop_token_ids),
+            seed=grpo.seed,
+            show_progress=parts.show_progress,
+        )
+        validation_rollouts = FreshRollouts(
+            FixedTasks(held_out),
+            parts.engine,
+            environment,
+            num_samples=grpo.val_num_generations_per_prompt,
+            sampling=_sampling(config.policy, chat.stop_token_ids, validation=True),
+            seed=grpo.seed + 1,  # other noise than training's
+            show_progress=parts.show_progress,
+            label="validation",
+            after_step=True,
+        )
+        if turns is not None:
+            rollouts, validation_rollouts = turns.over(rollouts), turns.over(validation_rollouts)
+        if not config.uses_recorded_answers:
+            return rollouts, validation_rollouts
+        fresh = rollouts if grpo.num_fresh_per_prompt else None
+        return RecordedRollouts(stream, grpo.num_recorded, grpo.seed, fresh), validation_rollouts
+
+
+RECIPE = GrpoRecipe
+
+
+def _sampling(policy: PolicyConfig, end_of_turn_ids: Sequence[int], *, validation: bool = False) -> Sampling:
+    generation = policy.generation
+    assert generation is not None
+    top_k = generation.val_top_k if validation else generation.top_k
+    return Sampling(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.val_temperature if validation else generation.temperature,
+        top_p=generation.val_top_p if validation else generation.top_p,
+        top_k=top_k if top_k and top_k > 0 else 0,
+        stop_token_ids=tuple(generation.stop_token_ids or ()),
+        end_of_turn_ids=tuple(end_of_turn_ids),
+        stop_strings=tuple(generation.stop_strings or ()),
+        ignore_eos=generation.ignore_eos,
+    )

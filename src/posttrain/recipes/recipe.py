@@ -1,0 +1,105 @@
+"""What a recipe decides: which data a run reads, which algorithm trains on it, and how its progress is shown."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from posttrain.config import DataConfig, RunConfig
+from posttrain.data.chat import ChatFormat
+from posttrain.data.entries import Entries
+from posttrain.data.readers import Item
+from posttrain.data.row_dataset import RowDataset
+from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
+from posttrain.roles import Algorithm, Engine, ShowProgress, Stateful, Trainer, WeightSync
+
+
+class Rows(Protocol):
+    """A loaded dataset, as far as a run of any kind looks at it."""
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Rows that were left out, by reason."""
+
+    @property
+    def noted(self) -> Mapping[str, int]:
+        """Rows with something remarkable, by reason."""
+
+    @property
+    def pack_size(self) -> int:
+        """Tokens of a precomputed pack, which stays whole; 0 if there are none."""
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What an algorithm is built from, once the model is loaded."""
+
+    policy: Trainer
+    engine: Engine
+    weights: WeightSync
+    show_progress: ShowProgress
+    warn: Callable[[str], None]
+    cleanup: ExitStack  # closed when the run ends
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The data of a run, read before the model is loaded, and how to build the algorithm that trains on it."""
+
+    train: Rows
+    validation: Rows | None
+    position: Stateful  # in the data, and whatever else of it a checkpoint contains
+    algorithm: Callable[[RunParts], Algorithm]
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """One kind of run. What follows from the config alone, such as sizes and the reference, is in `config/run_config.py`."""
+
+    config: RunConfig
+    presentation: ClassVar[Presentation]
+    chat_form: ClassVar[type[ChatFormat]] = ChatFormat
+
+    def check(self) -> None:  # noqa: B027 - most kinds need nothing else
+        """InputError if something that the run needs beside data and model is missing."""
+
+    @abstractmethod
+    def prepare(self, chat: ChatFormat) -> Prepared:
+        """Read the data."""
+
+
+PAIR_RESULTS = (
+    ShownMetric("accuracy", "Accuracy", "accuracy"),
+    ShownMetric("rewards_chosen_mean", "Chosen Reward", "chosen"),
+    ShownMetric("rewards_rejected_mean", "Rejected Reward", "rejected"),
+)
+
+
+def pair_accuracy(note: str) -> Headline:
+    """The headline of what learns from pairs."""
+    curves = (("train/accuracy", "training"), ("validation/accuracy", "validation"))
+    chart = ChartSpec("Preference accuracy", curves, note)
+    return Headline("train/accuracy", "Pair accuracy", lower_is_better=False, chart=chart)
+
+
+def load_both(
+    data: DataConfig, load: Callable[[Entries], RowDataset[Item]]
+) -> tuple[RowDataset[Item], RowDataset[Item] | None]:
+    """Training data, and validation data or None: a dataset of its own, or rows kept back from training."""
+    assert data.train is not None, "refused when the config is loaded"
+    train = load(data.train)
+    if data.validation is not None:
+        return train, load(data.validation)
+    return train.held_out()
+
+
+def first_rows(dataset: RowDataset[Item] | None, count: int) -> Sequence[Item]:
+    """The first `count` rows; all of them if it is not positive."""
+    if dataset is None:
+        return []
+    return [dataset[i] for i in range(len(dataset) if count <= 0 else min(count, len(dataset)))]

@@ -1,0 +1,68 @@
+"""Training of a reward model. It reads whole conversations, and scores each with the layer on top of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from posttrain.algorithms.rm import RewardModelTraining
+from posttrain.config.rm import RmRunConfig
+from posttrain.data.chat import ChatFormat
+from posttrain.data.datasets import load_pair_dataset
+from posttrain.data.sampler import Stream
+from posttrain.data.whole_chat import WholeChatFormat
+from posttrain.policy.objectives import BradleyTerry
+from posttrain.recipes.recipe import (
+    PAIR_RESULTS,
+    Prepared,
+    Recipe,
+    RunParts,
+    first_rows,
+    load_both,
+    pair_accuracy,
+)
+from posttrain.reporting.presentation import Presentation, ShownMetric
+
+
+@dataclass(frozen=True)
+class RewardModelRecipe(Recipe):
+    config: RmRunConfig
+    chat_form: ClassVar[type[ChatFormat]] = WholeChatFormat
+    presentation: ClassVar[Presentation] = Presentation(
+        "rm",
+        pair_accuracy("Share of pairs whose chosen answer has the higher score."),
+        (
+            ShownMetric("loss", "Loss", "loss"),
+            *PAIR_RESULTS,
+            ShownMetric("rewards_std", "Spread of Rewards"),
+            ShownMetric("grad_norm", "Grad Norm", "grad"),
+            ShownMetric("lr", "Learning Rate"),
+        ),
+    )
+
+    def prepare(self, chat: ChatFormat) -> Prepared:
+        config, rm = self.config, self.config.rm
+        load = partial(
+            load_pair_dataset,
+            defaults=config.data.default,
+            chat=chat,
+            max_total_tokens=config.policy.max_total_sequence_length,
+            seed=rm.seed,
+        )
+        train, validation = load_both(config.data, load)
+        stream = Stream(train, rm.seed, config.data.shuffle)
+
+        def algorithm(parts: RunParts) -> RewardModelTraining:
+            return RewardModelTraining(
+                config.policy.train_global_batch_size,
+                BradleyTerry(rm.center_rewards_coefficient, rm.margin_from_rewards),
+                parts.policy,
+                stream,
+                first_rows(validation, rm.val_batches * rm.val_global_batch_size),
+            )
+
+        return Prepared(train, validation, stream, algorithm)
+
+
+RECIPE = RewardModelRecipe

@@ -1,0 +1,66 @@
+"""How a kind of run is shown: the metrics of a step on the console, and the headline of its summary and report.
+
+Recipes define these values; this package does not depend on the kinds. The headline is stored in `run.json`, so that a report
+can be rendered from the run folder alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ShownMetric:
+    """A training metric on the console."""
+
+    key: str  # without train/
+    name: str  # in the block of a step
+    short_name: str = ""  # on the line of a short step; empty leaves it out there
+
+
+@dataclass(frozen=True)
+class ChartSpec:
+    title: str
+    curves: tuple[tuple[str, str], ...]  # (key, name) of each
+    note: str = ""  # what to look for
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for key, _ in self.curves)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The training metric that a run is judged by, and the first chart of its report."""
+
+    metric: str
+    name: str
+    lower_is_better: bool
+    chart: ChartSpec
+
+
+@dataclass(frozen=True)
+class Presentation:
+    kind: str  # of run, as it is shown
+    headline: Headline
+    results: tuple[ShownMetric, ...]  # in their order on the console
+
+
+def headline_from_json(row: object, keys: Collection[str]) -> Headline:
+    """The headline that `run.json` holds. Earlier versions stored none: then it follows from `keys`, the metrics of the run."""
+    try:
+        assert isinstance(row, Mapping)
+        chart = row["chart"]
+        curves = tuple((str(key), str(name)) for key, name in chart["curves"])
+        spec = ChartSpec(str(chart["title"]), curves, str(chart["note"]))
+        return Headline(str(row["metric"]), str(row["name"]), bool(row["lower_is_better"]), spec)
+    except (AssertionError, KeyError, TypeError, ValueError):
+        return _headline_from_keys(keys)
+
+
+def _headline_from_keys(keys: Collection[str]) -> Headline:
+    name = next((name for name in ("reward", "accuracy") if f"train/{name}" in keys), "loss")
+    validation = "loss" if name == "loss" else "accuracy"
+    curves = ((f"train/{name}", "training"), (f"validation/{validation}", "validation"))
+    return Headline(f"train/{name}", name.capitalize(), name == "loss", ChartSpec(name.capitalize(), curves))

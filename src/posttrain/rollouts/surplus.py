@@ -1,0 +1,89 @@
+"""Groups that a step has left over for the next one, as a part of a checkpoint.
+
+A checkpoint holds plain values. A value of another kind (a dataset may have anything as its expected answer) is saved as
+its text, as in the run's files. A task's recorded answers are not saved with it: they are rollouts of the group by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+
+from posttrain.errors import InputError
+from posttrain.roles import Stateful
+from posttrain.types import Completion, Conversation, Group, Rollout, Score, Task, Utterance
+
+SURPLUS = "dynamic_sampling"  # key in the checkpoint's state
+UNKNOWN_VERSION = -1  # of groups in a checkpoint from before versions were saved
+
+CLASSES = {cls.__name__: cls for cls in (Group, Task, Rollout, Completion, Score, Conversation, Utterance)}
+CLASS = "class"  # the key that names the class of a map
+NOT_SAVED = ("recorded",)
+# Fields that older checkpoints hold. The score of a conversation's turns is in the rollout's score as well.
+NO_LONGER_READ = {"Conversation": ("score", "to_judge")}
+
+
+@dataclass
+class StreamAndSurplus:
+    """The position in the data and the groups kept for the next step."""
+
+    stream: Stateful
+    surplus: list[Group] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, object]:
+        return {**self.stream.state_dict(), SURPLUS: {"surplus": [to_plain(group) for group in self.surplus]}}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        self.stream.load_state_dict(state)
+        # A run that began without dynamic sampling has kept nothing.
+        saved = state.get(SURPLUS)
+        groups = [from_plain(row) for row in saved["surplus"]] if isinstance(saved, Mapping) else []
+        self.surplus = [_with_versions(group) for group in groups if isinstance(group, Group)]
+
+
+def _with_versions(group: Group) -> Group:
+    """A sampled completion without a version was saved by an older posttrain, in an earlier step."""
+
+    def marked(rollout: Rollout) -> Rollout:
+        completion = rollout.completion
+        if completion.versions or not completion.logprobs:
+            return rollout
+        return replace(rollout, completion=replace(completion, versions=((0, UNKNOWN_VERSION),)))
+
+    return replace(group, rollouts=tuple(map(marked, group.rollouts)))
+
+
+def to_plain(value: object) -> object:
+    """Numbers, texts, tuples, lists and maps, from which `from_plain` makes an equal value."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if is_dataclass(value) and type(value).__name__ in CLASSES:
+        own = {f.name: to_plain(getattr(value, f.name)) for f in fields(value) if f.name not in NOT_SAVED}
+        return {CLASS: type(value).__name__, **own}
+    if isinstance(value, Mapping):
+        return {"map": [(to_plain(key), to_plain(item)) for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return tuple(to_plain(item) for item in value)
+    if isinstance(value, list):
+        return [to_plain(item) for item in value]
+    return str(value)
+
+
+def from_plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(from_plain(item) for item in value)
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if CLASS not in value:
+        return {from_plain(key): from_plain(item) for key, item in value["map"]}
+    name = value[CLASS]
+    given = {key: item for key, item in value.items() if key not in (CLASS, *NO_LONGER_READ.get(name, ()))}
+    unknown = sorted(set(given) - {f.name for f in fields(CLASSES[name])})
+    if unknown:
+        raise InputError(
+            f"the checkpoint's groups were saved by another version of posttrain: {name} has no {', '.join(unknown)}"
+        )
+    build: Callable[..., object] = CLASSES[name]
+    return build(**{key: from_plain(item) for key, item in given.items()})

@@ -1,0 +1,158 @@
+"""The folder of a run: which one a command uses, and whether the run in it may be resumed with the settings given now.
+
+The config that steps were trained with is never replaced. A run is resumed with equal settings, with changes that do not
+affect training (`config.changes.FREE_TO_CHANGE`), or with any change if the user asks for it. Changes are recorded with the
+first step trained with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.checkpointing import CheckpointStore
+from posttrain.config import LoadedConfig
+from posttrain.config.changes import ConfigChange, changes_since
+from posttrain.config.errors import ConfigError
+from posttrain.config.tree import DEFAULT
+from posttrain.errors import InputError
+from posttrain.reporting.run_files import CONFIG_FILE, FINISHED, config_from_step, read_info
+
+CHECKPOINT_DIR = "checkpointing.checkpoint_dir"
+FLAG = "--resume-with-changes"
+MAX_NAMED = 20
+
+
+def run_folder(log_dir: str | None, checkpoint_dir: str) -> Path:
+    """Where a run writes its metrics: its own folder, by default beside its checkpoints."""
+    return Path(log_dir or checkpoint_dir)
+
+
+@dataclass(frozen=True)
+class FolderState:
+    """The state of the run in a folder."""
+
+    checkpoints: Path
+    step: int  # of the newest checkpoint; 0: there is none
+    config: Path | None  # the config in force after that step
+    is_finished: bool
+
+    @property
+    def holds_run(self) -> bool:
+        return self.step > 0 or self.config is not None
+
+    def changes(self, loaded: LoadedConfig) -> tuple[ConfigChange, ...]:
+        if self.config is None:
+            return ()
+        try:
+            return changes_since(self.config.read_text("utf-8"), loaded, str(self.config))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.config} cannot be read: {error}") from error
+
+
+def inspect_folder(log_dir: str | None, checkpoint_dir: str) -> FolderState:
+    checkpoints, folder = Path(checkpoint_dir), run_folder(log_dir, checkpoint_dir)
+    store = CheckpointStore(
+        checkpoints,
+        keep_top_k=None,
+        metric_name=None,
+        higher_is_better=True,
+        save_period=1,
+        say=lambda line: None,
+    )
+    step = max(store.steps(), default=0)
+    # A change that was accepted after this checkpoint is in force although no checkpoint has it yet.
+    places = (
+        (folder / config_from_step(step + 1), checkpoints / f"step_{step}" / CONFIG_FILE, folder / CONFIG_FILE)
+        if step
+        else (folder / CONFIG_FILE,)
+    )
+    config = next((place for place in places if place.is_file()), None)
+    return FolderState(checkpoints, step, config, read_info(folder).get("status") == FINISHED)
+
+
+# ---------------------------------------------------------------------------------------------------- default names
+
+
+def choose_checkpoint_dir(loaded: LoadedConfig, *, accept_changes: bool) -> tuple[str, list[str]]:
+    """The folder to use, and a line with the reason if there was a choice.
+
+    A folder that was given is used as given. The default is numbered: the newest of results/grpo, results/grpo-2, ... is
+    used if this command can resume the run in it, and the next number otherwise.
+    """
+    base, log_dir = loaded.config.checkpointing.checkpoint_dir, loaded.config.logger.log_dir
+    if loaded.origins.get(CHECKPOINT_DIR) != DEFAULT:
+        return base, []
+    number = _newest_number(Path(base))
+    newest = base if number == 1 else f"{base}-{number}"
+    state = inspect_folder(log_dir, newest)
+    if not state.holds_run:
+        return newest, []
+    if accept_changes:
+        return newest, [f"resuming the run in {newest}, the newest one: {FLAG} is given"]
+    if obstacle := _obstacle(state, loaded):
+        return f"{base}-{number + 1}", [f"a new run in {base}-{number + 1}: {newest} {obstacle}"]
+    if state.step:
+        return newest, [f"resuming the run in {newest}: it is not finished and has the same settings"]
+    return newest, [f"starting again in {newest}: it has the same settings and no checkpoint"]
+
+
+def _newest_number(base: Path) -> int:
+    names = [path.name for path in base.parent.glob(f"{base.name}-*") if path.is_dir()] if base.parent.is_dir() else []
+    matches = (re.fullmatch(rf"{re.escape(base.name)}-([1-9]\d*)", name) for name in names)
+    return max((int(match[1]) for match in matches if match), default=1)
+
+
+def _obstacle(state: FolderState, loaded: LoadedConfig) -> str:
+    """Why the run in a default folder is not resumed, as the end of a sentence about the folder."""
+    if state.is_finished:
+        return f"holds a finished run ({CHECKPOINT_DIR}={state.checkpoints} names it)"
+    try:
+        training = [change for change in state.changes(loaded) if change.is_training]
+    except ConfigError as error:
+        return f"holds another run: {error}"
+    more = f" and {len(training) - 1} more" if len(training) > 1 else ""
+    return f"holds a run with other settings ({training[0]}{more})" if training else ""
+
+
+# ----------------------------------------------------------------------------------------------- resume or refuse
+
+
+def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]:
+    """Lines that name the settings that differ from those of the run in the folder.
+
+    Raises InputError if the run has a checkpoint, a setting that counts as training differs, and `accept_changes` is not
+    given.
+    """
+    config = loaded.config
+    state = inspect_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir)
+    try:
+        changes = state.changes(loaded)
+    except ConfigError as error:
+        if not state.step:
+            return []  # there is nothing to resume: the files are archived
+        raise InputError(f"{error}\n{_REMEDY_FOLDER}") from error
+    training = [change for change in changes if change.is_training]
+    if training and state.step and not accept_changes:
+        raise InputError(
+            f"{state.checkpoints} holds a run that was trained with other settings up to step {state.step}:\n"
+            f"{_listed(training)}\n"
+            f"Give the settings of {state.config}, or {_REMEDY_FOLDER}, or resume from step {state.step} with the new "
+            f"settings: {FLAG}"
+        )
+    if not changes:
+        return []
+    since = f"from step {state.step + 1} on" if state.step else "than in the earlier run, which has no checkpoint"
+    return [f"settings that differ {since}:", *_listed(changes).splitlines()]
+
+
+_REMEDY_FOLDER = f"start a new run in another folder ({CHECKPOINT_DIR}=...)"
+
+
+def _listed(changes: Sequence[ConfigChange]) -> str:
+    lines = [f"  {change}" for change in changes[:MAX_NAMED]]
+    if len(changes) > MAX_NAMED:
+        lines.append(f"  and {len(changes) - MAX_NAMED} more")
+    return "\n".join(lines)

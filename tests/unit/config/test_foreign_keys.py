@@ -1,0 +1,173 @@
+"""What NeMo RL has and posttrain has not: refused where results would change, one line where they would not."""
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.config import ALL_KINDS, ConfigError, load_config
+from posttrain.config.foreign_keys import RULES, rule_for, vocabulary_of
+from posttrain.config.schema import known_keys
+from posttrain.config.tree import dotted
+
+REFUSED = [
+    "grpo.async_grpo.enabled=true",
+    "grpo.invalid_tool_call_advantage=-1",
+    "grpo.malformed_thinking_advantage=-1",
+    "grpo.adv_estimator.name=opd",
+    "checkpointing.ft_save_period=5",
+    "checkpointing.ft_keep_latest_k=2",
+    "checkpointing.pretrained_checkpoint.path=/x",
+    "checkpointing.model_save_format=torch_save",
+    "policy.precision=float16",
+    "policy.quant_cfg=NVFP4",
+    "policy.dtensor_cfg.tensor_parallel_size=2",
+    "policy.dtensor_cfg.context_parallel_size=2",
+    "policy.dtensor_cfg.expert_parallel_size=2",
+    "policy.dtensor_cfg.dp_replicate_size=2",
+    "policy.dtensor_cfg.sequence_parallel=true",
+    "policy.dtensor_cfg.cpu_offload=true",
+    "policy.dtensor_cfg.custom_parallel_plan=my.plan",
+    "policy.dtensor_cfg.automodel_kwargs.freeze_config={a: 1}",
+    "policy.megatron_cfg.enabled=true",
+    "policy.draft.enabled=true",
+    "policy.router_replay.enabled=true",
+    "policy.generation.backend=sglang",
+    "policy.generation.backend=megatron",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.bad_words=[never]",
+    "policy.generation.quant_cfg=FP8",
+    "policy.generation.real_quant=true",
+    "data.use_multiple_dataloader=true",
+    "data.custom_dataloader=my.loader",
+    "data.default.processor=vlm_hf_data_processor",
+    "data.train=[{dataset_name: gsm8k, tool_key: tools}]",
+    "env.nemo_gym.config_paths=[a]",
+    "env.reward_model.model_name=x",
+    "env.math.stop_strings=[stop]",
+    "reward_penalties.penalize_empty_final_answer=true",
+    "on_policy_distillation={teachers: []}",
+    "async_rl={enabled: true}",
+]
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_value_that_would_change_results_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="not implemented") as caught:
+        load_config("grpo", None, [override])
+    assert "command line: `" in str(caught.value)
+
+
+IGNORED = [
+    ("policy.megatron_cfg.optimizer.lr=1.0", "policy.megatron_cfg.activation_checkpointing=true"),
+    ("policy.generation.vllm_cfg.gpu_memory_utilization=0.9", "policy.generation.vllm_kwargs.x=1"),
+    ("logger.wandb_enabled=true", "logger.tensorboard_enabled=true"),
+    ("grpo.async_grpo.max_trajectory_age_steps=3", "grpo.async_grpo.in_flight_weight_updates=true"),
+    ("grpo.reward_scaling.target_min=-1", "grpo.reward_scaling.target_max=2"),
+    ("grpo.dynamic_sampling_max_gen_batches=3", "grpo.dynamic_sampling_surplus=discard"),
+    ("policy.draft.loss_weight=0.2", "policy.draft.num_layers=2"),
+    ("data_plane.enabled=true", "data_plane.backend=other"),
+    ("policy.dtensor_cfg.automodel_kwargs.force_hf=true", "grpo.debug_payload_metrics=true"),
+]
+
+
+@pytest.mark.parametrize("overrides", IGNORED)
+def test_values_that_change_nothing_get_one_line_per_group(overrides: tuple[str, str]) -> None:
+    loaded = load_config("grpo", None, list(overrides))
+    assert len(loaded.warnings) == 1
+    for override in overrides:
+        assert override.split("=")[0] in loaded.warnings[0]
+
+
+QUIET = [
+    "policy.megatron_cfg.enabled=false",
+    "policy.megatron_cfg.optimizer.lr=5e-6",
+    "policy.generation.vllm_cfg.max_model_len=512",
+    "policy.generation.vllm_cfg.max_model_len=${policy.max_total_sequence_length}",
+    "logger.wandb_enabled=false",
+    "logger.wandb.name=x",
+    "grpo.async_grpo.enabled=false",
+    "policy.precision=float32",
+    "policy.sequence_packing.enabled=false",
+    "policy.sequence_packing.algorithm=concatenative",
+    "policy.sequence_packing.algorithm=First_Fit_Shuffle",
+    "policy.dynamic_batching.enabled=true",
+    "policy.generation.top_p=0.9",
+    "policy.generation.top_k=20",
+    "policy.generation.val_temperature=0",
+    "policy.dtensor_cfg._v2=false",
+    "policy.dtensor_cfg.activation_checkpointing=true",
+    "policy.dtensor_cfg.lora_cfg.use_triton=false",
+    "policy.generation_batch_size=8",
+    "grpo.overlong_filtering=true",
+    "grpo.use_dynamic_sampling=true",
+    "grpo.reward_scaling.enabled=true",
+    "grpo.reward_shaping={enabled: true, stop_properly_penalty_coef: 0.5}",
+    "grpo.seq_logprob_error_threshold=1.5",
+    "grpo.adv_estimator.name=reinforce_plus_plus",
+    "loss_fn.use_kl_in_reward=true",
+    "loss_fn.positive_example_nll_weight=0.1",
+    "grpo.advantage_clip_low=-2",
+    "loss_fn.use_cispo=true",
+    "loss_fn.ratio_clip_c=3",
+    "loss_fn.disable_ppo_ratio=true",
+    "loss_fn.reference_policy_kl_type=k1",
+    "checkpointing.model_save_format=null",
+    "checkpointing.save_optimizer=false",
+    "env.math.math_verify_impl=dapo_math_verify",
+    "env.math.verifier_type=english_multichoice",
+]
+
+
+@pytest.mark.parametrize("override", QUIET)
+def test_what_is_implemented_or_equal_to_the_default_is_not_mentioned(override: str) -> None:
+    assert load_config("grpo", None, [override]).warnings == []
+
+
+def test_settings_that_follow_the_config_in_a_file_are_not_mentioned(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "policy:\n  max_total_sequence_length: 4096\n  generation: {vllm_cfg: {max_model_len: 4096}}\n"
+        "  megatron_cfg: {enabled: false}\n"
+    )
+    assert load_config("grpo", file, []).warnings == []
+
+
+def test_vllm_is_accepted_and_the_native_engine_samples() -> None:
+    loaded = load_config("grpo", None, ["policy.generation.backend=vllm"])
+    assert loaded.warnings == [
+        "policy.generation.backend: vllm is not supported in training yet; the native engine samples instead"
+    ]
+    assert loaded.config.policy.generation.backend == "vllm"
+
+
+def test_dropout_of_adapters_warns_of_its_position() -> None:
+    lora = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dropout=0.1"]
+    assert "dropout_position" in load_config("grpo", None, lora).warnings[0]
+    assert load_config("grpo", None, [*lora, "policy.dtensor_cfg.lora_cfg.dropout_position=pre"]).warnings == []
+
+
+def test_dpo_may_pack_pairs() -> None:
+    assert load_config("dpo", None, ["policy.sequence_packing.enabled=true"]).warnings == []
+
+
+def test_every_refusal_and_every_group_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", None, ["policy.megatron_cfg.enabled=true", "grpo.async_grpo.enabled=true"])
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_keys_that_other_versions_have_under_megatron_are_carried_along() -> None:
+    loaded = load_config(
+        "grpo", None, ["policy.megatron_cfg.distributed_data_parallel_config.average_in_collective=true"]
+    )
+    assert len(loaded.warnings) == 1
+
+
+def test_every_rule_is_about_a_key_of_the_schema() -> None:
+    keys = {dotted(key) for kind in ALL_KINDS for key in known_keys(vocabulary_of(kind))}
+    keys |= {f"{key}.x" for key in keys} | {
+        f"policy.dtensor_cfg.automodel_kwargs.{x}" for x in ("force_hf", "backend.x")
+    }
+    keys.add("policy.dtensor_cfg.automodel_kwargs.use_liger_kernel")
+    for rule in RULES:
+        assert any(rule_for(key) is rule for key in keys), rule.pattern
