@@ -136,7 +136,7 @@ def product_kernel(
     SWAPPED: tl.constexpr, DESCRIPTOR: tl.constexpr, PRECISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """y[rows, n] = x[rows, k] @ w[n, k]^T with the factors of both; k in `splits` parts, added up in order by whoever is last."""
+    """y[rows, n] = x[rows, k] @ w[n, k]^T with the factors of both; k in `splits` parts, summed in order by the last program."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     tiles_of_rows = tl.cdiv(num_rows, ROWS)

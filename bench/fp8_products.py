@@ -154,7 +154,7 @@ class Scene:
 def microseconds(scene: Scene, launches: Sequence[Callable[[], Any]], replays: int = 9) -> float:
     """Per launch: the median over replays of one CUDA graph that holds them all."""
     if not scene.on_gpu:
-        return seconds_of(launches[0]) * 1e6  # the interpreter is slow, and nobody reads this
+        return seconds_of(launches[0]) * 1e6  # the interpreter is slow; the value is not used
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -196,7 +196,7 @@ def allocate(way: str, num_bytes: int, device: str) -> Tensor:
 
 
 def release(way: str, bucket: Tensor) -> None:
-    """Of a bucket from `allocate`, which nobody may use any more; the caller drops its tensor."""
+    """Of a bucket from `allocate`, which must not be in use; the caller drops its tensor."""
     if way == DRIVER and bucket.is_cuda:
         _driver("cuMemFree_v2", ctypes.c_uint64(bucket.data_ptr()))
 

@@ -10,7 +10,7 @@ from typing import Any
 from fakes import Events, FakeAlgorithm, FakeRecorder, FakeStream, FakeTrainer
 
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
-from posttrain.checkpointing.saver import CheckpointSaver, SaverSettings
+from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
 from posttrain.loop import LoopSettings, TrainingLoop
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
-from posttrain.checkpointing.saver import CheckpointSaver, SaverSettings
+from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
 from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat

@@ -10,5 +10,5 @@ class CheckpointError(InputError):
 
 
 def reason_of(error: BaseException) -> str:
-    """What somebody else's error says, fit for the middle of a message; its kind where it says nothing."""
+    """One line of a library's error, for use inside a message; the error's type where it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.checkpointing import Interruption, SaveDeadline
-from posttrain.checkpointing.saver import named_metric
+from posttrain.checkpointing.save_and_resume import named_metric
 from posttrain.roles import Algorithm, Recorder, Saver
 from posttrain.types import StepReport
 

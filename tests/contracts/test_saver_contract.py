@@ -9,7 +9,7 @@ import pytest
 from fakes import Events, FakeRecorder, FakeSaver, FakeStream, FakeTrainer
 
 from posttrain.checkpointing import CheckpointStore
-from posttrain.checkpointing.saver import CheckpointSaver, SaverSettings
+from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
 from posttrain.roles import Saver
 from posttrain.types import StepReport
 

@@ -104,7 +104,7 @@ def test_preference_files_are_traces_too(capsys: pytest.CaptureFixture[str], tmp
     assert found["lines"] == sum(row["score_chosen"] - row["score_rejected"] >= 3 for row in rows) > 0
 
 
-def test_advise_says_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:
+def test_advise_prints_the_next_command(capsys: pytest.CaptureFixture[str]) -> None:
     path = shared("traces/gsm8k_model_solutions.jsonl.gz")
     code, out, _ = call(capsys, "advise", path, "--min-margin", "0.5")
     assert code == 0
@@ -135,7 +135,7 @@ def test_png_needs_no_more_than_matplotlib(capsys: pytest.CaptureFixture[str], t
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_pairs_stops_at_a_damaged_file_unless_told_to_go_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_pairs_stops_at_a_damaged_file_by_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     damaged_folder(tmp_path)
     out = tmp_path / "pairs.jsonl"
     code, _, error = call(capsys, "pairs", tmp_path, out)
@@ -167,7 +167,7 @@ def test_pairs_stops_at_a_damaged_file_unless_told_to_go_on(capsys: pytest.Captu
         ([], "required: COMMAND"),
     ],
 )
-def test_bad_input_says_what_is_wrong_and_exits_with_64(
+def test_bad_input_is_named_and_exits_with_64(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     arguments: list[str],

@@ -226,7 +226,7 @@ def test_weights_that_are_no_numbers_are_bad_input(
     assert not (tmp_path / "e" / "summary.json").exists()
 
 
-def test_a_judge_that_always_fails_is_told_with_its_reason(
+def test_failing_judge_is_reported_with_its_reason(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewards = tmp_path / "rewards.py"

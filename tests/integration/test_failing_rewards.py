@@ -145,7 +145,7 @@ def test_the_first_traceback_is_shown(
     assert "ZeroDivisionError" in output
 
 
-def test_a_step_without_any_score_changes_nothing_and_says_so(
+def test_step_without_scores_changes_nothing_and_warns(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.py").write_text("def f(prompt, response, reference):\n    return None\n")
@@ -166,7 +166,7 @@ def test_a_step_without_any_score_changes_nothing_and_says_so(
     ("max_new_tokens", "why"),
     [(3, "cut off at policy.generation.max_new_tokens"), (48, "too easy or too hard")],
 )
-def test_equal_rewards_get_a_warning_that_says_why_nothing_is_learnt(
+def test_equal_rewards_warn_that_advantages_are_zero(
     max_new_tokens: int,
     why: str,
     model: Path,

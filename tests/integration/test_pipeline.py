@@ -167,7 +167,7 @@ def test_the_stage_of_a_version_is_asked_of_the_registry_that_has_it(
     assert "1, stage unknown" in shown
 
 
-def test_a_dry_run_says_what_would_run_and_why(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_lists_stages_and_reasons(uninterrupted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pipeline", "run", str(uninterrupted), "--dry-run", "canary.share=0.5"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert (

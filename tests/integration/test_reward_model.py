@@ -192,7 +192,7 @@ def test_the_turns_of_a_conversation_are_read_in_order(home: Path) -> None:
     assert score.reward == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def test_a_wrong_model_is_told_by_its_field(home: Path, tmp_path: Path) -> None:
+def test_wrong_model_error_names_the_field(home: Path, tmp_path: Path) -> None:
     for name, words in ((str(home / "model"), "no reward model"), (str(tmp_path / "nowhere"), "no folder")):
         with pytest.raises(InputError, match=rf"env\.rm\.model_name.*{words}"):
             build_environments({"rm": {**FLOAT32, "model_name": name}})

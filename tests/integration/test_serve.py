@@ -83,7 +83,7 @@ def test_the_openai_client_gets_models_and_answers(client: openai.OpenAI) -> Non
     assert ask(client, seed=5).choices[0].message.content != answer.choices[0].message.content
 
 
-def test_a_stream_says_what_a_whole_answer_says(client: openai.OpenAI) -> None:
+def test_streamed_answer_equals_whole_answer(client: openai.OpenAI) -> None:
     for settings in ({"seed": 7, "n": 2}, {"seed": 8, "temperature": 0.0}, {"seed": 9, "max_tokens": 1}):
         whole = ask(client, **settings)
         texts, reasons, usage = {}, {}, None
@@ -179,7 +179,7 @@ def test_curl_gets_events_as_they_are(server: RunningServer) -> None:
 # -- many at once ------------------------------------------------------------------------------------------------------
 
 
-def test_under_load_nobody_gets_the_answer_of_another(server: RunningServer, model: Path) -> None:
+def test_answers_are_not_mixed_up_under_load(server: RunningServer, model: Path) -> None:
     """Forty at once, with eight places: each gets what the engine gives to it alone."""
     engine, tokenizer = load_for_sampling(str(model), device="cpu", max_total_tokens=256)
     prompts = [f"request {number} " + "x" * (number % 7) for number in range(40)]
@@ -260,7 +260,7 @@ def test_closed_connection_frees_the_slots_of_a_request_that_does_not_stream(slo
     assert disconnected(slow_server) == before + 1
 
 
-def test_a_request_that_takes_too_long_is_told_so(model: Path) -> None:
+def test_request_timeout_is_reported_to_the_client(model: Path) -> None:
     limits = ServerLimits(request_timeout_s=0.15, body_timeout_s=1.0)
     with running(options_for(model, limits=limits)) as server, httpx.Client(timeout=30) as client:
         server.slow_down(0.005)
@@ -515,7 +515,7 @@ def test_a_damaged_adapter_ends_itself_alone(model: Path, tmp_path: Path) -> Non
         assert codes == [200] * 10
 
 
-def test_when_the_time_for_draining_is_over_clients_are_told(model: Path) -> None:
+def test_clients_get_an_error_when_draining_times_out(model: Path) -> None:
     service = build_service(options_for(model), lambda _: None)
     with listen("127.0.0.1", 0) as door:
         port = door.getsockname()[1]
@@ -545,7 +545,7 @@ def test_when_the_time_for_draining_is_over_clients_are_told(model: Path) -> Non
     )
 
 
-def test_the_server_hears_signals_when_it_says_that_it_is_ready(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_handlers_are_installed_before_the_ready_message(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def say(line: str) -> None:
@@ -695,9 +695,7 @@ def test_keys_that_turn_out_to_be_none_do_not_open_the_server(
     assert "holds no key: everyone could use the server" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_port_in_use_is_reported_before_loading(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from posttrain.cli.main import main
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

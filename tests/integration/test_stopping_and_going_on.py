@@ -52,7 +52,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GRPO run that nobody disturbed."""
+    """An uninterrupted GRPO run."""
     folder = tmp_path_factory.mktemp("whole")
     assert run(grpo(model, data, folder, steps=STEPS)) == 0
     return folder

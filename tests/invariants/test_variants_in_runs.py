@@ -72,7 +72,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> Arguments:
 
 @pytest.fixture(scope="module")
 def whole(arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of the run that nobody disturbed."""
+    """The folder of the uninterrupted run."""
     folders: dict[str, Path] = {}
 
     def of(name: str) -> Path:

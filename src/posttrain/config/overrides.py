@@ -1,7 +1,7 @@
 """Overrides on the command line, in Hydra's grammar: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`, `~a.b=c`.
 
 Every key of the schema exists from the start, so the three ways to set mean the same here; what Hydra's `+` guards
-against, a key nobody knows, is an error in any case.
+against, an unknown key, is an error in any case.
 """
 
 from __future__ import annotations

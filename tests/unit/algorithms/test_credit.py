@@ -86,7 +86,7 @@ def test_gdpo_credits_each_part_on_its_own() -> None:
     assert not has_signal(group(0, [a, b]))
 
 
-def test_gdpo_says_what_is_wrong_with_the_parts() -> None:
+def test_gdpo_error_names_the_reward_parts() -> None:
     two = {"b": 1.0, "a": 0.0}
     with pytest.raises(InputError, match="3 weights for the 2 parts a, b"):
         AdvantagesPerReward(PLAIN, (1.0, 1.0, 1.0))(scores([two, two]))

@@ -41,7 +41,7 @@ def test_different_bytes_are_an_error(
     assert "different bytes" in capsys.readouterr().err
 
 
-def test_a_shape_that_is_not_there_is_told_and_short_names_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_shape_is_an_error_and_short_names_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert checkpoint.main(["--device", "cpu", "--shape", "9b"]) == 64
     assert "llama-8b" in capsys.readouterr().err
     assert checkpoint.arguments(["--shape", "8b"]).shape == "llama-8b"

@@ -117,7 +117,7 @@ def test_the_command_line_runs_each_engine_in_a_process_of_its_own() -> None:
     assert "posttrain, native engine" in done.stdout
 
 
-def test_a_wrong_workload_is_told_before_anything_runs() -> None:
+def test_wrong_workload_is_an_error_before_anything_runs() -> None:
     with pytest.raises(InputError, match="workload 'many'"):
         decode.main(["--workload", "512x128+256", "many"])
 

@@ -15,7 +15,7 @@ from side_process import run_side
 from tables import table, write_json
 
 
-def test_linear_growth_is_told_from_quadratic() -> None:
+def test_linear_and_quadratic_growth_are_distinguished() -> None:
     def found(exponent: float) -> dict[int, dict[str, float]]:
         parts = ((n, 1e-6 * n, 1e-9 * n**exponent) for n in (100, 1000, 10_000))
         return {n: {"fine": fine, "suspect": suspect, "total": fine + suspect} for n, fine, suspect in parts}

@@ -28,7 +28,7 @@ from posttrain.policy.attention import PackedAttention, Segment
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "tiny"])
-def test_a_shape_has_as_many_parameters_as_its_name_says(name: str) -> None:
+def test_shape_has_the_parameter_count_of_its_name(name: str) -> None:
     billions = float(name.rpartition("-")[2].removesuffix("b"))
     assert num_parameters(name) / 1e9 == pytest.approx(billions, rel=0.05)
 
@@ -79,12 +79,12 @@ def test_a_folder_may_stand_for_a_shape(tmp_path: Path) -> None:
     assert vocab_size_of(folder) == vocab_size_of("tiny") == 512
 
 
-def test_an_unknown_shape_is_told_with_the_known_ones() -> None:
+def test_unknown_shape_error_lists_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"'llama-7b' is neither .* tiny, llama-0.5b"):
         shape_of("llama-7b")
 
 
-def test_what_does_not_exist_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_missing_folder_is_an_error_before_anything_runs(tmp_path: Path) -> None:
     assert chosen_model("tiny", None) == "tiny"
     with pytest.raises(InputError, match="no folder with the config"):
         chosen_model("tiny", tmp_path / "nowhere")
@@ -96,7 +96,7 @@ def test_what_does_not_exist_is_told_before_anything_runs(tmp_path: Path) -> Non
 # -- workloads ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_says_samples_prompt_tokens_and_new_tokens() -> None:
+def test_workload_name_gives_samples_prompt_and_new_tokens() -> None:
     work = workload("512x128+900")
     assert (work.num_prompts, work.num_samples, work.prompt_tokens, set(work.limits)) == (512, 1, 128, {900})
     assert work.num_new_tokens == 512 * 900

@@ -134,7 +134,7 @@ def test_goals_are_judged_by_the_best_step_after_the_first(
     assert text.count("NOT reached") == 2 - speed_reached - memory_reached
 
 
-def test_different_work_is_told(comparison: Any) -> None:
+def test_different_work_is_reported(comparison: Any) -> None:
     trl = outcome(comparison, 1.0)
     assert comparison.check_same_work({"trl": trl, "posttrain": outcome(comparison, 1.0)}) == []
     other_tokens = comparison.check_same_work({"trl": trl, "posttrain": outcome(comparison, 1.0, tokens=99)})

@@ -200,7 +200,7 @@ def test_a_validation_set_given_on_the_command_line_is_used(kind: str, capsys: p
 # -- config show and check ---------------------------------------------------------------------------------------------
 
 
-def test_show_says_where_each_value_comes_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_show_prints_the_origin_of_each_value(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("grpo:\n  seed: 5\n")
     code, out, _ = call(["config", "show", "--config", str(file), "grpo.val_period=2"], capsys)

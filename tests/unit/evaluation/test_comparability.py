@@ -1,4 +1,4 @@
-"""Which differences between two evaluations are refused, which are told, and which are nobody's business."""
+"""Which differences between two evaluations are refused, which are reported, and which do not matter."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_remedies_are_combined_if_one_is_not_enough() -> None:
     assert "fits" in explain(found)
 
 
-def test_plan_without_remedy_says_so() -> None:
+def test_plan_without_remedy_is_reported() -> None:
     found = planned("policy.model_name=llama-8b", *SHORT_STATE)
     tiny = replace(GPUS["l40s"], memory_bytes=2**30)
     hopeless = replace(found, gpu=tiny)
