@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from posttrain.algorithms.credit import Credit
-from posttrain.algorithms.pass_rates import ANY_POSITIVE_REWARD, reward_metrics
+from posttrain.algorithms.pass_at_k import ANY_POSITIVE_REWARD, reward_metrics
 from posttrain.algorithms.rollout_batches import (
     minibatches,
     of_tokens,

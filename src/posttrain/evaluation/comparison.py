@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from posttrain.algorithms.pass_rates import Metric, parse_metric
+from posttrain.algorithms.pass_at_k import Metric, parse_metric
 from posttrain.evaluation.comparability import describe_difference, different_settings, why_incomparable
 from posttrain.evaluation.metrics import bootstrap_means, per_problem
 from posttrain.evaluation.results import Evaluation, EvaluationError, Interval, ProblemResult

@@ -1,6 +1,6 @@
 """The metrics of a finished evaluation, problem by problem, and how certain their means are.
 
-Besides pass@k, cons@k and avg@k (`algorithms/pass_rates.py`) an answer has a length, may be cut off, or unscored. The
+Besides pass@k, cons@k and avg@k (`algorithms/pass_at_k.py`) an answer has a length, may be cut off, or unscored. The
 interval of a mean is a percentile bootstrap over problems.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.algorithms.pass_rates import parse_metric, problem_value
+from posttrain.algorithms.pass_at_k import parse_metric, problem_value
 from posttrain.evaluation.results import Interval, ProblemResult
 
 LENGTH, TRUNCATION, UNSCORED = "mean_length_tokens", "truncation_rate", "unscored_rate"

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.algorithms.pass_rates import measured_mean
+from posttrain.algorithms.pass_at_k import measured_mean
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.evaluation.metrics import LENGTH, TRUNCATION, UNSCORED, bootstrap_interval, per_problem
 from posttrain.evaluation.results import Counts, EvaluationSummary, ProblemResult, hash_of

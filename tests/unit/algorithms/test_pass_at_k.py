@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.algorithms.pass_rates import (
+from posttrain.algorithms.pass_at_k import (
     ANY_POSITIVE_REWARD,
     cons_at_k,
     parse_metric,
