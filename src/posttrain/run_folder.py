@@ -79,36 +79,49 @@ def inspect_folder(log_dir: str | None, checkpoint_dir: str) -> FolderState:
 def choose_checkpoint_dir(loaded: LoadedConfig, *, accept_changes: bool) -> tuple[str, list[str]]:
     """The folder to use, and a line with the reason if there was a choice.
 
-    A folder that was given is used as given. The default is numbered: the newest of results/grpo, results/grpo-2, ... is
-    used if this command can resume the run in it, and the next number otherwise.
+    A folder that was given is used as given. The default is numbered: of results/grpo, results/grpo-2, ... the newest that
+    holds a run with the same training settings is used, and the next number if there is none.
     """
     base, log_dir = loaded.config.checkpointing.checkpoint_dir, loaded.config.logger.log_dir
     if loaded.origins.get(CHECKPOINT_DIR) != DEFAULT:
         return base, []
-    number = _newest_number(Path(base))
-    newest = base if number == 1 else f"{base}-{number}"
-    state = inspect_folder(log_dir, newest)
-    if not state.holds_run:
-        return newest, []
-    if accept_changes:
+    numbers = _numbers(Path(base))
+    newest = _numbered(base, numbers[0])
+    newest_state = inspect_folder(log_dir, newest)
+    if accept_changes and newest_state.holds_run:
         return newest, [f"resuming the run in {newest}, the newest one: {FLAG} is given"]
-    if obstacle := _obstacle(state, loaded):
-        return f"{base}-{number + 1}", [f"a new run in {base}-{number + 1}: {newest} {obstacle}"]
-    if state.step:
-        return newest, [f"resuming the run in {newest}: it is not finished and has the same settings"]
-    return newest, [f"starting again in {newest}: it has the same settings and no checkpoint"]
+    for number in numbers:
+        folder = _numbered(base, number)
+        state = inspect_folder(log_dir, folder)
+        if state.holds_run and not _obstacle(state, loaded):
+            return folder, [_why_used(folder, state)]
+    if not newest_state.holds_run:
+        return newest, []
+    following = _numbered(base, numbers[0] + 1)
+    return following, [f"a new run in {following}: {newest} {_obstacle(newest_state, loaded)}"]
 
 
-def _newest_number(base: Path) -> int:
+def _numbered(base: str, number: int) -> str:
+    return base if number == 1 else f"{base}-{number}"
+
+
+def _numbers(base: Path) -> list[int]:
+    """The numbers of the default folders that exist, the newest first; 1 is always among them."""
     names = [path.name for path in base.parent.glob(f"{base.name}-*") if path.is_dir()] if base.parent.is_dir() else []
-    matches = (re.fullmatch(rf"{re.escape(base.name)}-([1-9]\d*)", name) for name in names)
-    return max((int(match[1]) for match in matches if match), default=1)
+    matches = (re.fullmatch(rf"{re.escape(base.name)}-([1-9]\d{{0,3}})", name) for name in names)
+    return sorted({1, *(int(match[1]) for match in matches if match)}, reverse=True)
+
+
+def _why_used(folder: str, state: FolderState) -> str:
+    if state.is_finished:
+        return f"the run in {folder} is finished and has the same settings; for another run name a folder ({CHECKPOINT_DIR}=...)"
+    if state.step:
+        return f"resuming the run in {folder}: it is not finished and has the same settings"
+    return f"starting again in {folder}: it has the same settings and no checkpoint"
 
 
 def _obstacle(state: FolderState, loaded: LoadedConfig) -> str:
     """Why the run in a default folder is not resumed, as the end of a sentence about the folder."""
-    if state.is_finished:
-        return f"holds a finished run ({CHECKPOINT_DIR}={state.checkpoints} names it)"
     try:
         training = [change for change in state.changes(loaded) if change.is_training]
     except ConfigError as error:
@@ -144,7 +157,7 @@ def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]
         )
     if not changes:
         return []
-    since = f"from step {state.step + 1} on" if state.step else "than in the earlier run, which has no checkpoint"
+    since = f"from step {state.step + 1} on" if state.step else "from those of the earlier run, which has no checkpoint"
     return [f"settings that differ {since}:", *_listed(changes).splitlines()]
 
 

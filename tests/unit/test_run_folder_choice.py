@@ -65,20 +65,22 @@ def test_other_settings_get_the_next_default_folder() -> None:
     save_run("results/sft-2", f"{LR}=1e-3", step=4)
     assert chosen(f"{LR}=1e-3") == "results/sft-2"
     assert chosen(f"{LR}=1e-4") == "results/sft-3"
-    assert chosen() == "results/sft-3", "only the newest run is resumed"
+    assert chosen() == "results/sft", "an older run with the same settings is resumed, too"
 
 
-def test_finished_run_is_not_used_again() -> None:
+def test_finished_run_with_equal_settings_is_not_trained_again() -> None:
     save_run("results/sft", step=4, status="finished")
     folder, notes = choose_checkpoint_dir(load(), accept_changes=False)
-    assert folder == "results/sft-2"
-    assert "results/sft holds a finished run" in notes[0]
+    assert folder == "results/sft"
+    assert "results/sft is finished and has the same settings" in notes[0]
+    assert chosen("sft.max_num_steps=50") == "results/sft", "a longer run continues"
 
 
 def test_numbers_are_compared_as_numbers() -> None:
     for number in (2, 9, 10):
-        save_run(f"results/sft-{number}", status="finished")
-    (Path("results") / "sft-notes").mkdir()
+        save_run(f"results/sft-{number}", f"{LR}=1e-3", step=4)
+    for other in ("sft-notes", "sft-20250101"):
+        (Path("results") / other).mkdir()
     assert chosen() == "results/sft-11"
 
 

@@ -79,18 +79,21 @@ def leave_mark(folder: Path, rank: int, problem: str) -> None:
         _bare_mark(folder, rank).touch()
 
 
-def wait_for_marks(folder: Path, num_ranks: int, is_given_up: Callable[[], bool]) -> None:
-    """Return when every rank has left its mark, and remove the marks. RuntimeError with the problem of the first that failed.
+def wait_for_marks(folder: Path, num_ranks: int, is_given_up: Callable[[], bool], deadline_s: float) -> None:
+    """Return when every rank has left its mark, and remove the marks. RuntimeError with the problem of the first that failed,
+    or with the first rank that has left none after `deadline_s`.
 
     Once `is_given_up`, the run has failed, and ranks have a minute left: they may have failed with it.
     """
-    limit: float | None = None
+    start = time.monotonic()
+    limit, gives_up = start + deadline_s, False
     # All are looked at in turn: a rank may wait for another one that has failed.
     while missing := [rank for rank in range(num_ranks) if not _has_written(folder, rank)]:
-        if limit is None and is_given_up():
-            limit = time.monotonic() + _GRACE_S
-        if limit is not None and time.monotonic() > limit:
-            raise RuntimeError(f"rank {missing[0]} has not written its part of {folder.name}")
+        if not gives_up and is_given_up():
+            limit, gives_up = min(limit, time.monotonic() + _GRACE_S), True
+        if time.monotonic() > limit:
+            waited = f"after {time.monotonic() - start:.0f} s"
+            raise RuntimeError(f"rank {missing[0]} has not written its part of {folder.name} {waited}")
         time.sleep(_PERIOD_S)
     for rank in range(num_ranks):
         _mark(folder, rank).unlink()

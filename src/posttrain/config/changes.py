@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
@@ -17,7 +17,7 @@ from posttrain.config.compat import apply_renames
 from posttrain.config.errors import ConfigError
 from posttrain.config.loader import LoadedConfig, built_in_defaults
 from posttrain.config.runs import KINDS
-from posttrain.config.schema import schema_of, unknown_keys
+from posttrain.config.schema import find, schema_of, unknown_keys
 from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
 
@@ -76,6 +76,24 @@ def changes_since(old_yaml: str, loaded: LoadedConfig, label: str = "config.yaml
     return tuple(change for change in changes.values() if not _follows(change, changes, loaded))
 
 
+def same_but_for_the_version(old: Mapping[str, object], new: Mapping[str, object], loaded: LoadedConfig) -> bool:
+    """Whether settings by dotted key, `old` of another version of posttrain, are those of `loaded`.
+
+    A key that this version does not have, and a new one at its default, are not differences.
+    """
+    schema = schema_of(loaded.kind)
+    for key in old.keys() | new.keys():
+        if key in old and key in new:
+            if old[key] != new[key]:
+                return False
+        elif key in new:
+            if new[key] is not None and loaded.origins.get(key, DEFAULT) != DEFAULT:
+                return False
+        elif find(schema, tuple(key.split("."))) is not None:
+            return False
+    return True
+
+
 def _other_kind(old: Tree, loaded: LoadedConfig) -> str | None:
     kinds = [kind for kind in KINDS if kind in old.values]
     return None if not kinds or loaded.kind in kinds else kinds[0]
@@ -103,7 +121,7 @@ def _differences(
                 continue
         elif old[path] is None or old[path] == {}:
             continue  # the settings below it are named one by one
-        is_training = not _is_free_to_change(dotted(path)) and not _has_moved(old.get(path), new.get(path))
+        is_training = not _is_free_to_change(dotted(path)) and not _has_moved(path, old.get(path), new.get(path))
         yield path, ConfigChange(dotted(path), _shown(old, path), _shown(new, path), is_training)
 
 
@@ -132,12 +150,18 @@ def _is_free_to_change(key: str) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in FREE_TO_CHANGE)
 
 
-def _has_moved(old: object, new: object) -> bool:
-    """A file or folder that kept its name. Data and model are compared with the checkpoint when they are loaded."""
+def _has_moved(path: Path, old: object, new: object) -> bool:
+    """A file or folder that kept its name. Data is compared with the checkpoint when it is loaded; anything else counts as
+    moved only if nothing is left at its old place."""
     if not isinstance(old, str) or not isinstance(new, str) or os.sep not in old + new:
         return False
-    is_there = any(os.path.exists(os.path.expanduser(text)) for text in (new, new.rpartition(":")[0]))
-    return is_there and FilePath(old).name == FilePath(new).name
+    is_verified = path[0] == "data" or not _exists(old)
+    return is_verified and _exists(new) and FilePath(old).name == FilePath(new).name
+
+
+def _exists(text: str) -> bool:
+    """`text` names a file or folder, or a function in a file: path.py:name."""
+    return any(place and os.path.exists(os.path.expanduser(place)) for place in (text, text.rpartition(":")[0]))
 
 
 def _follows(change: ConfigChange, changes: dict[str, ConfigChange], loaded: LoadedConfig) -> bool:

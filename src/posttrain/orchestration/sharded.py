@@ -12,7 +12,7 @@ from posttrain.checkpointing.background import wait_for_marks
 from posttrain.data.packing import MicroBatching, cost, packing_metrics, plan_micro_batches
 from posttrain.errors import InputError
 from posttrain.orchestration.rank import MicroBatches, Rank
-from posttrain.orchestration.workers import WorkerGroup, call_all, gather
+from posttrain.orchestration.workers import WorkerGroup, call_all, deadline_s, gather
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.roles import Objective, Progress, ShowProgress, no_progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch, UpdateReport
@@ -108,7 +108,7 @@ class ShardedTrainer:
         if self.group.in_process:
             return lambda is_given_up: self._write_here()
         call_all(self.group, Rank.write_save_in_thread)
-        return lambda is_given_up: wait_for_marks(folder, self.group.mesh.size, is_given_up)
+        return lambda is_given_up: wait_for_marks(folder, self.group.mesh.size, is_given_up, deadline_s("save"))
 
     def _write_here(self) -> None:
         call_all(self.group, Rank.write_save)

@@ -25,6 +25,8 @@ _SHORT_S, _FILES_S, _COMPUTE_S = 900.0, 3600.0, 4 * 3600.0
 _DEADLINES_S = {
     "build": _FILES_S,
     "save": _FILES_S,
+    "begin_save": _FILES_S,
+    "prepare_save": _FILES_S,
     "load": _FILES_S,
     "reference_fingerprint": _FILES_S,
     "update": _COMPUTE_S,
@@ -122,9 +124,12 @@ def deadline_s(operation: str) -> float:
     if not chosen:
         return _DEADLINES_S.get(operation, _SHORT_S)
     try:
-        return float(chosen)
+        seconds = float(chosen)
     except ValueError:
-        raise InputError(f"{DEADLINE_VARIABLE} is {chosen!r}; accepted: a number of seconds") from None
+        seconds = 0.0
+    if not seconds > 0:
+        raise InputError(f"{DEADLINE_VARIABLE} is {chosen!r}; accepted: a number of seconds above 0")
+    return seconds
 
 
 def _errors(pending: Sequence[Future[T]]) -> dict[int, BaseException]:

@@ -39,13 +39,26 @@ def decide(stage: Stage, context: StageContext) -> StageDecision:
         return StageDecision(stage.name, "depends", f"on the outcome of {', '.join(absent)}")
     inputs = _inputs(stage, context)
     key = key_of(inputs)
-    record = find_finished(context.home, stage.name, key)
+    record = find_finished(context.home, stage.name, key) or _of_another_version(stage, context, inputs)
     if record is not None:
         gone = stage.missing(record, context.config)
         if gone is None:
             return StageDecision(stage.name, "reuse", "nothing that it reads has changed", key, inputs, record)
         return StageDecision(stage.name, "run", f"{gone} is missing", key, inputs)
     return StageDecision(stage.name, "run", _why(stage, context, inputs, key), key, inputs)
+
+
+def _of_another_version(stage: Stage, context: StageContext, inputs: JsonMapping) -> StageRecord | None:
+    """The newest finished stage with equal inputs whose settings were recorded by a version with other keys."""
+    for iteration in reversed(read_iterations(context.home)):
+        record = iteration.record(stage.name)
+        if record is None:
+            continue
+        old, new = dict(record.inputs), dict(inputs)
+        old_settings, new_settings = old.pop("settings", {}), new.pop("settings", {})
+        if old == new and stage.same_settings(context, old_settings, new_settings):
+            return record
+    return None
 
 
 def plan(stages: Sequence[Stage], context: StageContext) -> Iterator[StageDecision]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.hashing import FileHashes
-from posttrain.json_files import JsonObject
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.pipeline.records import Iteration, StageName, StageOutcome, StageRecord
 from posttrain.roles import ShowProgress
 
@@ -44,6 +44,10 @@ class Stage(ABC):
     @abstractmethod
     def inputs(self, context: StageContext) -> JsonObject:
         """What it reads besides other stages: settings, contents of files, identities of models."""
+
+    def same_settings(self, context: StageContext, old: JsonMapping, new: JsonMapping) -> bool:
+        """Whether settings that another version of posttrain recorded mean the same as those of this one."""
+        return old == new
 
     def skip(self, context: StageContext) -> str | None:
         """Why there is nothing to do in this iteration; None if there is, or if it is not decided yet."""

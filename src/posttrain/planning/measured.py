@@ -14,7 +14,7 @@ from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAI
 from posttrain.reporting.run_data import load_run
 from posttrain.reporting.run_files import METRICS_FILE, Row
 
-# The names under which a run reports memory (policy/peak_memory.py), and the phases that each covers.
+# The names under which a run reports memory (policy/runtime.py), and the phases that each covers.
 _PEAKS = {"sampling": (SAMPLING,), "logprobs": (SCORING,), "training": (TRAINING, OPTIMIZER)}
 _ANSWER_SHARE = 0.5  # of a sequence, where a run does not log the length of answers
 

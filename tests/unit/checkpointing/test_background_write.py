@@ -94,7 +94,7 @@ def test_the_driver_waits_for_the_marks_of_all_ranks_and_removes_them(tmp_path: 
     leave_mark(tmp_path, 1, "")
     late = threading.Timer(0.2, leave_mark, (tmp_path, 0, ""))
     late.start()
-    wait_for_marks(tmp_path, 2, never)
+    wait_for_marks(tmp_path, 2, never, 60.0)
     assert [path.name for path in tmp_path.iterdir()] == ["policy"], "nothing of it gets into the checkpoint"
     late.join()
 
@@ -103,13 +103,13 @@ def test_the_error_of_a_rank_is_reported(tmp_path: Path) -> None:
     leave_mark(tmp_path, 0, "")
     leave_mark(tmp_path, 1, "OSError: disk full")
     with pytest.raises(RuntimeError, match=r"rank 1 could not write its part(?s:.*)disk full"):
-        wait_for_marks(tmp_path, 2, never)
+        wait_for_marks(tmp_path, 2, never, 60.0)
 
 
 def test_a_failure_is_reported_while_another_rank_still_writes(tmp_path: Path) -> None:
     leave_mark(tmp_path, 1, "OSError: disk full")  # rank 0 never comes: it waits for rank 1
     with pytest.raises(RuntimeError, match="rank 1 could not write"):
-        wait_for_marks(tmp_path, 2, never)
+        wait_for_marks(tmp_path, 2, never, 60.0)
 
 
 def test_a_rank_that_cannot_write_its_mark_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,17 +119,23 @@ def test_a_rank_that_cannot_write_its_mark_is_reported(tmp_path: Path, monkeypat
     monkeypatch.setattr(background_module.durable, "write_text", full)
     leave_mark(tmp_path, 0, "OSError: No space left on device")
     with pytest.raises(RuntimeError, match="rank 0 could not write its part"):
-        wait_for_marks(tmp_path, 1, never)
+        wait_for_marks(tmp_path, 1, never, 60.0)
 
 
 def test_the_wait_for_a_dead_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_module, "_GRACE_S", 0.1)
     leave_mark(tmp_path, 0, "")
     with pytest.raises(RuntimeError, match="rank 1 has not written"):
-        wait_for_marks(tmp_path, 2, lambda: True)
+        wait_for_marks(tmp_path, 2, lambda: True, 60.0)
 
 
 @pytest.mark.parametrize("problem", ["", "OSError: disk full"])
 def test_leave_mark_does_not_recreate_a_removed_folder(problem: str, tmp_path: Path) -> None:
     leave_mark(tmp_path / "gone", 0, problem)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_that_never_writes_is_named_after_the_deadline(tmp_path: Path) -> None:
+    leave_mark(tmp_path, 0, "")
+    with pytest.raises(RuntimeError, match="rank 1 has not written its part"):
+        wait_for_marks(tmp_path, 2, never, 0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import LoadedConfig, load_config
-from posttrain.config.changes import FREE_TO_CHANGE, ConfigChange, changes_since
+from posttrain.config.changes import FREE_TO_CHANGE, ConfigChange, changes_since, same_but_for_the_version
 from posttrain.config.errors import ConfigError
 
 
@@ -123,3 +123,24 @@ def test_every_pattern_of_free_settings_matches_a_setting() -> None:
     keys = {key for kind in ("grpo", "dpo", "rm", "sft") for key in load(kind=kind).flat()}
     unused = [pattern for pattern in FREE_TO_CHANGE if not any(fnmatchcase(key, pattern) for key in keys)]
     assert unused == []
+
+
+def test_another_model_with_the_same_folder_name_counts_as_training(tmp_path: Path) -> None:
+    for version in ("v1", "v2"):
+        (tmp_path / version / "model").mkdir(parents=True)
+    old, new = (load(f"policy.model_name={tmp_path / version / 'model'}") for version in ("v1", "v2"))
+    assert changes(old, new)["policy.model_name"].is_training
+    (tmp_path / "v1" / "model").rmdir()
+    assert not changes(old, new)["policy.model_name"].is_training, "it moved: nothing is left at the old place"
+
+
+def test_settings_of_another_version_are_equal_without_the_keys_it_had_more() -> None:
+    loaded = load("policy.optimizer.kwargs.lr=1e-5")
+    now = loaded.flat()
+    assert same_but_for_the_version({**now, "policy.megatron_cfg.enabled": False}, now, loaded)
+    without_a_default = {key: value for key, value in now.items() if key != "grpo.val_period"}
+    assert same_but_for_the_version(without_a_default, now, loaded)
+    assert not same_but_for_the_version({**now, "policy.optimizer.kwargs.lr": 2e-5}, now, loaded)
+    assert not same_but_for_the_version({**now, "env.other.num_workers": 3}, now, loaded), "a key that exists today"
+    without_rate = {key: value for key, value in now.items() if key != "policy.optimizer.kwargs.lr"}
+    assert not same_but_for_the_version(without_rate, now, loaded), "set today, and not a default"

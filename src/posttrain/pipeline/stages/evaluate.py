@@ -14,12 +14,13 @@ from typing import Any
 
 from posttrain.checkpointing import durable
 from posttrain.config import LoadedConfig, load_config
+from posttrain.config.changes import same_but_for_the_version
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.hashing import digest
-from posttrain.json_files import JsonObject
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.pipeline.iteration_models import locate, model_identity
 from posttrain.pipeline.records import StageName, StageOutcome, StageRecord, about, relative
 from posttrain.pipeline.stage import Stage, StageContext
@@ -56,6 +57,25 @@ class EvaluateStage(Stage):
             models["base"] = model_identity(config.base_model)
         files = context.hashes.of_named(files_named_in(settings))
         return {"settings": {**settings, "drift": drift}, "files": files, "models": models}
+
+    def same_settings(self, context: StageContext, old: JsonMapping, new: JsonMapping) -> bool:
+        names = context.config.evaluate
+
+        def own(settings: JsonMapping, name: str) -> JsonObject:
+            return {
+                key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")
+            }
+
+        return (
+            old.get("drift") == new.get("drift")
+            and all(
+                same_but_for_the_version(
+                    own(old, name), own(new, name), load_evaluation(context.config, name, PLACEHOLDER)
+                )
+                for name in names
+            )
+            and {key.partition(".")[0] for key in old} <= {*names, "drift"}
+        )
 
     def missing(self, record: StageRecord, config: PipelineConfig) -> str | None:
         from posttrain.evaluation.results import SUMMARY_FILE

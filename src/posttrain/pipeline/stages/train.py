@@ -8,10 +8,11 @@ from typing import Any
 
 from posttrain.checkpointing import CheckpointStore, durable
 from posttrain.config import LoadedConfig, load_config
+from posttrain.config.changes import same_but_for_the_version
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
-from posttrain.json_files import JsonObject
+from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.pipeline.iteration_models import trainable_folder
 from posttrain.pipeline.records import StageName, StageOutcome, about
 from posttrain.pipeline.stage import Stage, StageContext, Stop
@@ -51,6 +52,10 @@ class TrainStage(Stage):
             "files": files,
             "models": {"start": context.iteration.start.identity},
         }
+
+    def same_settings(self, context: StageContext, old: JsonMapping, new: JsonMapping) -> bool:
+        loaded = load_training(context.config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
+        return same_but_for_the_version(old, new, loaded)
 
     def work(self, context: StageContext, folder: Path) -> StageOutcome:
         config, algorithm = context.config, context.config.train.algorithm
