@@ -234,7 +234,9 @@ def test_default_folders_of_runs_do_not_collide(
     arguments = [word for word in given if not word.startswith("checkpointing.checkpoint_dir=")]
     for _ in range(2):
         assert main(arguments) == 0
-    assert "a new run in results/sft-2: results/sft holds a finished run" in capsys.readouterr().out
+    assert "the run in results/sft is finished and has the same settings" in capsys.readouterr().out
+    assert main([*arguments, "policy.optimizer.kwargs.lr=1e-3"]) == 0
+    assert "a new run in results/sft-2: results/sft holds a run with other settings" in capsys.readouterr().out
     for folder in ("results/sft", "results/sft-2"):
         loaded = load_config("sft", tmp_path / folder / "config.yaml")
         assert loaded.config.checkpointing.checkpoint_dir == folder
