@@ -195,7 +195,8 @@ def test_other_data_in_the_same_folder_is_refused(
     other = save_data(tmp_path / "data")
     lines = (other / "questions.jsonl").read_text().splitlines(keepends=True)
     (other / "questions.jsonl").write_text("".join(lines[:-1]))
-    assert run(grpo(model, other, whole)) == 64
+    reward = f"{data / 'rewards.py'}:odd"  # another file of rewards would be refused as a setting
+    assert run(grpo(model, other, whole, reward=reward)) == 64
     message = capsys.readouterr().err
     assert "saved 22, now 21" in message
     assert "new folder" in message

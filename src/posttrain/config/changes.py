@@ -152,16 +152,26 @@ def _is_free_to_change(key: str) -> bool:
 
 def _has_moved(path: Path, old: object, new: object) -> bool:
     """A file or folder that kept its name. Data is compared with the checkpoint when it is loaded; anything else counts as
-    moved only if nothing is left at its old place."""
+    moved only if nothing is left at its old place, or a file with the same content."""
     if not isinstance(old, str) or not isinstance(new, str) or os.sep not in old + new:
         return False
-    is_verified = path[0] == "data" or not _exists(old)
-    return is_verified and _exists(new) and FilePath(old).name == FilePath(new).name
+    if not _exists(new) or FilePath(old).name != FilePath(new).name:
+        return False
+    return path[0] == "data" or not _exists(old) or _same_content(_place(old), _place(new))
+
+
+def _place(text: str) -> FilePath:
+    """The file or folder that `text` names; of path.py:name, the file."""
+    whole = FilePath(text).expanduser()
+    return whole if whole.exists() or ":" not in text else FilePath(text.rpartition(":")[0]).expanduser()
 
 
 def _exists(text: str) -> bool:
-    """`text` names a file or folder, or a function in a file: path.py:name."""
-    return any(place and os.path.exists(os.path.expanduser(place)) for place in (text, text.rpartition(":")[0]))
+    return _place(text).exists()
+
+
+def _same_content(old: FilePath, new: FilePath) -> bool:
+    return old.is_file() and new.is_file() and old.read_bytes() == new.read_bytes()
 
 
 def _follows(change: ConfigChange, changes: dict[str, ConfigChange], loaded: LoadedConfig) -> bool:
