@@ -223,15 +223,18 @@ class CheckpointStore:
                 return folder, problems
         return folder, problems
 
-    def _find(self, step: int) -> tuple[Path, tuple[int, int]] | None:
-        """The folder of a step, and which folder that is on the disk (device, inode)."""
+    def _find(self, step: int) -> tuple[Path, tuple[int, int, int]] | None:
+        """The folder of a step, and which folder that is on the disk: device, inode, and the time of its last entry.
+
+        The inode is not enough: a new folder may get that of the one just removed.
+        """
         # The last check is for a swap that ended between the first two.
         for name in (f"step_{step}", f"old_step_{step}", f"step_{step}"):
             try:
                 status = (self.folder / name).stat()
             except FileNotFoundError:
                 continue
-            return self.folder / name, (status.st_dev, status.st_ino)
+            return self.folder / name, (status.st_dev, status.st_ino, status.st_mtime_ns)
         return None
 
     def _report(self, step: int, folder: Path, problems: list[str]) -> None:
