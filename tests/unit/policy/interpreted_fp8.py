@@ -1,0 +1,109 @@
+"""FP8 products and quantised activations against float64, in Triton's interpreter on a CPU. Run by `test_fp8_interpreted.py`,
+in a process of its own: whether kernels are interpreted is decided when Triton is imported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fused_references import EPS, assert_near, noise, norm, poisoned_memory, swiglu
+from kernel_references import mend_interpreter
+from torch import Tensor
+
+from posttrain.policy.fused import fp8_kernels
+from posttrain.policy.fused.fp8_kernels import FP8, LARGEST, Fp8Rows, ProductTile
+
+mend_interpreter()
+ONE_ROUNDING = 2**-4  # of e4m3, relative to the number, or to the smallest normal one of its row
+SMALLEST_NORMAL = 2**-6 / LARGEST  # in parts of the largest number of a row
+
+
+def meant(rows: Fp8Rows) -> Tensor:
+    return rows.values.double() * rows.factors.double()[..., None]
+
+
+def assert_rounded_once(rows: Fp8Rows, expected: Tensor) -> None:
+    assert rows.values.dtype == FP8
+    assert rows.factors.isfinite().all(), "every factor was written"
+    largest = expected.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+    allowed = expected.abs().clamp_min(SMALLEST_NORMAL * largest) * ONE_ROUNDING * (1 + 1e-4)
+    assert ((meant(rows) - expected).abs() <= allowed).all()
+    assert torch.allclose(rows.factors.double() * LARGEST, largest[..., 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(7, 33), (1, 130), (40, 16), (5, 2100), (0, 33)])
+def test_rows_come_back_to_one_rounding(rows: int, width: int) -> None:
+    x = noise(rows, width) * (10.0 ** noise(rows, 1, seed=2))
+    with poisoned_memory():
+        assert_rounded_once(fp8_kernels.quantise(x), x.double())
+    again = fp8_kernels.quantise(meant(fp8_kernels.quantise(x)).float())
+    assert torch.equal(meant(again).float(), meant(fp8_kernels.quantise(x)).float()), "quantised numbers stay what they are"
+
+
+def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
+    x = torch.zeros(3, 20)
+    x[1, 4], x[2, 5] = float("nan"), float("inf")
+    found = meant(fp8_kernels.quantise(x))
+    assert (found[0] == 0).all()
+    assert found[1].isnan().sum() == 1
+    assert found[2].isnan().any(), "an overflow does not look like a number"
+
+
+def test_heads_of_tokens_go_to_their_slots() -> None:
+    wide = noise(5, 3 * 3 * 8)
+    x = wide[:, 24:48].unflatten(1, (3, 8))  # as keys are, between queries and values
+    pool = torch.full((4, 2, 3, 8), float("nan")).to(FP8)
+    factors = torch.full((4, 2, 3), float("nan"))
+    slots = torch.tensor([7, 0, 3, 2, 5])
+    fp8_kernels.quantise_into(x, pool, factors, slots)
+    written = Fp8Rows(pool.flatten(0, 1).view(torch.uint8)[slots].view(FP8), factors.flatten(0, 1)[slots])
+    assert_rounded_once(written, x.double())
+    others = torch.tensor([1, 4, 6])
+    assert factors.flatten(0, 1)[others].isnan().all(), "nothing else was written"
+
+
+@pytest.mark.parametrize(("rows", "width"), [(7, 33), (1, 130), (0, 33)])
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+def test_norm(rows: int, width: int, has_delta: bool, dtype: torch.dtype | None) -> None:
+    x, weight = noise(rows, width), noise(width)
+    delta = noise(rows, width, seed=1).half() if has_delta else None
+    with poisoned_memory():
+        total, quantised, y = fp8_kernels.norm_quantised(x, delta, weight, EPS, dtype)
+    wide = x.double() if delta is None else x.double() + delta.double()
+    assert_near("sum", total, wide, 2e-6)
+    assert_rounded_once(quantised, norm(total.double(), weight.double()))
+    assert (y is None) == (dtype is None)
+    if y is not None:
+        assert_near("norm", y, norm(wide, weight.double()), 4e-3)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(7, 33), (3, 130), (0, 16)])
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+def test_swiglu(rows: int, width: int, dtype: torch.dtype | None) -> None:
+    gate_up = noise(rows, 2 * width).half()
+    with poisoned_memory():
+        quantised, y = fp8_kernels.swiglu_quantised(gate_up, dtype)
+    expected = swiglu(*gate_up.double().chunk(2, dim=1))
+    assert_rounded_once(quantised, expected)
+    if y is not None:
+        assert_near("swiglu", y, expected, 4e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 64, 64), (16, 128, 192), (5, 48, 96), (19, 80, 144), (33, 64, 256)]
+)
+def test_product_of_few_rows(rows: int, outputs: int, inputs: int, splits: int) -> None:
+    """Against the quantised numbers: only the sum is ours."""
+    x = fp8_kernels.quantise(noise(rows, inputs) * (10.0 ** noise(rows, 1, seed=2)))
+    weight = fp8_kernels.quantise(noise(outputs, inputs, seed=3) * (10.0 ** noise(outputs, 1, seed=4)))
+    counters = torch.zeros(16, dtype=torch.int32)
+    for _ in range(2):
+        with poisoned_memory():
+            out = fp8_kernels.few_rows_product(
+                x, weight, torch.float32, counters, ProductTile(16, 32, 64, 4, 2), min(splits, -(-inputs // 64))
+            )
+        expected = meant(x) @ meant(weight).T
+        relative = (out.double() - expected) / (x.factors.double()[:, None] * weight.factors.double()[None, :])
+        assert relative.abs().max() <= 1e-6 * LARGEST**2 * inputs
+        assert not counters.any(), "ready for the next product"
