@@ -48,6 +48,8 @@ from posttrain.config.yaml_files import read_built_in, read_with_defaults
 
 C = TypeVar("C", bound=Section)
 BATCH_SIZE = ("policy", "train_global_batch_size")
+PRECISION = ("policy", "generation", "native_cfg", "precision")
+CORRECTION = ("loss_fn", "use_importance_sampling_correction")
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     )
     _refuse_unknown(known, tree)
     _forget_unfitting_validation(tree)
+    _correct_for_quantised_sampling(known, tree)
     values, foreign = separate(known, _resolved_with_fitting_batch(known, tree))
     config = _validated(known, values, tree)
     own_values = config.model_dump(by_alias=True)
@@ -146,8 +149,7 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     notices = [*substitutions(own_values, foreign), *notices]
 
     def is_set(key: str) -> bool:
-        origin = tree.origin(tuple(key.split(".")))
-        return origin != DEFAULT and not is_preset_origin(origin)
+        return _is_set_by_user(tree, tuple(key.split(".")))
 
     errors += check_run(config, is_set)
     if errors:
@@ -159,6 +161,11 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
         warnings=[*warnings, *notices, *cautions(config, is_set)],
         expressions={dotted(key): value for key, value in leaves(tree.values) if _is_expression(value)},
     )
+
+
+def _is_set_by_user(tree: Tree, path: Path) -> bool:
+    origin = tree.origin(path)
+    return origin != DEFAULT and not is_preset_origin(origin)
 
 
 def guess_kind(path: FilePath) -> Kind:
@@ -224,6 +231,12 @@ def _forget_unfitting_validation(tree: Tree) -> None:
     is_list = isinstance(tree.get(("data", "train")), list)
     if is_list or any(tree.origin(key) != DEFAULT for key in chosen if tree.get(key) is not None):
         tree.put(validation, None, DEFAULT)
+
+
+def _correct_for_quantised_sampling(kind: Kind, tree: Tree) -> None:
+    """A sampler in FP8 is another policy than the one that is trained: its samples are weighted, unless the user says no."""
+    if kind == "grpo" and tree.get(PRECISION) == "fp8" and not _is_set_by_user(tree, CORRECTION):
+        tree.put(CORRECTION, True, f"{dotted(PRECISION)}: fp8")
 
 
 def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:

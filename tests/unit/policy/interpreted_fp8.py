@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fused_references import EPS, assert_near, noise, norm, poisoned_memory, swiglu
+from fused_references import EPS, assert_near, noise, norm, poisoned_memory, swiglu, trainer_logprobs
 from kernel_references import mend_interpreter
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
+from tiny_models import byte_tokenizer, tiny_model
+from torch import Tensor, nn
 
+from posttrain.engines.native import NativeEngine, NativeSettings, kernels
+from posttrain.engines.native import attention as engine_attention
+from posttrain.engines.native import fp8 as engine_fp8
 from posttrain.policy.fused import fp8_kernels
 from posttrain.policy.fused.fp8_kernels import FP8, LARGEST, Fp8Rows, ProductTile
+from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 mend_interpreter()
 ONE_ROUNDING = 2**-4  # of e4m3, relative to the number, or to the smallest normal one of its row
@@ -107,3 +113,114 @@ def test_product_of_few_rows(rows: int, outputs: int, inputs: int, splits: int) 
         relative = (out.double() - expected) / (x.factors.double()[:, None] * weight.factors.double()[None, :])
         assert relative.abs().max() <= 1e-6 * LARGEST**2 * inputs
         assert not counters.any(), "ready for the next product"
+
+
+# -- a sampler -----------------------------------------------------------------------------------------------------------
+
+PROMPTS = ((5, 9, 40, 7, 11, 2, 30, 8), (17, 3, 50))
+SAMPLING = Sampling(6, ignore_eos=True)
+SETTINGS = NativeSettings(page_size=4, max_prefill_tokens=6, precision="fp8", kv_cache_gib=0.001)
+
+
+@pytest.fixture
+def in_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine takes the way of a GPU: pages read in place by the kernels, memory that is kept."""
+    monkeypatch.setattr(engine_fp8, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(engine_attention, "_load_kernel", lambda device: kernels)
+
+
+def sampler(model: nn.Module, settings: NativeSettings = SETTINGS) -> NativeEngine:
+    engine = NativeEngine(model, byte_tokenizer(), settings)
+    engine._keeps_workspace = True
+    return engine
+
+
+def sampled(engine: NativeEngine, step: int = 0) -> list[Completion]:
+    tasks = [Task(draw, f"t:{draw}", "", prompt) for draw, prompt in enumerate(PROMPTS)]
+    return [group[0] for group in engine.generate(tasks, 1, SAMPLING, NoiseKey(0, step))]
+
+
+def gap(model: nn.Module, completions: list[Completion]) -> float:
+    """Mean exp of the absolute difference to the trainer's log-probabilities."""
+    theirs = trainer_logprobs(model, PROMPTS, [c.token_ids for c in completions], range(2))
+    ours = torch.tensor([logprob for c in completions for logprob in c.logprobs])
+    return float((ours - theirs.float()).abs().exp().mean())
+
+
+def half_model(family: str = "llama") -> nn.Module:
+    return tiny_model(family, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_samples_are_near_the_trainers_and_not_its(family: str, in_interpreter: None) -> None:
+    model = half_model(family)
+    exact = gap(model, sampled(sampler(model, SETTINGS.model_copy(update={"precision": "auto"}))))
+    assert exact < 1.005
+    assert exact < gap(model, sampled(sampler(model))) < 1.15
+
+
+def test_every_part_is_quantised_where_it_is_asked_for(in_interpreter: None) -> None:
+    model = half_model()
+
+    def gap_with(**options: object) -> float:
+        return gap(model, sampled(sampler(model, SETTINGS.model_copy(update=options))))
+
+    whole = gap_with()
+    assert len({whole, gap_with(kv_cache_dtype="bfloat16"), gap_with(num_first_layers_in_bf16=1)}) == 3
+    engine = sampler(model, SETTINGS.model_copy(update={"num_last_layers_in_bf16": 1}))
+    sampled(engine)
+    assert [pool.dtype for pool in engine._workspace.cache.keys.values()] == [FP8, torch.float16]
+
+
+def test_weights_are_quantised_again_after_an_update(in_interpreter: None) -> None:
+    model = half_model()
+    engine = sampler(model)
+    before = sampled(engine)
+    addresses = {copy.values.data_ptr() for copy in engine._workspace.fp8._copies.values()}
+    with torch.no_grad():
+        for parameter in model.get_decoder().layers.parameters():
+            parameter.mul_(1.2)
+    after = sampled(engine)
+    assert {copy.values.data_ptr() for copy in engine._workspace.fp8._copies.values()} == addresses
+    assert after == sampled(sampler(model)) != before
+
+
+def test_released_memory_comes_back_with_the_same_samples(in_interpreter: None) -> None:
+    model = half_model()
+    engine = sampler(model)
+    before = sampled(engine)
+    held = engine.num_held_bytes
+    assert held == engine._workspace.cache.num_bytes + engine._workspace.fp8.num_bytes
+    engine.release()
+    assert engine.num_held_bytes == 0
+    assert engine.forward.fp8 is None
+    assert sampled(engine) == before
+    assert engine.num_held_bytes == held
+
+
+def test_adapters_stay_as_they_are(in_interpreter: None) -> None:
+    model = get_peft_model(half_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    model.half()
+    engine = sampler(model)
+    assert gap(model, sampled(engine)) < 1.15
+    with model.disable_adapter():
+        off = sampled(engine)
+        assert gap(model, off) < 1.15
+    assert off != sampled(engine)
+
+
+def test_long_prompts_read_back_what_they_wrote(in_interpreter: None) -> None:
+    """A prompt that goes through in pieces attends to keys and values in FP8."""
+    model = half_model()
+    whole = sampled(sampler(model, SETTINGS.model_copy(update={"max_prefill_tokens": 64})))
+    assert 1.0 < gap(model, sampled(sampler(model))) < 1.15
+    assert whole != sampled(sampler(model))
+
+
+def test_the_trainer_does_not_see_the_copies(in_interpreter: None) -> None:
+    model = half_model()
+    completions = sampled(sampler(model, SETTINGS.model_copy(update={"precision": "auto"})))
+    before = gap(model, completions)
+    engine = sampler(model)
+    sampled(engine)
+    assert gap(model, completions) == before
