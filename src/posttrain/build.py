@@ -107,7 +107,15 @@ class Run:
             show_progress=recorder.progress,
         )
         algorithm = prepared.algorithm(
-            RunParts(trainer, ShardedEngine(workers), SharedWeights(), recorder.progress, recorder.warn, self._cleanup)
+            RunParts(
+                trainer,
+                ShardedEngine(workers),
+                SharedWeights(),
+                recorder.progress,
+                recorder.warn,
+                max_steps,
+                self._cleanup,
+            )
         )
         return TrainingLoop(
             settings=self._loop_settings(max_steps),

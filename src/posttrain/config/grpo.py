@@ -83,6 +83,17 @@ class AdvEstimatorConfig(Section):
     )
 
 
+class AsyncGrpoConfig(Section):
+    enabled: bool = Field(
+        default=False,
+        description="Trains on the groups that are finished first; unfinished answers continue with the next step's weights.",
+    )
+    max_trajectory_age_steps: NonNegativeInt = Field(
+        default=1,
+        description="Steps that a group may be trained after the one that began it; 0 is synchronous.",
+    )
+
+
 class GrpoConfig(Section):
     num_prompts_per_step: PositiveInt = Field(default=32, description="Prompts sampled and trained in each step.")
     num_generations_per_prompt: PositiveInt = Field(
@@ -164,6 +175,9 @@ class GrpoConfig(Section):
     )
     reward_scaling: RewardScalingConfig = Field(
         default_factory=RewardScalingConfig, description="Linear map from one reward range to another."
+    )
+    async_grpo: AsyncGrpoConfig = Field(
+        default_factory=AsyncGrpoConfig, description="Sampling that goes on from step to step."
     )
     adv_estimator: AdvEstimatorConfig = Field(
         default_factory=AdvEstimatorConfig, description="How rewards become advantages."
