@@ -125,6 +125,12 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
     if not config.grpo.async_grpo.enabled:
         return
     field = "grpo.async_grpo.enabled = true"
+    multiple, age = config.grpo.async_grpo.groups_in_flight, config.grpo.async_grpo.max_trajectory_age_steps
+    if multiple is not None and multiple > age + 1:
+        yield (
+            f"grpo.async_grpo.groups_in_flight = {multiple:g} is more than max_trajectory_age_steps + 1 = {age + 1}: "
+            "some groups would become too old"
+        )
     if config.grpo.use_dynamic_sampling:
         yield f"{field} and grpo.use_dynamic_sampling = true: groups that wait could become too old; set one of them to false"
     if config.uses_recorded_answers:

@@ -26,8 +26,15 @@ def with_rounds(config: GrpoRunConfig, fresh: FreshRollouts, position: Stateful,
     """`fresh` itself where every step samples its own groups."""
     if not isinstance(position, StreamAndOpenGroups):
         return fresh
-    max_age = config.grpo.async_grpo.max_trajectory_age_steps
-    return RoundRollouts(fresh, parts.engine, position, max_age, parts.max_steps)
+    section = config.grpo.async_grpo
+    return RoundRollouts(
+        fresh,
+        parts.engine,
+        position,
+        section.max_trajectory_age_steps,
+        section.num_in_flight(config.grpo.num_prompts_per_step),
+        parts.max_steps,
+    )
 
 
 def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position: Stateful) -> RolloutSource:

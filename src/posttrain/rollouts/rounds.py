@@ -68,6 +68,7 @@ class RoundRollouts:
     engine: RoundEngine
     position: StreamAndOpenGroups
     max_age: int  # steps between the one that begins a group and the one that trains on it
+    num_in_flight: int  # groups that are sampled at once; (max_age + 1) steps can train them
     max_steps: int  # of the run
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
@@ -83,9 +84,9 @@ class RoundRollouts:
         return TakenGroups(groups, groups, clock.spans, self._metrics(step, before, after, chosen))
 
     def _begun(self, num_groups: int, step: int) -> list[OpenGroup]:
-        """New groups: as many as can be trained before they are too old, and before the run ends."""
-        num_left = min(self.max_age + 1, self.max_steps - step + 1) * num_groups
-        tasks = self.fresh.stream.take(max(num_left - len(self.position.open), 0))
+        """New groups, but no more than the rest of the run trains on."""
+        wanted = min(self.num_in_flight, (self.max_steps - step + 1) * num_groups)
+        tasks = self.fresh.stream.take(max(wanted - len(self.position.open), 0))
         return [OpenGroup(task, step, (Unfinished(),) * self.fresh.num_samples) for task in tasks]
 
     def _sampled(self, groups: Sequence[OpenGroup], quota: Quota) -> list[OpenGroup]:

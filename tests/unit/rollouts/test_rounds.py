@@ -63,23 +63,28 @@ def stream_of(count: int) -> ScriptedTasks:
     return ScriptedTasks([Task(draw, f"t:{draw}", "?", (5, 6), reference={draw}) for draw in range(count)])
 
 
-def rounds(*, max_age: int, max_steps: int = 1000, num_rows: int = 500) -> RoundRollouts:
+PROMPTS = 4
+
+
+def rounds(
+    *, max_age: int, max_steps: int = 1000, num_rows: int = 500, num_in_flight: int | None = None
+) -> RoundRollouts:
     stream = stream_of(num_rows)
     position = StreamAndOpenGroups(stream)
     engine = TokenByToken()
     environment = ScriptedEnvironment(lambda task, answer: Score(float(task.draw)))
     fresh = FreshRollouts(stream, engine, environment, NUM_SAMPLES, SAMPLING, seed=1)
-    return RoundRollouts(fresh, engine, position, max_age, max_steps)
+    return RoundRollouts(fresh, engine, position, max_age, num_in_flight or (max_age + 1) * PROMPTS, max_steps)
 
 
 def draws(taken: TakenGroups) -> list[int]:
     return [group.task.draw for group in taken.groups]
 
 
-@pytest.mark.parametrize("max_age", [0, 1, 2, 5])
-def test_every_draw_is_trained_once_and_none_becomes_too_old(max_age: int) -> None:
-    num_groups, max_steps = 4, 30
-    source = rounds(max_age=max_age, max_steps=max_steps)
+@pytest.mark.parametrize(("max_age", "num_in_flight"), [(0, 4), (1, 6), (1, 8), (2, 8), (2, 12), (5, 24)])
+def test_every_draw_is_trained_once_and_none_becomes_too_old(max_age: int, num_in_flight: int) -> None:
+    num_groups, max_steps = PROMPTS, 30
+    source = rounds(max_age=max_age, max_steps=max_steps, num_in_flight=num_in_flight)
     trained: list[int] = []
     for step in range(1, max_steps + 1):
         taken = source.take(num_groups, step)
@@ -101,6 +106,7 @@ def test_a_step_does_not_wait_for_long_answers() -> None:
         assert draws(synchronous.take(4, step)) == list(range(4 * step - 4, 4 * step)), "age 0 is the order of the data"
         carried.take(4, step)
     assert carried.position.open, "unfinished answers are carried over"
+    assert [g.born for g in carried.position.open] == sorted(g.born for g in carried.position.open)
     ages = [carried.take(4, step).metrics["trajectory_age_max"] for step in range(10, 20)]
     assert 0 < max(ages) <= 2
 
@@ -186,3 +192,15 @@ def test_the_key_of_a_group_is_the_step_in_which_it_was_born() -> None:
     for step in range(1, 8):
         source.take(4, step)
     assert len({draw for draw, _ in seen}) == len(set(seen)), "one key for each draw"
+
+
+def test_more_groups_in_flight_make_older_groups() -> None:
+    """By Little's law the mean age is the number in flight divided by the groups of a step, minus 1."""
+
+    def mean_age(num_in_flight: int) -> float:
+        source = rounds(max_age=2, num_in_flight=num_in_flight)
+        ages = [source.take(PROMPTS, step).metrics["trajectory_age_mean"] for step in range(1, 61)]
+        return sum(ages[10:]) / len(ages[10:])
+
+    assert mean_age(6) == pytest.approx(0.5, abs=0.05)
+    assert mean_age(8) == pytest.approx(1.0, abs=0.05)
