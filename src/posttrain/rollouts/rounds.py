@@ -73,8 +73,9 @@ class RoundRollouts:
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         fresh, clock = self.fresh, StageClock()
-        with clock("generation"):
+        with clock("data_processing"):
             before = [*self.position.open, *self._begun(num_groups, step)]
+        with clock("generation"):
             after = self._sampled(before, Quota(num_groups, step, self.max_age))
             whole = [place for place, group in enumerate(after) if group.is_whole][:num_groups]
             chosen = [after[place] for place in whole]
