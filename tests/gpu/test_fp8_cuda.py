@@ -75,7 +75,7 @@ def test_samples_are_near_the_trainers(family: str) -> None:
     exact = NativeEngine(model, byte_tokenizer(), SETTINGS.model_copy(update={"precision": "auto"}))
     exact_gap = gap(model, exact.generate(make_tasks(), 8, SAMPLING, KEY))
     engine = NativeEngine(model, byte_tokenizer(), SETTINGS)
-    assert exact_gap < gap(model, engine.generate(make_tasks(), 8, SAMPLING, KEY)) < 1.3
+    assert exact_gap < gap(model, engine.generate(make_tasks(), 8, SAMPLING, KEY)) < 1.4
     assert engine._workspace is not None
     assert engine._workspace.graphs is not None, "steps are captured"
 
@@ -99,18 +99,20 @@ def test_adapters_are_not_quantised() -> None:
     model = get_peft_model(wide_model("llama"), LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
     model.to(BF16)
     engine = NativeEngine(model, byte_tokenizer(), SETTINGS)
-    assert gap(model, engine.generate(make_tasks(), 8, SAMPLING, KEY)) < 1.3
+    assert gap(model, engine.generate(make_tasks(), 8, SAMPLING, KEY)) < 1.4
     with model.disable_adapter():
-        assert gap(model, engine.generate(make_tasks(), 8, SAMPLING, KEY)) < 1.3
+        assert gap(model, engine.generate(make_tasks(), 8, SAMPLING, KEY)) < 1.4
 
 
 def test_preemption_keeps_completions_near_the_trainers() -> None:
     model = wide_model("llama")
     page_bytes = 4 * 2 * 2 * (2 * 32 + 8)
-    engine = NativeEngine(model, byte_tokenizer(), SETTINGS.model_copy(update={"kv_cache_gib": 16 * page_bytes / 2**30}))
+    engine = NativeEngine(
+        model, byte_tokenizer(), SETTINGS.model_copy(update={"kv_cache_gib": 16 * page_bytes / 2**30})
+    )
     few = engine.generate(make_tasks(), 3, SAMPLING, KEY)
     assert engine.num_preemptions > 0
-    assert gap(model, few) < 1.3
+    assert gap(model, few) < 1.4
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,10 @@ def test_sharing_pays_for_long_prompts_of_large_groups() -> None:
     assert not kernels.shared_prefix_pays(shape, [2] * 256, [512] * 256)  # pairs are too small for a tile
     assert not kernels.shared_prefix_pays(shape, [4], [64])  # the launch costs more than there is to save
     assert not kernels.shared_prefix_pays(shape, [], [])
+    in_fp8 = replace(shape, itemsize=1)
+    assert kernels.shared_prefix_pays(shape, [32] * 16, [128] * 16)
+    assert not kernels.shared_prefix_pays(in_fp8, [32] * 16, [128] * 16)
+    assert kernels.shared_prefix_pays(in_fp8, [32] * 16, [512] * 16)
     assert kernels.samples_per_tile(4, 2, 16) == 16
     assert kernels.samples_per_tile(8, 2, 64) == 16
 

@@ -3,6 +3,8 @@ in a process of its own: whether kernels are interpreted is decided when Triton 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fused_references import EPS, assert_near, noise, norm, poisoned_memory, swiglu, trainer_logprobs
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from posttrain.engines.native import NativeEngine, NativeSettings, kernels
 from posttrain.engines.native import attention as engine_attention
 from posttrain.engines.native import fp8 as engine_fp8
+from posttrain.engines.native.engine import Workspace
 from posttrain.policy.fused import fp8_kernels
 from posttrain.policy.fused.fp8_kernels import FP8, LARGEST, Fp8Rows, ProductTile
 from posttrain.types import Completion, NoiseKey, Sampling, Task
@@ -42,7 +45,9 @@ def test_rows_come_back_to_one_rounding(rows: int, width: int) -> None:
     with poisoned_memory():
         assert_rounded_once(fp8_kernels.quantise(x), x.double())
     again = fp8_kernels.quantise(meant(fp8_kernels.quantise(x)).float())
-    assert torch.equal(meant(again).float(), meant(fp8_kernels.quantise(x)).float()), "quantised numbers stay what they are"
+    assert torch.equal(meant(again).float(), meant(fp8_kernels.quantise(x)).float()), (
+        "quantised numbers stay what they are"
+    )
 
 
 def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
@@ -117,27 +122,38 @@ def test_product_of_few_rows(rows: int, outputs: int, inputs: int, splits: int) 
 
 # -- a sampler -----------------------------------------------------------------------------------------------------------
 
-PROMPTS = ((5, 9, 40, 7, 11, 2, 30, 8), (17, 3, 50))
-SAMPLING = Sampling(6, ignore_eos=True)
-SETTINGS = NativeSettings(page_size=4, max_prefill_tokens=6, precision="fp8", kv_cache_gib=0.001)
+PROMPTS = ((5, 9, 40, 7, 11, 2, 30), (17, 3, 50))
+SAMPLING = Sampling(4, ignore_eos=True)
+# A prompt goes through in two pieces: the second reads what the first has written.
+SETTINGS = NativeSettings(page_size=4, max_prefill_tokens=4, precision="fp8", kv_cache_gib=0.001)
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
 
-@pytest.fixture
-def in_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine takes the way of a GPU: pages read in place by the kernels, memory that is kept."""
+@pytest.fixture(autouse=True)
+def _way_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine reads pages in place with the kernels, and keeps its memory."""
     monkeypatch.setattr(engine_fp8, "_obstacle", lambda *_: None)
     monkeypatch.setattr(engine_attention, "_load_kernel", lambda device: kernels)
 
 
-def sampler(model: nn.Module, settings: NativeSettings = SETTINGS) -> NativeEngine:
-    engine = NativeEngine(model, byte_tokenizer(), settings)
+def half_model(family: str = "llama") -> Any:
+    return tiny_model(family, dtype=torch.float16, **SMALL)
+
+
+def sampler(model: nn.Module, **options: object) -> NativeEngine:
+    engine = NativeEngine(model, byte_tokenizer(), SETTINGS.model_copy(update=options))
     engine._keeps_workspace = True
     return engine
 
 
-def sampled(engine: NativeEngine, step: int = 0) -> list[Completion]:
+def workspace(engine: NativeEngine) -> Workspace:
+    assert engine._workspace is not None
+    return engine._workspace
+
+
+def sampled(engine: NativeEngine) -> list[Completion]:
     tasks = [Task(draw, f"t:{draw}", "", prompt) for draw, prompt in enumerate(PROMPTS)]
-    return [group[0] for group in engine.generate(tasks, 1, SAMPLING, NoiseKey(0, step))]
+    return [group[0] for group in engine.generate(tasks, 1, SAMPLING, NoiseKey(0, 0))]
 
 
 def gap(model: nn.Module, completions: list[Completion]) -> float:
@@ -147,80 +163,54 @@ def gap(model: nn.Module, completions: list[Completion]) -> float:
     return float((ours - theirs.float()).abs().exp().mean())
 
 
-def half_model(family: str = "llama") -> nn.Module:
-    return tiny_model(family, dtype=torch.float16)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_samples_are_near_the_trainers_and_not_its(family: str, in_interpreter: None) -> None:
+def test_samples_are_near_the_trainers_and_not_equal(family: str) -> None:
+    """qwen2 has biases, qwen3 norms of heads."""
     model = half_model(family)
-    exact = gap(model, sampled(sampler(model, SETTINGS.model_copy(update={"precision": "auto"}))))
-    assert exact < 1.005
-    assert exact < gap(model, sampled(sampler(model))) < 1.15
+    assert 1.005 < gap(model, sampled(sampler(model))) < 1.5
 
 
-def test_every_part_is_quantised_where_it_is_asked_for(in_interpreter: None) -> None:
-    model = half_model()
-
-    def gap_with(**options: object) -> float:
-        return gap(model, sampled(sampler(model, SETTINGS.model_copy(update=options))))
-
-    whole = gap_with()
-    assert len({whole, gap_with(kv_cache_dtype="bfloat16"), gap_with(num_first_layers_in_bf16=1)}) == 3
-    engine = sampler(model, SETTINGS.model_copy(update={"num_last_layers_in_bf16": 1}))
-    sampled(engine)
-    assert [pool.dtype for pool in engine._workspace.cache.keys.values()] == [FP8, torch.float16]
-
-
-def test_weights_are_quantised_again_after_an_update(in_interpreter: None) -> None:
+def test_copies_follow_the_weights_and_are_released() -> None:
     model = half_model()
     engine = sampler(model)
     before = sampled(engine)
-    addresses = {copy.values.data_ptr() for copy in engine._workspace.fp8._copies.values()}
+    scored = gap(model, before)
+    copies = workspace(engine).fp8
+    assert copies is not None
+    addresses = {copy.values.data_ptr() for copy in copies._copies.values()}
+    held = engine.num_held_bytes
+    assert held == workspace(engine).cache.num_bytes + copies.num_bytes
+    assert gap(model, before) == scored, "the trainer does not see them"
     with torch.no_grad():
         for parameter in model.get_decoder().layers.parameters():
             parameter.mul_(1.2)
     after = sampled(engine)
-    assert {copy.values.data_ptr() for copy in engine._workspace.fp8._copies.values()} == addresses
-    assert after == sampled(sampler(model)) != before
-
-
-def test_released_memory_comes_back_with_the_same_samples(in_interpreter: None) -> None:
-    model = half_model()
-    engine = sampler(model)
-    before = sampled(engine)
-    held = engine.num_held_bytes
-    assert held == engine._workspace.cache.num_bytes + engine._workspace.fp8.num_bytes
+    assert {copy.values.data_ptr() for copy in copies._copies.values()} == addresses, "as captured steps need it"
+    assert after != before
     engine.release()
     assert engine.num_held_bytes == 0
     assert engine.forward.fp8 is None
-    assert sampled(engine) == before
+    assert sampled(engine) == after
     assert engine.num_held_bytes == held
 
 
-def test_adapters_stay_as_they_are(in_interpreter: None) -> None:
-    model = get_peft_model(half_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-    model.half()
+def test_layers_left_in_bf16_keep_their_cache() -> None:
+    model = half_model()
+    engine = sampler(model, num_last_layers_in_bf16=1)
+    some = sampled(engine)
+    assert [pool.dtype for pool in workspace(engine).cache.keys.values()] == [FP8, torch.float16]
+    engine = sampler(model, num_last_layers_in_bf16=1, kv_cache_dtype="bfloat16")
+    others = sampled(engine)
+    assert {pool.dtype for pool in workspace(engine).cache.keys.values()} == {torch.float16}
+    assert [c.logprobs for c in some] != [c.logprobs for c in others]
+
+
+def test_adapters_are_not_quantised() -> None:
+    model = get_peft_model(half_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).half()
     engine = sampler(model)
-    assert gap(model, sampled(engine)) < 1.15
+    on = sampled(engine)
+    assert gap(model, on) < 1.5
     with model.disable_adapter():
         off = sampled(engine)
-        assert gap(model, off) < 1.15
-    assert off != sampled(engine)
-
-
-def test_long_prompts_read_back_what_they_wrote(in_interpreter: None) -> None:
-    """A prompt that goes through in pieces attends to keys and values in FP8."""
-    model = half_model()
-    whole = sampled(sampler(model, SETTINGS.model_copy(update={"max_prefill_tokens": 64})))
-    assert 1.0 < gap(model, sampled(sampler(model))) < 1.15
-    assert whole != sampled(sampler(model))
-
-
-def test_the_trainer_does_not_see_the_copies(in_interpreter: None) -> None:
-    model = half_model()
-    completions = sampled(sampler(model, SETTINGS.model_copy(update={"precision": "auto"})))
-    before = gap(model, completions)
-    engine = sampler(model)
-    sampled(engine)
-    assert gap(model, completions) == before
+        assert gap(model, off) < 1.5
+    assert off != on

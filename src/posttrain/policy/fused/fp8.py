@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _MULTIPLE = 16  # of both sizes of a weight, for the matrix library
 _MOST_FEW_ROWS = 64  # up to here our own kernel is faster
-_LEAST_COLUMNS = 64  # of a tile of that kernel
-_PROGRAMS_PER_SM = 2  # that a launch of it aims at
+_COLUMNS = 64  # of a tile of that kernel
+_PROGRAMS_PER_SM = 1.15  # that a launch of it aims at
 _SPARE_COUNTERS = 1024
 
 _active: Fp8Weights | None = None
@@ -67,7 +67,7 @@ class Fp8Weights:
             copies[address] = quantise(weight, self._copies.get(address))
         self._copies = copies
         if copies and self._counters is None:
-            tiles = max(len(copy.values) for copy in copies.values()) // _LEAST_COLUMNS
+            tiles = max(len(copy.values) for copy in copies.values()) // _COLUMNS
             device = next(iter(copies.values())).values.device
             self._counters = torch.zeros(tiles + _SPARE_COUNTERS, dtype=torch.int32, device=device)
 
@@ -149,8 +149,8 @@ def tile_and_splits(num_rows: int, weight_shape: Sequence[int], device: torch.de
 
     outputs, inputs = weight_shape
     height = next((height for height in (16, 32) if num_rows <= height), 64)
-    tile = ProductTile(height, _LEAST_COLUMNS, 128 if inputs % 256 else 256, 4, 4)
-    programs = -(-outputs // tile.columns) * -(-num_rows // height)
+    depth, stages = (128, 6) if height == 64 or inputs % 256 else (256, 4)
+    tile = ProductTile(height, _COLUMNS, depth, 4, stages)
+    programs = -(-outputs // _COLUMNS) * -(-num_rows // height)
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    splits = max(1, min(_PROGRAMS_PER_SM * sms // programs, -(-inputs // tile.depth)))
-    return tile, splits
+    return tile, max(1, min(round(_PROGRAMS_PER_SM * sms / programs), -(-inputs // depth)))

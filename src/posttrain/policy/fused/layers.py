@@ -292,7 +292,7 @@ class FusedLayer:
         turned = []
         for part, norm in zip(parts[:2], self.head_norms, strict=True):
             if norm is not None:
-                rows = part.reshape(-1, self.head_dim)
+                rows = part.reshape(-1, self.head_dim).contiguous()
                 rows = AddNorm.apply(rows, None, norm.weight, norm.variance_epsilon, norm.weight.dtype)[1]
                 part = rows.view(part.shape)
             part = Rotate.apply(part.contiguous(), cos, sin, part.shape[1] // self.head_dim)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from posttrain.engines.native.kernels.attend_fp8 import attend_fp8
+
 
 @triton.jit
 def _piece(begin, end, index, SPLITS: tl.constexpr, BLOCK: tl.constexpr, MIN_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -35,15 +37,7 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _accumulate(  # type: ignore[no-untyped-def]
-    scores,
-    values,
-    value_scale,
-    best,
-    total,
-    acc,
-    FP8: tl.constexpr,
-    EXACT_WEIGHTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    scores, values, best, total, acc, EXACT_WEIGHTS: tl.constexpr, PRECISION: tl.constexpr
 ):
     """One more block in the online softmax. A query that has seen nothing yet has -inf as its best score."""
     new_best = tl.maximum(best, tl.max(scores, 1))
@@ -52,8 +46,6 @@ def _accumulate(  # type: ignore[no-untyped-def]
     weights = tl.exp2(scores - reference[:, None])
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None]
-    if FP8:
-        weights = weights * value_scale[None, :]
     rounded = weights.to(values.dtype)
     acc = tl.dot(rounded, values, acc, input_precision=PRECISION)
     if EXACT_WEIGHTS:
@@ -67,8 +59,6 @@ def _attend(  # type: ignore[no-untyped-def]
     query,  # [QUERIES, KEY_PADDED]
     key_ptr,
     value_ptr,
-    key_factor_ptr,
-    value_factor_ptr,
     table_row,
     low,
     high,
@@ -86,17 +76,10 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr,
     EXACT_WEIGHTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention over positions [low, high) of the sequence in `table_row`, and log2 of the sum of its weights.
-
-    Keys and values in FP8 become fp16 exactly, the query too. The factor of a key scales its score. That of a value scales its
-    weight, 448 times, so that weights times values stay where fp16 is fine; the sum is divided by it at the end.
-    """
-    if FP8:
-        query = query.to(tl.float16)
+    """Attention over positions [low, high) of the sequence in `table_row`, and log2 of the sum of its weights."""
     dk = tl.arange(0, KEY_PADDED)
     dv = tl.arange(0, VALUE_PADDED)
     j = tl.arange(0, BLOCK)
@@ -112,27 +95,17 @@ def _attend(  # type: ignore[no-untyped-def]
         slot = (page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + head
         key_mask = visible[:, None] & (dk < KEY_DIM)[None, :]
         keys = tl.load(key_ptr + (slot * KEY_DIM)[:, None] + dk[None, :], mask=key_mask, other=0.0)
-        scale = inner_scale
-        if FP8:
-            keys = keys.to(tl.float16)
-            scale = inner_scale * tl.load(key_factor_ptr + slot, mask=visible, other=0.0)[None, :]
-        scores = _scores(query, keys, scale, outer_scale, HAS_SOFTCAP, PRECISION)
+        scores = _scores(query, keys, inner_scale, outer_scale, HAS_SOFTCAP, PRECISION)
         seen = visible[None, :]
         if HAS_FIRST:
             seen = seen & (position[None, :] >= first[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         value_mask = visible[:, None] & (dv < VALUE_DIM)[None, :]
         values = tl.load(value_ptr + (slot * VALUE_DIM)[:, None] + dv[None, :], mask=value_mask, other=0.0)
-        value_scale = visible
-        if FP8:
-            values = values.to(tl.float16)
-            value_scale = tl.load(value_factor_ptr + slot, mask=visible, other=0.0) * 448.0
-        best, total, acc = _accumulate(scores, values, value_scale, best, total, acc, FP8, EXACT_WEIGHTS, PRECISION)
+        best, total, acc = _accumulate(scores, values, best, total, acc, EXACT_WEIGHTS, PRECISION)
         ahead = position + BLOCK
         page = tl.load(table_row + ahead // PAGE_SIZE, mask=ahead < high, other=0)
     # Rows without visible positions get zeros, not 0/0.
-    if FP8:
-        acc = acc / 448.0
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     return acc / total[:, None], tl.where(nothing, float("-inf"), best + tl.log2(total))
@@ -196,7 +169,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     HAS_START: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr,  # keys and values are pairs in 16 bits: `attend_fp8.py`
+    IN_ASSEMBLY: tl.constexpr,
     EXACT_WEIGHTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -223,12 +197,19 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     heads = head * GROUP + g
     at_query = row * query_row_stride + heads[:, None] * query_head_stride + dk[None, :]
     query = tl.load(query_ptr + at_query, mask=(g < GROUP)[:, None] & (dk < KEY_DIM)[None, :], other=0.0)
-    acc, piece_sum = _attend(
-        query, key_ptr, value_ptr, key_factor_ptr, value_factor_ptr, table_ptr + row * table_stride, low, high, g, head,
-        inner_scale, outer_scale,
-        GROUP_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
-        False, HAS_SOFTCAP, FP8, EXACT_WEIGHTS, PRECISION,
-    )  # fmt: skip
+    if FP8:
+        acc, piece_sum = attend_fp8(
+            query, key_ptr, value_ptr, key_factor_ptr, value_factor_ptr, table_ptr + row * table_stride, low, high, g,
+            head, inner_scale, outer_scale,
+            GROUP_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
+            False, HAS_SOFTCAP, IN_ASSEMBLY,
+        )  # fmt: skip
+    else:
+        acc, piece_sum = _attend(
+            query, key_ptr, value_ptr, table_ptr + row * table_stride, low, high, g, head, inner_scale, outer_scale,
+            GROUP_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
+            False, HAS_SOFTCAP, EXACT_WEIGHTS, PRECISION,
+        )  # fmt: skip
     at_head = row * (KV_HEADS * GROUP) + heads
     out_mask = (g < GROUP)[:, None] & (dv < VALUE_DIM)[None, :]
     if SPLITS == 1:
@@ -279,7 +260,8 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr,  # keys and values are pairs in 16 bits: `attend_fp8.py`
+    IN_ASSEMBLY: tl.constexpr,
     EXACT_WEIGHTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -310,12 +292,19 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
         first = tl.where(present, tl.maximum(length - window, 0), 2147483647)
         from_block = tl.maximum(low, tl.min(first, 0))
 
-    acc, piece_sum = _attend(
-        query, key_ptr, value_ptr, key_factor_ptr, value_factor_ptr, table_row, from_block, high, first, head,
-        inner_scale, outer_scale,
-        QUERIES_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
-        HAS_WINDOW, HAS_SOFTCAP, FP8, EXACT_WEIGHTS, PRECISION,
-    )  # fmt: skip
+    if FP8:
+        acc, piece_sum = attend_fp8(
+            query, key_ptr, value_ptr, key_factor_ptr, value_factor_ptr, table_row, from_block, high, first, head,
+            inner_scale, outer_scale,
+            QUERIES_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
+            HAS_WINDOW, HAS_SOFTCAP, IN_ASSEMBLY,
+        )  # fmt: skip
+    else:
+        acc, piece_sum = _attend(
+            query, key_ptr, value_ptr, table_row, from_block, high, first, head, inner_scale, outer_scale,
+            QUERIES_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
+            HAS_WINDOW, HAS_SOFTCAP, EXACT_WEIGHTS, PRECISION,
+        )  # fmt: skip
     at_slot = (row * (KV_HEADS * GROUP) + heads) * SLOTS + split
     out_mask = present[:, None] & (dv < VALUE_DIM)[None, :]
     tl.store(piece_ptr + at_slot[:, None] * VALUE_DIM + dv[None, :], acc, mask=out_mask)

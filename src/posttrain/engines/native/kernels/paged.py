@@ -39,7 +39,7 @@ def supports(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     return (
         runs_here(query)
         and keys.dtype == values.dtype
-        and keys.dtype in (query.dtype, torch.float8_e4m3fn)
+        and (keys.dtype == query.dtype or (keys.dtype == torch.float8_e4m3fn and _has_pairs(keys, values)))
         and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and query.shape[-1] == keys.shape[-1]
         and keys.shape[:3] == values.shape[:3]
@@ -50,6 +50,11 @@ def supports(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and keys.is_contiguous()
         and values.is_contiguous()
     )
+
+
+def _has_pairs(keys: Tensor, values: Tensor) -> bool:
+    """Keys and values in FP8 are read two numbers at a time."""
+    return keys.shape[-1] % 2 == 0 and values.shape[-1] % 2 == 0
 
 
 def runs_here(tensor: Tensor) -> bool:
@@ -137,15 +142,15 @@ def attend_to_own(
     starts_or_any, has_start = (lengths, False) if starts is None else (starts, True)
     slots = num_slots_of(splits, prefix_splits)
     paged_attention_kernel[(kv_heads, rows, splits)](
-        query, keys, values, *factors_or_any(keys, factors), out, pieces, sums, table, lengths, starts_or_any,
+        query, *as_read(keys, values, factors), out, pieces, sums, table, lengths, starts_or_any,
         inner, outer, window_or_0, query.stride(0), query.stride(1), table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, GROUP_PADDED=max(next_power_of_two(group), SMALLEST_TILE),
-        KEY_DIM=dim, KEY_PADDED=max(next_power_of_two(dim), SMALLEST_TILE),
-        VALUE_DIM=value_dim, VALUE_PADDED=max(next_power_of_two(value_dim), SMALLEST_TILE),
+        KEY_DIM=dim, KEY_PADDED=padded_dim(dim, factors),
+        VALUE_DIM=value_dim, VALUE_PADDED=padded_dim(value_dim, factors),
         PAGE_SIZE=page_size, BLOCK=tile.block, SPLITS=splits, MIN_TOKENS=MIN_SPLIT_TOKENS,
         SLOTS=slots, PREFIX_SPLITS=prefix_splits, PREFIX_BLOCK=prefix_block, HAS_START=has_start,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, FP8=factors is not None,
-        EXACT_WEIGHTS=exact_weights(tile, query),
+        IN_ASSEMBLY=not triton.knobs.runtime.interpret, EXACT_WEIGHTS=exact_weights(tile, query),
         PRECISION=dot_precision(query), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:
@@ -162,6 +167,19 @@ def factors_or_any(keys: Tensor, factors: Factors | None) -> Factors:
     """What the kernels are passed: something that they do not read where keys and values are not quantised."""
     assert (factors is not None) == (keys.dtype == torch.float8_e4m3fn), "keys and values in FP8 have factors"
     return (keys, keys) if factors is None else factors
+
+
+def as_read(keys: Tensor, values: Tensor, factors: Factors | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pools and factors as the attention kernels take them: pairs of FP8 as numbers of 16 bits."""
+    first, second = factors_or_any(keys, factors)
+    if factors is None:
+        return keys, values, first, second
+    return keys.view(torch.uint16), values.view(torch.uint16), first, second
+
+
+def padded_dim(dim: int, factors: Factors | None) -> int:
+    """A power of two; with FP8 the even and the odd dims are a tile each."""
+    return max(next_power_of_two(dim), SMALLEST_TILE if factors is None else 2 * SMALLEST_TILE)
 
 
 def check_indices(table: Tensor, lengths: Tensor) -> None:
