@@ -25,7 +25,7 @@ class NativeConfig(Section):
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = Field(
         default="auto",
-        description="Number format of the key-value cache where precision is fp8; auto is fp8. Else that of the weights.",
+        description="Number format of the key-value cache where precision is fp8: auto is fp8, bfloat16 that of the weights.",
     )
     num_first_layers_in_bf16: NonNegativeInt = Field(
         default=0, description="Layers at the beginning that precision fp8 leaves as they are, their cache too."

@@ -38,6 +38,8 @@ def _obstacle(forward: ForwardPass, num_fused: int, is_sharded: bool) -> str | N
     device, dtype = forward.device, next(forward.head.decoder.parameters()).dtype
     if device.type != "cuda":
         return f"it needs a GPU with FP8 matrix units (Ada, Hopper or newer), and the model is on {device.type}"
+    if torch.version.hip is not None:
+        return "its kernels are for GPUs of NVIDIA"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
