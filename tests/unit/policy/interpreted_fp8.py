@@ -18,7 +18,9 @@ from posttrain.engines.native import attention as engine_attention
 from posttrain.engines.native import fp8 as engine_fp8
 from posttrain.engines.native.engine import Workspace
 from posttrain.policy.fused import fp8_kernels
+from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.fp8_kernels import FP8, LARGEST, Fp8Rows, ProductTile
+from posttrain.policy.fused.layers import fuse_layers
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
 mend_interpreter()
@@ -205,6 +207,12 @@ def test_layers_left_in_bf16_keep_their_cache() -> None:
     assert [c.logprobs for c in some] != [c.logprobs for c in others]
 
 
+def fused_decoder(model: Any) -> Any:
+    decoder = model.get_decoder()
+    assert fuse_layers(decoder, may_join=True) == len(decoder.layers)
+    return decoder
+
+
 def test_adapters_are_not_quantised() -> None:
     model = get_peft_model(half_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).half()
     engine = sampler(model)
@@ -214,3 +222,18 @@ def test_adapters_are_not_quantised() -> None:
         off = sampled(engine)
         assert gap(model, off) < 1.5
     assert off != on
+
+
+def test_a_copy_is_not_written_beyond_its_end() -> None:
+    """Weights that moved leave their place to others, which may be larger."""
+    model = half_model()
+    copies = Fp8Weights(list(fused_decoder(model).layers))
+    copies.refresh()
+    first, *others = copies._copies.values()
+    larger = max(others, key=lambda copy: copy.values.numel())
+    address = next(address for address, copy in copies._copies.items() if copy is larger)
+    copies._copies[address] = small = fp8_kernels.new_rows(1, 16, torch.device("cpu"))
+    copies.refresh()
+    assert copies._copies[address] is not small
+    assert copies._copies[address].values.shape == larger.values.shape
+    assert any(copy.values.data_ptr() == first.values.data_ptr() for copy in copies._copies.values())

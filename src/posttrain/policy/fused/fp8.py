@@ -63,8 +63,10 @@ class Fp8Weights:
 
         copies: dict[int, Fp8Rows] = {}
         for weight in self._weights():
-            address = weight.data_ptr()
-            copies[address] = quantise(weight, self._copies.get(address))
+            held = self._copies.get(weight.data_ptr())
+            # Other weights may have come to lie where some were that moved.
+            fits = held is not None and held.values.shape == weight.shape
+            copies[weight.data_ptr()] = quantise(weight, held if fits else None)
         self._copies = copies
         if copies and self._counters is None:
             tiles = max(len(copy.values) for copy in copies.values()) // _COLUMNS
