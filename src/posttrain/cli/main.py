@@ -30,7 +30,7 @@ from posttrain.cli import (
 )
 from posttrain.cli.console import ConsoleStream, surviving_console, unwritten
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
-from posttrain.errors import InputError
+from posttrain.errors import InputError, Superseded
 
 EXIT_DONE = 0
 EXIT_CRASH = 1
@@ -126,9 +126,9 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
     """
     try:
         return work()
-    except InputError as error:
+    except (InputError, Superseded) as error:
         print(f"posttrain: error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return error.exit_code
     except KeyboardInterrupt:
         print(f"posttrain: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
