@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import itertools
 import json
 import os
 import socket
@@ -40,7 +41,8 @@ class Holder:
 
     @classmethod
     def this(cls) -> Holder:
-        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:3]]).strip()
+        words = itertools.takewhile(lambda word: "=" not in word and not word.startswith("-"), sys.argv[1:3])
+        command = " ".join([Path(sys.argv[0]).name, *words])  # no settings: they are for their own files
         return cls(socket.gethostname(), os.getpid(), _machine(), _created(os.getpid()) or 0.0, command, now_text())
 
     @classmethod

@@ -8,6 +8,7 @@
     config_from_step_N.yaml               the config from step N on, where it differs from the one before
     run.json, report.html                 like the configs, written to a temporary name and renamed
     earlier_NNN/                          the same files of a run that used this folder before
+    attempts/NNNN.json                    see `attempts.py`
 
 Files are either appended to line by line, or written under a temporary name and renamed. A kill leaves at most a torn last
 line or a temporary file, and `open_run` repairs both.
