@@ -167,6 +167,10 @@ class Attempt:
             if not self._create(self.record):
                 raise Superseded(_superseded(self.folder, self.record, _read(self.folder, self.number)))
 
+    @property
+    def is_superseded(self) -> bool:
+        return max(_numbers(self.folder), default=0) > self.number
+
     def note_checkpoint(self, step: int) -> None:
         first = self.record.first_checkpoint
         self._change(first_checkpoint=step if first is None else first, last_checkpoint=step)
