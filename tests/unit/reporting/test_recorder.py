@@ -383,12 +383,13 @@ def test_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path: Any, report:
 def test_an_attempt_that_was_superseded_writes_no_row(bench: Any, report: Any) -> None:
     recorder = bench.recorder(attempt=Attempt(bench.folder))
     recorder.record_step(1, report(1), None)
-    before = {path.name: path.read_bytes() for path in bench.folder.iterdir() if path.is_file()}
     (bench.folder / "attempts" / "0002.json").write_text("{}")
+    before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
+    recorder.stage("Generating responses")
     for write in (lambda: recorder.record_step(2, report(2), None), lambda: recorder.finish("finished")):
         with pytest.raises(Superseded):
             write()
-    assert {path.name: path.read_bytes() for path in bench.folder.iterdir() if path.is_file()} == before
+    assert {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_deleted_folder_is_made_again_and_the_end_names_the_lost_steps(bench: Any, report: Any) -> None:
@@ -396,11 +397,13 @@ def test_a_deleted_folder_is_made_again_and_the_end_names_the_lost_steps(bench: 
     for step in (1, 2, 3, 4):
         if step == 3:
             shutil.rmtree(bench.folder)
+            recorder.stage("Generating responses")
         recorder.record_step(step, report(step), None)
     assert recorder.finish("finished") == "record lost"
     assert [row["step"] for row in bench.rows()] == [3, 4]
     assert {path.name for path in bench.folder.iterdir()} >= {"config.yaml", "run.json", "report.html", "attempts"}
     assert bench.output.count("was deleted or replaced after step 2") == 1
+    assert "Generating responses" in (bench.folder / "logs" / "train.log").read_text()
     assert "the rows and samples up to step 2 are lost" in bench.output
 
 
