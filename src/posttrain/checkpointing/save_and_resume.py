@@ -94,7 +94,8 @@ class CheckpointSaver:
         if not self.settings.enabled:
             return
         self._check_metric(step, report, validation)
-        if is_last or step % self.settings.period == 0 or self._background.has_failed or self._lost_checkpoints():
+        is_lost = self._lost_checkpoints()
+        if is_last or step % self.settings.period == 0 or self._background.has_failed or is_lost:
             try:
                 self._save(step, report, validation, is_last=is_last)
             except Exception:

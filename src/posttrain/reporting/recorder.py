@@ -117,7 +117,9 @@ class RunRecorder:
         self._unscored_shown = False
         self._traceback_shown = False
         self._num_losses = 0  # how often the folder was found deleted
-        self._lost_step = 0  # rows and samples of the steps up to this one were in a folder that was deleted
+        self._lost_step: int | None = (
+            None  # rows and samples of the steps up to this one were in a folder that was deleted
+        )
         self._is_complete = False  # the run in the folder needs no more steps, so no file is changed
 
     # ------------------------------------------------------------------ the life of a run
@@ -133,6 +135,7 @@ class RunRecorder:
         if self._attempt is not None:
             self._attempt.confirm()  # loading the model may have taken minutes
             self._attempt.has_begun = True
+            self._num_losses = self._attempt.num_losses  # before there was anything to lose
         notes, losses = open_run(self.folder, resumed_step)
         self._open_log()
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
@@ -201,7 +204,7 @@ class RunRecorder:
                 f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. {UNSCORED_FILE} has "
                 "the reasons; mend the reward, and begin again with --restart"
             )
-        elif self._lost_step:
+        elif self._lost_step is not None:
             ending = "record lost"
             reason += f", but {self.folder} was deleted meanwhile, and the rows and samples up to step {self._lost_step} are lost"
         if not self._is_complete:

@@ -407,6 +407,14 @@ def test_a_deleted_folder_is_made_again_and_the_end_names_the_lost_steps(bench: 
     assert "the rows and samples up to step 2 are lost" in bench.output
 
 
+def test_a_folder_that_is_deleted_before_the_run_begins_has_lost_nothing(bench: Any, report: Any) -> None:
+    attempt = Attempt(bench.folder)
+    shutil.rmtree(bench.folder)
+    recorder = bench.recorder(attempt=attempt, max_steps=1)
+    recorder.record_step(1, report(1), None)
+    assert recorder.finish("finished") == "complete"
+
+
 def test_a_run_without_any_score_says_so_at_its_end_and_when_started_again(bench: Any, report: Any) -> None:
     recorder = bench.recorder(max_steps=2)
     for step in (1, 2):
