@@ -1,0 +1,7 @@
+"""The parts of a campaign, in the order in which they run."""
+
+from __future__ import annotations
+
+from faults import damage, disks, kills, signals
+
+PARTS = {part.name: part for part in (kills.PART, damage.PART, disks.PART, signals.PART)}
