@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from faults import damage, disks, kills, signals
+from faults import damage, disks, inputs, kills, signals
 
-PARTS = {part.name: part for part in (kills.PART, damage.PART, disks.PART, signals.PART)}
+PARTS = {part.name: part for part in (kills.PART, damage.PART, disks.PART, signals.PART, inputs.PART)}

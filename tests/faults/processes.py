@@ -51,6 +51,7 @@ class Surroundings:
 
     environment: Mapping[str, str] = field(default_factory=dict)
     max_file_bytes: int | None = None
+    extra_memory_bytes: int | None = None  # address space beyond what the process has when it starts
     folder: Path | None = None
     hold: Path | None = None  # while this file exists, no checkpoint gets the name that it has when it is complete
 
@@ -208,7 +209,15 @@ def _command(arguments: list[str], surroundings: Surroundings) -> int:
     if surroundings.max_file_bytes is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as every Python has it
         resource.setrlimit(resource.RLIMIT_FSIZE, (surroundings.max_file_bytes, surroundings.max_file_bytes))
+    if surroundings.extra_memory_bytes is not None:
+        limit_memory(surroundings.extra_memory_bytes)
     return main(arguments)
+
+
+def limit_memory(extra_bytes: int) -> None:
+    """A bomb ends in a MemoryError, and not in the memory of everybody else on this machine."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + extra_bytes, now + extra_bytes))
 
 
 def _hold_checkpoints(hold: Path) -> None:
