@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from faults import damage, disks, inputs, kills, signals
+from faults import damage, disks, inputs, kills, rewards, sandbox, signals
 
-PARTS = {part.name: part for part in (kills.PART, damage.PART, disks.PART, signals.PART, inputs.PART)}
+PARTS = {
+    part.name: part
+    for part in (kills.PART, damage.PART, disks.PART, signals.PART, rewards.PART, inputs.PART, sandbox.PART)
+}
