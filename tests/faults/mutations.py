@@ -265,8 +265,11 @@ class Rows:
     def value(self, chance: random.Random) -> Input:
         reader, rows, row, column = self._chosen(chance)
         if chance.random() < 0.5:
-            return self._file(reader, self._with(rows, row, column, chance.choice(NOTHING)), nonsense=True)
-        return self._file(reader, self._with(rows, row, column, chance.choice(ODD_VALUES)), nonsense=False)
+            return self._file(reader, self._with(rows, row, column, chance.choice(ODD_VALUES)), nonsense=False)
+        text = chance.choice(NOTHING)
+        is_reference = reader == "@tasks" and column == "output"  # of any shape: a reward function may want a list
+        nonsense = not (is_reference and text[0] in "[{")
+        return self._file(reader, self._with(rows, row, column, text), nonsense=nonsense)
 
     def missing(self, chance: random.Random) -> Input:
         reader, rows, row, column = self._chosen(chance)

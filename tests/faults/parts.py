@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from faults import damage, disks, inputs, kills, rewards, sandbox, signals
+from faults import damage, disks, inputs, kills, rewards, sandbox, secrets, server, signals
 
 PARTS = {
     part.name: part
-    for part in (kills.PART, damage.PART, disks.PART, signals.PART, rewards.PART, inputs.PART, sandbox.PART)
+    for part in (
+        kills.PART,
+        damage.PART,
+        disks.PART,
+        signals.PART,
+        rewards.PART,
+        secrets.PART,
+        sandbox.PART,
+        server.PART,
+        inputs.PART,
+    )
 }

@@ -145,7 +145,7 @@ def faulty_function(lab: Lab, fault: str, expected: str, folder: Path, chance: r
     samples = tiny_runs.write_rows(
         folder / "samples.jsonl", [{"prompt": "?", "response": text, "reference": "1"} for text in responses]
     )
-    command = ["rewards", "test", "--type", "function", str(samples), f"function={folder / 'r.py'}:f", "timeout_s=2"]
+    command = ["rewards", "test", "--type", "python", str(samples), f"function={folder / 'r.py'}:f", "timeout_s=2"]
     rows, finished = scores_of([*command, "num_workers=1"], folder)
     for response, row in zip(responses, rows, strict=True):
         told = f"{response}: {row}; {finished}"
