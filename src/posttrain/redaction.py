@@ -24,11 +24,14 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 HIDDEN = "***"
-CREDENTIAL_REMEDY = "give it in the config that the command is started with, e.g. as https://user:${oc.env:PASSWORD}@host"
+CREDENTIAL_REMEDY = (
+    "give it in the config that the command is started with, e.g. as https://user:${oc.env:PASSWORD}@host"
+)
 _MIN_NAMED_CHARACTERS = 6  # of a value that the config names: `EMPTY` is what servers without a key are given
 _MIN_FOUND_CHARACTERS = 8  # of a value that only the name of its variable points to
 _SECRET_VARIABLE = re.compile(
-    r"(?:^|_)(?:API_?KEY|ACCESS_KEY(?:_ID)?|SECRET(?:_?KEY)?|PRIVATE_KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE
+    r"(?:^|_)(?:API_?KEY|ACCESS_KEY(?:_ID)?|SECRET(?:_?KEY)?|PRIVATE_KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE)$",
+    re.IGNORECASE,
 )
 _SECRET_KEY = re.compile(
     r"(?:^|[_.-])(?:(?:api|access|secret|private|subscription)[_-]?key|password|passwd|passphrase|secret|cookie"
@@ -54,7 +57,9 @@ _SHAPES = re.compile(
     r"|-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----.{1,10000}?-----END [A-Z ]{0,20}PRIVATE KEY-----",
     re.DOTALL,
 )
-_ASSIGNMENT = re.compile(r"(?P<kept>(?:api[_-]?key|passw\w*|secret|token)\w*[\"']?\s*[=:]\s*)(?P<secret>.+)", re.IGNORECASE)
+_ASSIGNMENT = re.compile(
+    r"(?P<kept>(?:api[_-]?key|passw\w*|secret|token)\w*[\"']?\s*[=:]\s*)(?P<secret>.+)", re.IGNORECASE
+)
 
 _named_variables: set[str] = set()
 _named_values: set[str] = set()
@@ -178,7 +183,8 @@ def shown_setting(key: str, value: object) -> str:
     """A value for an error message. It may be wrong in any way, so more is left out than elsewhere."""
     if value and is_secret_key(key):
         return HIDDEN
-    return redact(re.sub(r"://\S*@", f"://{HIDDEN}@", repr(without_credentials(value, key))))
+    userinfo = r"[^\s'\"]*@" if key.lower().endswith("url") else r"(?<=://)\S*@"
+    return redact(re.sub(userinfo, f"{HIDDEN}@", repr(without_credentials(value, key))))
 
 
 # -- URLs ----------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,9 @@ def test_values_of_variables_that_are_named_like_a_secret_are_hidden(
     assert redact_values("it said: plain words 42.") == "it said: ***."
 
 
-@pytest.mark.parametrize("variable", ["TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "MY_MODEL", "KEYBOARD", "SSH_AUTH_SOCK"])
+@pytest.mark.parametrize(
+    "variable", ["TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "MY_MODEL", "KEYBOARD", "SSH_AUTH_SOCK"]
+)
 def test_values_of_other_variables_stay(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "plain words 42")
     assert redact("plain words 42") == "plain words 42"
@@ -61,7 +63,7 @@ def test_a_variable_that_the_config_names_is_a_secret(monkeypatch: pytest.Monkey
 
 
 def test_a_secret_is_found_as_json_html_and_urls_spell_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    secret = "a\"b&c/d<é\\e"
+    secret = 'a"b&c/d<é\\e'
     monkeypatch.setenv("X_API_KEY", secret)
     for spelled in (
         secret,
@@ -173,7 +175,7 @@ def test_userinfo_becomes_a_header() -> None:
     url, header = split_userinfo("http://user:p%40ss@h:1/v1?x=y")
     assert url == "http://h:1/v1?x=y"
     assert header == "Basic dXNlcjpwQHNz"
-    assert redact_values(f"it said dXNlcjpwQHNz") == "it said ***"
+    assert redact_values("it said dXNlcjpwQHNz") == "it said ***"
     assert lacks_credential("http://user:***@h")
     assert lacks_credential("https://***@h")
     assert not lacks_credential("https://h/***")

@@ -288,7 +288,8 @@ def review(
         if rule is None:
             continue
         if not rule.accepts(value):
-            errors.append(f"{tree.origin(path)}: `{dotted(path)}` = {shown_setting(dotted(path), value)} is not implemented: {rule.note}")
+            shown = shown_setting(dotted(path), value)
+            errors.append(f"{tree.origin(path)}: `{dotted(path)}` = {shown} is not implemented: {rule.note}")
         elif rule.ignores and value is not None and not is_default(path, value):
             ignored.setdefault(rule.note, []).append(dotted(path))
     return errors, [f"{_listed(keys)}: {note}" for note, keys in ignored.items()]

@@ -285,8 +285,9 @@ def _explain(path: Path, problem: ErrorDetails, tree: Tree) -> str:
     value = problem["input"]
     if problem["type"] == UNKNOWN_KEY:
         return f"{tree.origin(path)}: `{dotted(path)}`: {message}"
-    shown = f"a map with {', '.join(map(str, value)) or 'nothing in it'}"
-    if not isinstance(value, dict):
+    if isinstance(value, dict):
+        shown = f"a map with {', '.join(map(str, value)) or 'nothing in it'}"
+    else:
         shown = shown_setting(dotted(path), value)
     return f"{tree.origin(path)}: `{dotted(path)}` = {shown}: {message}"
 

@@ -48,7 +48,8 @@ def parse_override(text: str) -> Override:
     deletes = sign == "~"
     if not _KEY.fullmatch(key) or (equals is None and not deletes):
         raise ConfigError(
-            f"command line: {redact_argument(text)!r} is not an override; write key=value (e.g. policy.precision=float32), or ~key to remove"
+            f"command line: {redact_argument(text)!r} is not an override; write key=value (e.g. policy.precision=float32), or "
+            "~key to remove"
         )
     try:
         value = _parse(raw) if equals else None

@@ -119,7 +119,9 @@ class _Judge:
                 return score
         text = self._ask(body, key, noise_key, usage)
         if self.cache and kept is None:
-            text = self.cache.put(key, redact_values(text))  # two may have asked at once: both take the verdict that came first
+            text = self.cache.put(
+                key, redact_values(text)
+            )  # two may have asked at once: both take the verdict that came first
         elif self.cache:
             self.cache.replace(key, redact_values(text))
         return read_score(text, self.setup)

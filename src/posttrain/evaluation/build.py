@@ -36,6 +36,7 @@ from posttrain.models.accepted_names import (
 )
 from posttrain.models.fingerprint import model_fingerprint
 from posttrain.models.hub import why_unavailable
+from posttrain.redaction import redact, without_credentials
 from posttrain.roles import Engine, Progress, ShowProgress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.turn_taking import build_turns

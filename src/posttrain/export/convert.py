@@ -29,6 +29,7 @@ from posttrain.export.weight_names import WeightShapes
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
 from posttrain.models.hub import why_unavailable
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
+from posttrain.redaction import redact
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LINEAGE = "conversion.json"

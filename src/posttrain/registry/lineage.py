@@ -14,6 +14,7 @@ from pathlib import Path
 
 import posttrain
 from posttrain.json_files import JsonMapping, JsonObject, read_json
+from posttrain.redaction import without_credentials
 from posttrain.registry.artifacts import content_digest, measure
 from posttrain.registry.errors import RegistryError
 

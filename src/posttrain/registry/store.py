@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from posttrain.checkpointing import durable
 from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.redaction import redact
 from posttrain.registry.errors import RegistryBusy, RegistryError
 from posttrain.registry.locking import exclusive
 
