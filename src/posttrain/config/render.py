@@ -60,6 +60,8 @@ def without_credentials_of_config(
             key: without_credentials_of_config(inner, expressions, replace, (*path, str(key)))
             for key, inner in values.items()
         }
+    if isinstance(values, list | tuple):
+        return [without_credentials_of_config(inner, expressions, replace, path) for inner in values]
     cleaned = without_credentials(values, path[-1] if path else "", replace)
     if cleaned == values or not isinstance(cleaned, str):
         return cleaned
