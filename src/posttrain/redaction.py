@@ -38,6 +38,7 @@ _SECRET_KEY = re.compile(
     r"|(?:hf|api|access|auth|bearer|session|refresh)[_-]?token|authorization)$|^(?:x-[\w-]*)?token$",
     re.IGNORECASE,
 )
+_NUMBER = re.compile(r"[\d.eE+-]*")  # would be found in metrics
 _NAMES_VARIABLE = re.compile(r"(?:^|\.)api_key_env(?:_var)?$")
 REFERENCE = re.compile(r"\$\{oc\.env:[^}]*\}")
 _IN_URLS = [
@@ -129,7 +130,7 @@ def _secret_values() -> tuple[str, ...]:
             found |= {value} if len(value) >= _MIN_NAMED_CHARACTERS else set()
         elif len(value) >= _MIN_FOUND_CHARACTERS and _SECRET_VARIABLE.search(name) and not _is_path(value):
             found.add(value)
-    return tuple(sorted(found))
+    return tuple(sorted(value for value in found if not _NUMBER.fullmatch(value)))
 
 
 @lru_cache

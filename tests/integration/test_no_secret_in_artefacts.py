@@ -186,7 +186,23 @@ def test_a_run_its_resumption_and_what_is_made_of_it_hold_no_secret(
         f"env.mine={json.dumps(yaml.safe_load((place / 'config.yaml').read_text())['env']['mine'])}",
     ]  # fmt: skip
     assert main(evaluated) == 0
+    gate = place / "gate.yaml"
+    gate.write_text("checks: {reward: {metric: reward, worse_by_at_most: 0.2}}")
+    pages = ["--json", str(place / "out" / "gate.json"), "--html", str(place / "out" / "gate.html")]
+    main(["gate", "--config", str(gate), "--candidate", str(place / "out" / "eval"), "--no-production", *pages])
     assert_nothing_leaked(place / "out", printed(capfd))
+
+
+def test_the_registry_holds_no_secret(place: Path, judge: Judge, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mlflow", reason="the registry needs the extra `registry`")
+    registry = place / "registry"
+    add = ["registry", "add", "demo", str(place / "model"), "--registry", str(registry)]
+    given = ["--config", str(config(place, judge, PASSWORD)), "--note", f"see https://bob:{IN_URL}@host"]
+    assert main([*add, *given]) == 0
+    assert main(["registry", "show", "demo", "1", "--registry", str(registry), "--json"]) == 0
+    text = printed(capfd)
+    assert "https://bob:***@host" in text
+    assert_nothing_leaked(registry, text)
 
 
 @pytest.mark.parametrize(

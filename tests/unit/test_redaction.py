@@ -49,6 +49,11 @@ def test_values_of_other_variables_stay(variable: str, monkeypatch: pytest.Monke
     assert redact("plain words 42") == "plain words 42"
 
 
+def test_a_number_is_no_secret_because_metrics_may_contain_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_PASSWORD", "20240117")
+    assert redact('{"loss": 0.20240117}') == '{"loss": 0.20240117}'
+
+
 def test_short_values_and_paths_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TOKEN", "EMPTY")
     monkeypatch.setenv("B_TOKEN", "/etc/hostname")
