@@ -41,6 +41,7 @@ _SECRET_KEY = re.compile(
 _NUMBER = re.compile(r"[\d.eE+-]*")  # would be found in metrics
 _NAMES_VARIABLE = re.compile(r"(?:^|\.)api_key_env(?:_var)?$")
 REFERENCE = re.compile(r"\$\{oc\.env:[^}]*\}")
+_URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)(?P<userinfo>[^/?#]*)(?=@)")
 _IN_URLS = [
     re.compile(pattern)
     for pattern in (
@@ -100,7 +101,7 @@ def redact(text: str, replace: Replace = hide) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         kept, secret = match["kept"] or "", match["secret"] or match[0]
-        return match[0] if secret == HIDDEN or REFERENCE.search(secret) else kept + replace(secret)
+        return match[0] if _is_left_out(secret) else kept + replace(secret)
 
     text = redact_values(text, replace)
     if "://" in text:
@@ -166,8 +167,17 @@ def without_credentials(value: Any, key: str = "", replace: Replace = hide) -> A
     if not isinstance(value, str) or not value:
         return value
     if is_secret_key(key):
-        return value if value == HIDDEN or REFERENCE.search(value) else replace(value)
+        return value if _is_left_out(value) else replace(value)
+    if match := _URL.match(value):  # a whole URL: its password may have characters that end a URL within a text
+        user, colon, password = match["userinfo"].partition(":")
+        secret = password if colon else user
+        if secret and not _is_left_out(secret):
+            value = f"{match['scheme']}{user if colon else ''}{colon}{replace(secret)}{value[match.end('userinfo') :]}"
     return redact(value, replace)
+
+
+def _is_left_out(secret: str) -> bool:
+    return secret == HIDDEN or REFERENCE.search(secret) is not None
 
 
 def name_credentials(settings: Any, key: str = "") -> None:

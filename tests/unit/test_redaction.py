@@ -157,6 +157,13 @@ def test_settings_lose_credentials_by_key_and_by_content() -> None:
     assert redact("it got hun ter2, hun%20ter2 and opensesame") == "it got ***, *** and ***"
 
 
+def test_a_password_in_a_url_may_have_any_character() -> None:
+    name_credentials({"base_url": 'https://user:it\'s "odd"@1@host/v1'})
+    assert redact('it got it\'s "odd"@1, so') == "it got ***, so"
+    assert without_credentials({"base_url": "https://user:it's@host/v1"}) == {"base_url": "https://user:***@host/v1"}
+    assert without_credentials({"base_url": "https://to'ken@host"}) == {"base_url": "https://***@host"}
+
+
 def test_settings_are_compared_without_credentials() -> None:
     for other in ("http://u:new@h", "http://u:***@h", "http://u:${oc.env:PW}@h"):
         assert same_but_for_credentials("base_url", "http://u:old@h", other)
