@@ -30,7 +30,7 @@ CREDENTIAL_REMEDY = (
 _MIN_NAMED_CHARACTERS = 6  # of a value that the config names: `EMPTY` is what servers without a key are given
 _MIN_FOUND_CHARACTERS = 8  # of a value that only the name of its variable points to
 _SECRET_VARIABLE = re.compile(
-    r"(?:^|_)(?:API_?KEY|ACCESS_KEY(?:_ID)?|SECRET(?:_?KEY)?|PRIVATE_KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE)$",
+    r"(?:^|_)(?:KEY|APIKEY|KEY_ID|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)$",
     re.IGNORECASE,
 )
 _SECRET_KEY = re.compile(

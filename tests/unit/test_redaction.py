@@ -31,7 +31,7 @@ def nothing_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "variable",
     ["HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GITHUB_TOKEN",
-     "MLFLOW_TRACKING_PASSWORD", "my_apikey", "HUGGING_FACE_HUB_TOKEN"],
+     "MLFLOW_TRACKING_PASSWORD", "my_apikey", "AZURE_OPENAI_KEY", "AWS_ACCESS_KEY_ID", "HUGGING_FACE_HUB_TOKEN"],
 )  # fmt: skip
 def test_values_of_variables_that_are_named_like_a_secret_are_hidden(
     variable: str, monkeypatch: pytest.MonkeyPatch
