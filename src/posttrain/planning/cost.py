@@ -35,7 +35,7 @@ class RunCost:
         else:
             hours = self.num_steps * self.step_s / 3600
             steps = f"{self.num_steps:,} steps, {hours:,.1f} hours"
-            lines.append(f"  {_amount(self.in_all)} for {steps}; fewer if the epochs end before")
+            lines.append(f"  {_amount(self.in_all)} for {steps}; less if the epochs end before")
         return lines
 
 
