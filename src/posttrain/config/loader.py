@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from posttrain.config.aligner_names import SECTIONS as ALIGNER_SECTIONS
+from posttrain.config.aligner_keys import SECTIONS as ALIGNER_SECTIONS
 from posttrain.config.aligner_names import translate
 from posttrain.config.base import Section
 from posttrain.config.checks import cautions, check_run

@@ -155,6 +155,8 @@ def test_cosine_schedule_has_the_learning_rates_of_nemo() -> None:
         ("model.peft.peft_scheme=ptuning", "lora or none"),
         ("model.peft.lora_tuning.target_modules=[embedding]", "attention_qkv"),
         ("model.dpo.unheard_of=1", "docs/seeds.md"),
+        ("model.peft.lora_tuning.target_modules=5", "attention_qkv"),
+        ("model.optim.sched={name: CosineAnnealing, warmup_steps: soon, max_steps: 9}", "numbers of steps"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_what_to_use(override: str, named: str) -> None:
