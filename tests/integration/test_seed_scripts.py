@@ -90,6 +90,7 @@ def test_training_job_from_labelled_traces(run_script: RunScript, model: Path, t
     assert min(row["train/reward_min"] for row in rows) >= 0.5, "traces below the threshold are left out"
     assert trained_steps(tmp_path / "glm-5-dpo") == [1, 2]
     assert "[Generate] 4 prompts x 4 generations = 16 responses, 16 of them recorded" in said
+    assert "Starting validation" not in said, "there is no validation set"
 
 
 def test_lora_on_two_nodes_with_its_checks(run_script: RunScript, model: Path, tmp_path: Path) -> None:
