@@ -23,6 +23,7 @@ from posttrain.types import Message
 Ids = list[int]
 
 DEFAULT_TEMPLATE = "default"
+TEMPLATES_BY_NAME = {"extra_id": Path(__file__).parent / "chat_templates" / "extra_id.jinja"}
 
 # Stands in for a turn's content to see where a template prints it. Letters and digits only: no template trims or escapes it.
 _PLACEHOLDER = "posttrain7f3a91c4e2turn"
@@ -57,7 +58,8 @@ class ChatFormat:
     """A tokenizer with one way of writing conversations.
 
     `chat_template`: "default" is the model's own template (contents one after another when it has none), None writes
-    the contents one after another, a name that ends in `.jinja` is a file, anything with `{{` or `{%` is a template.
+    the contents one after another, a name that ends in `.jinja` is a file, anything with `{{` or `{%` is a template, and
+    "extra_id" is that of NeMo-Aligner.
     `kwargs` are handed to the template, for instance `{"enable_thinking": False}`.
     """
 
@@ -326,6 +328,8 @@ def _resolve_template(chat_template: str | None, tokenizer: Any) -> Any:
         return None
     if chat_template == DEFAULT_TEMPLATE:
         return tokenizer.get_chat_template() if tokenizer.chat_template else None
+    if chat_template in TEMPLATES_BY_NAME:
+        return TEMPLATES_BY_NAME[chat_template].read_text(encoding="utf-8")
     if chat_template.endswith(".jinja"):
         file = Path(chat_template).expanduser()
         if not file.is_file():
@@ -333,7 +337,8 @@ def _resolve_template(chat_template: str | None, tokenizer: Any) -> Any:
         chat_template = file.read_text(encoding="utf-8")
     elif "{{" not in chat_template and "{%" not in chat_template:
         raise DataError(
-            f"tokenizer.chat_template: {chat_template!r} is neither 'default', null, a *.jinja file nor a Jinja template"
+            f"tokenizer.chat_template: {chat_template!r} is neither 'default', null, {', '.join(TEMPLATES_BY_NAME)}, a *.jinja "
+            "file nor a Jinja template"
         )
     return chat_template
 
