@@ -29,7 +29,7 @@ from posttrain.cli import (
     train_command,
 )
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
-from posttrain.errors import InputError
+from posttrain.errors import HardwareError, InputError
 
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
@@ -115,6 +115,11 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_CRASH  # the reader of our output has closed the pipe
+    except HardwareError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print("\n".join([f"posttrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        return EXIT_CRASH
     except Exception:
         traceback.print_exc()
         return EXIT_CRASH
