@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.errors import OutOfGpuMemoryError
 from posttrain.recipes import KINDS
 
 EPILOG = """\
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.config import load_config
-    from posttrain.run_folder import CHECKPOINT_DIR, check_run_folder, choose_checkpoint_dir
+    from posttrain.run_folder import CHECKPOINT_DIR, check_run_folder, choose_checkpoint_dir, run_folder
 
     loaded = load_config(kind, args.config, args.words)
     folder, notes = choose_checkpoint_dir(loaded, accept_changes=args.resume_with_changes)
@@ -60,7 +61,15 @@ def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.build import Run
     from posttrain.export.convert import PeriodicExport
 
-    return Run(loaded, quiet=args.quiet, make_export=PeriodicExport).execute()
+    try:
+        return Run(loaded, quiet=args.quiet, make_export=PeriodicExport).execute()
+    except OutOfGpuMemoryError as error:
+        from posttrain.planning.out_of_memory import advice
+
+        written = run_folder(loaded.config.logger.log_dir, loaded.config.checkpointing.checkpoint_dir)
+        if lines := advice(loaded.config, error, written):
+            error.add_note(lines)
+        raise
 
 
 def quieten_libraries() -> None:
