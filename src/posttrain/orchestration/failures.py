@@ -87,7 +87,7 @@ _GPU_REMEDIES = {
     "update": "Set policy.dtensor_cfg.activation_checkpointing=true, lower policy.sequence_packing.train_mb_tokens or "
     "policy.train_micro_batch_size, or spread the optimizer's state over more GPUs (cluster.gpus_per_node)",
     "logprobs": "Lower policy.sequence_packing.logprob_mb_tokens or policy.logprob_batch_size",
-    "build": "The weights and the optimizer's state are too large: use more GPUs (cluster.gpus_per_node), LoRA "
+    "build": "The model does not fit. In training, use more GPUs (cluster.gpus_per_node), LoRA "
     "(policy.dtensor_cfg.lora_cfg.enabled=true) or a smaller optimizer state (policy.optimizer.state_dtype)",
 }
 _GPU_REMEDIES |= dict.fromkeys(("reference_logprobs", "evaluate"), _GPU_REMEDIES["logprobs"])

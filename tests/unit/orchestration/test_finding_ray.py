@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from posttrain.errors import InputError
 from posttrain.orchestration import ray_cluster
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.ray_cluster import find_cluster, token_source
+from posttrain.orchestration.ray_workers import _collective_timeout
 
 GONE = "127.0.0.1:9"  # the discard port: no process listens
 
@@ -142,6 +145,31 @@ def test_more_gpus_than_this_machine_has_are_refused_at_once(monkeypatch: pytest
         InputError, match=r"gpus_per_node=4, but this machine has 2 GPUs .* Set cluster\.gpus_per_node=2"
     ):
         start_workers(int, RankLayout(ranks_per_node=4), "auto")
+
+
+def test_a_private_ray_has_a_token_of_its_own_and_writes_none_to_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A token in ~/.ray would make every later `ray start --head` on this machine ask its workers for it."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "")  # so that it is restored afterwards
+    monkeypatch.setenv("HOME", str(tmp_path))
+    started = []
+    monkeypatch.setattr(ray_cluster.ray, "init", lambda **arguments: started.append(arguments))
+    assert ray_cluster.connect(RankLayout(ranks_per_node=2, device="cpu"), print) is None
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    assert [arguments["address"] for arguments in started] == ["local"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("7200", 7200), ("", None)])
+def test_nccl_timeout_bounds_collectives(monkeypatch: pytest.MonkeyPatch, value: str, seconds: int | None) -> None:
+    monkeypatch.setenv("NCCL_TIMEOUT", value)
+    assert _collective_timeout() == (None if seconds is None else timedelta(seconds=seconds))
+    monkeypatch.setenv("NCCL_TIMEOUT", "two hours")
+    with pytest.raises(InputError, match=r"NCCL_TIMEOUT is 'two hours'; accepted: a number of seconds above 0"):
+        _collective_timeout()
 
 
 def test_the_token_is_looked_for_where_ray_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
