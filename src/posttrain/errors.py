@@ -1,20 +1,32 @@
-"""What the user can mend, and what machines do.
-
-The command line prints the message of an `InputError` without a traceback and exits with 64. It prints that of a
-`HardwareError` after the traceback of its cause and exits with 1.
-"""
+"""Errors that end a command with a message, and the exit code of each. Only `HardwareError` shows a traceback above it."""
 
 
 class InputError(ValueError):
     """Bad config, data, reward function or checkpoint: the message names the place and what would be right."""
+
+    exit_code = 64
 
 
 class CheckpointError(InputError):
     """A checkpoint that cannot be used by this run. The message names the file and what is wrong with it."""
 
 
+class FolderHeld(InputError):
+    """Another process is using the folder; the message names it. Nothing was written."""
+
+    exit_code = 75
+
+
+class Superseded(RuntimeError):
+    """A newer attempt of this run has begun elsewhere, so this one writes nothing any more."""
+
+    exit_code = 76
+
+
 class HardwareError(RuntimeError):
     """Memory, network or a machine failed. The message names the rank, the stage, the cause and what to do."""
+
+    exit_code = 1
 
 
 class OutOfGpuMemoryError(HardwareError):

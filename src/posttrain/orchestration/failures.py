@@ -50,6 +50,7 @@ class Where:
 _STAGES = {
     "build": "start-up",
     "generate": "sampling",
+    "sample_round": "sampling",
     "update": "training",
     "evaluate": "validation",
     "logprobs": "log-probabilities",
@@ -90,6 +91,7 @@ _GPU_REMEDIES = {
     "build": "The model does not fit. In training, use more GPUs (cluster.gpus_per_node), LoRA "
     "(policy.dtensor_cfg.lora_cfg.enabled=true) or a smaller optimizer state (policy.optimizer.state_dtype)",
 }
+_GPU_REMEDIES["sample_round"] = _GPU_REMEDIES["generate"]
 _GPU_REMEDIES |= dict.fromkeys(("reference_logprobs", "evaluate"), _GPU_REMEDIES["logprobs"])
 
 

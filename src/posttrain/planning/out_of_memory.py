@@ -15,6 +15,7 @@ from posttrain.policy.memory.rank import GIB, OPTIMIZER, SAMPLING, SCORING, TRAI
 
 _PHASES = {
     "generate": (SAMPLING,),
+    "sample_round": (SAMPLING,),
     "update": (TRAINING, OPTIMIZER),
     "logprobs": (SCORING,),
     "reference_logprobs": (SCORING,),
