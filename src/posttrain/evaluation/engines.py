@@ -28,6 +28,10 @@ def start_engines(config: EvalRunConfig, reference: ResolvedModel) -> WorkerGrou
         num_threads=generation.num_threads,
         is_process_group=False,
     )
+    if generation.backend == "vllm" and layout.num_ranks > 1:
+        # In an actor vLLM would ask Ray for GPUs that the actor holds already.
+        kwargs = {"distributed_executor_backend": "mp", **generation.vllm_kwargs}
+        generation = generation.model_copy(update={"vllm_kwargs": kwargs})
     make = vllm_engine if generation.backend == "vllm" else native_engine
     return start_workers(
         partial(make, _with_absolute_paths(reference), generation), layout, config.cluster.launcher, quiet=True

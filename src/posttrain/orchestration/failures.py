@@ -64,9 +64,7 @@ _STAGES = {
 _GPU_MEMORY = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
 )
-_HOST_MEMORY = re.compile(
-    r"can't allocate memory|Cannot allocate memory|low on memory|OOM|out of memory", re.IGNORECASE
-)
+_RAY_MEMORY = re.compile(r"low on memory")  # of its monitor; each end of a process makes Ray guess at the OOM killer
 _NETWORK = re.compile(
     r"NCCL|ProcessGroup|gloo|client socket has timed out|Connection (closed|reset|refused) by peer|Socket Timeout"
     r"|clients joined|Broken pipe",
@@ -190,11 +188,11 @@ def _died(text: str, where: Where) -> WorkerDiedError:
         )
     elif _NODE_LOST.search(text):
         cause = "its node left the cluster (stopped, preempted or out of reach). `ray status` lists the nodes"
-    elif _HOST_MEMORY.search(text):
+    elif _RAY_MEMORY.search(text):
         cause = f"its machine ran out of memory. {_HOST_REMEDY}"
     else:
         cause = (
-            f"{_first_line(text)} The kernel may have ended it for lack of memory (`dmesg`), or NCCL after a time-out "
+            f"{_first_line(text)[:120]}; the kernel may have ended it for lack of memory (`dmesg`), or NCCL after a time-out "
             f"({NCCL_TIMEOUT_VARIABLE}); its last lines are in Ray's log folder, session_latest/logs, of its node"
         )
     resume = "" if where.operation == "build" else ". The same command continues from what was saved"

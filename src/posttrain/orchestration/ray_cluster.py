@@ -116,10 +116,8 @@ def token_source() -> str | None:
 
 
 def _join(address: str) -> None:
-    # Ray sends no token to an address that is given, unless told to. A cluster without authentication ignores it.
-    if "RAY_AUTH_MODE" not in os.environ and token_source() is not None:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        Config.initialize("")  # the mode was read when ray was imported
+    if token_source() is not None:
+        _use_token()
     try:
         if not address.startswith("ray://"):
             GcsClient(address=address)  # `ray.init` would repeat a refused call for 20 seconds
@@ -132,6 +130,13 @@ def _join(address: str) -> None:
             f"the Ray cluster at {address} cannot be joined: {reason_of(error)}. Ray and Python must have the same versions "
             f"here (Ray {ray.__version__}) and there"
         ) from error
+
+
+def _use_token() -> None:
+    """Ray sends no token to an address that is given, unless told to. A cluster without authentication ignores it."""
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # the mode was read when ray was imported
 
 
 def _about_token(address: str) -> str:
@@ -153,9 +158,6 @@ def _about_token(address: str) -> str:
 
 
 def _start_private(layout: RankLayout) -> None:
-    if token_source() is None and "RAY_AUTH_MODE" not in os.environ:
-        # Without one, Ray would write a token into ~/.ray, and later `ray start --head` would ask every node for it.
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     num_ranks = layout.num_ranks
     num_gpus = torch.cuda.device_count() if layout.device != "cpu" else 0
     needed = num_ranks * layout.gpus_per_rank
@@ -164,6 +166,10 @@ def _start_private(layout: RankLayout) -> None:
             f"cluster.gpus_per_node={needed}, but this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''} and no Ray "
             f"cluster was found. Set cluster.gpus_per_node={num_gpus}, or RAY_ADDRESS to the address of a cluster"
         )
+    if token_source() is None and "RAY_AUTH_MODE" not in os.environ:
+        # Without one, Ray would write a token into ~/.ray, and later `ray start --head` would ask every node for it.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    _use_token()
     # Ranks share the cores even where there are fewer cores than ranks.
     ray.init(
         address="local",

@@ -122,7 +122,8 @@ class RayWorkers:
         device = "GPU" if self._places.use_gpu else "CPU"
         by_node = Counter(self.nodes)
         listed = ", ".join(f"{count} on {ip}" for (ip, _), count in by_node.items())
-        return f"{self._cluster}: {len(self.nodes)} {device} ranks on {len(by_node)} nodes ({listed})"
+        nodes = "1 node" if len(by_node) == 1 else f"{len(by_node)} nodes"
+        return f"{self._cluster}: {len(self.nodes)} {device} ranks on {nodes} ({listed})"
 
     def close(self) -> None:
         for worker in self.workers:

@@ -33,7 +33,12 @@ REMOTE_GONE = (
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:51022"
 RENDEZVOUS = "The client socket has timed out after 600000ms while trying to connect to (10.0.0.1, 41235)."
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
-KILLED = "The actor died unexpectedly before finishing this task. Worker exit type: SYSTEM_ERROR. Socket closed."
+KILLED = (
+    "The actor died unexpectedly before finishing this task. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker "
+    "unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) The process is "
+    "killed by SIGKILL by OOM killer due to high memory usage. (2) ray stop --force is called. (3) The worker is crashed "
+    "unexpectedly due to SIGSEGV or other unexpected errors."
+)
 NODE_GONE = (
     "The actor died because its node has died. Node Id: 5f7d. the actor's node was terminated expectedly: SIGTERM"
 )

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,14 +152,16 @@ def test_a_private_ray_has_a_token_of_its_own_and_writes_none_to_the_home_folder
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A token in ~/.ray would make every later `ray start --head` on this machine ask its workers for it."""
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "")  # so that it is restored afterwards
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(ray_cluster, "Config", SimpleNamespace(initialize=lambda settings: None))
     monkeypatch.setenv("HOME", str(tmp_path))
     started = []
     monkeypatch.setattr(ray_cluster.ray, "init", lambda **arguments: started.append(arguments))
     assert ray_cluster.connect(RankLayout(ranks_per_node=2, device="cpu"), print) is None
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    assert os.environ["RAY_AUTH_MODE"] == "token"
     assert [arguments["address"] for arguments in started] == ["local"]
     assert list(tmp_path.iterdir()) == []
 
