@@ -36,6 +36,7 @@ CHOICE_PROMPT = (
     '"Answer: X", where X is the letter of the right choice.\n\n{}'
 )
 _FORMATS = ("csv", "json", "jsonl", "parquet")
+_ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # files of `datasets`
 _ID_COLUMNS = ("id", "unique_id", "problem_id")
 
 
@@ -130,7 +131,7 @@ def _files_of_subset(path: str, benchmark: Benchmark, data: EvalDataConfig) -> l
     subsets = (data.subset,) if data.subset else tuple(name for name in benchmark.subsets if name is not None)
     if not subsets or not folder.is_dir():
         return []
-    files = sorted(file for file in folder.rglob("*") if str(file).endswith(FORMATS))
+    files = sorted(file for file in folder.rglob("*") if str(file).endswith(FORMATS) and file.name not in _ABOUT_DATA)
     words = {str(file): _as_words(str(file.relative_to(folder))) for file in files}
     chosen = [file for file in words if any(f" {_as_words(name)} " in f" {words[file]} " for name in subsets)]
     split = f" {data.split or benchmark.split} "

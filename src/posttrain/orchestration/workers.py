@@ -63,16 +63,16 @@ class WorkerGroup(Protocol):
 class LocalWorker:
     """One rank in this process; a `WorkerGroup` of itself. Its futures are done when `submit` returns."""
 
-    @classmethod
-    def start(cls, build: Callable[[], object]) -> LocalWorker:
-        built: Future[Any] = _outcome(build)
-        return cls(gather("build", [built])[0])
-
     mesh = Mesh()
     in_process = True
 
     def __init__(self, rank: Any) -> None:
         self.rank = rank  # anything that has the operations which are called on it
+
+    @classmethod
+    def start(cls, build: Callable[[], object]) -> LocalWorker:
+        built: Future[Any] = _outcome(build)
+        return cls(gather("build", [built])[0])
 
     @property
     def workers(self) -> Sequence[Worker]:

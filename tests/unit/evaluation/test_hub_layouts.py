@@ -55,3 +55,12 @@ def test_other_benchmarks_by_name_are_not_called_gated(monkeypatch: pytest.Monke
     with pytest.raises(DataError) as caught:
         load("mmlu")
     assert "gated" not in str(caught.value)
+
+
+def test_a_subset_that_datasets_saved_to_disk_is_read_as_before(tmp_path: Path) -> None:
+    import datasets
+
+    rows = LAYOUTS["mmlu"][0]["all/test-00000-of-00001.parquet"]
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "all"))
+    config = EvalDataConfig(dataset_name="mmlu", data_path=str(tmp_path), subset="all")
+    assert [problem.reference for problem in load_problems(config, seed=42).problems] == ["B"]
