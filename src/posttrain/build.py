@@ -23,9 +23,10 @@ from posttrain.errors import InputError, Superseded
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
+from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
-from posttrain.orchestration.workers import LocalWorker, WorkerGroup, call_all
+from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
 from posttrain.recipes.recipe import RunParts
@@ -156,22 +157,13 @@ class Run:
             reward_model=config.scores_answers,
             answer_ends=chat.last_token_ids,
         )
-        cluster = config.cluster
-        size = cluster.num_nodes * cluster.gpus_per_node
-        if cluster.launcher == "local" and size > 1:
-            raise InputError(
-                f"cluster.launcher: local is one process, but num_nodes x gpus_per_node is {size}; use ray or auto"
-            )
-        if size == 1 and cluster.launcher != "ray":
-            return LocalWorker(build_rank(setup))
-        try:
-            from posttrain.orchestration.ray_workers import RayWorkers
-        except ImportError as error:
-            raise InputError(
-                f"cluster: {size} ranks need Ray, which is not installed: pip install 'posttrain[ray]'; "
-                "or set cluster.num_nodes=1 cluster.gpus_per_node=1"
-            ) from error
-        return RayWorkers(setup, cluster.num_nodes, cluster.gpus_per_node)
+        layout = RankLayout(
+            config.cluster.num_nodes,
+            config.cluster.gpus_per_node,
+            device=config.policy.device,
+            num_threads=config.policy.num_threads,
+        )
+        return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=self.quiet)
 
     def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
         """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""

@@ -43,6 +43,7 @@ class Benchmark:
     choices: Callable[[Row, int], Choices] | None = None  # of the row and the seed; None: the answer is free
     judge: Judge = "math"
     about: str = ""
+    is_gated: bool = False  # the hub gives it only to those who have accepted its terms
 
 
 def boxed_in_solution(row: Row) -> str:
@@ -113,6 +114,7 @@ def _gpqa(variant: str, *aliases: str) -> Benchmark:
         choices=shuffled_choices,
         judge="multilingual_multichoice",
         about=f"graduate-level science, four choices ({variant})",
+        is_gated=True,
     )
 
 
