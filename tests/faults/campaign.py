@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from faults.lab import Lab
 
-MAX_MESSAGE_CHARACTERS = 1500
+MAX_MESSAGE_CHARACTERS = 4000
 
 
 class NotPossibleHere(Exception):
