@@ -42,7 +42,7 @@ class Part:
     name: str
     promise: str
     cases: Callable[[Lab, bool], Iterable[Case]]
-    minutes: float  # of the long form, measured on two cores that do nothing else
+    minutes: float  # of the long form on two idle cores, about
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ PART = Part(
     "damage",
     "a damaged checkpoint is found and said, or the damage is harmless; nothing damaged is trained on",
     cases,
-    6,
+    4,
 )
 
 Damage = Callable[[Path, Path, random.Random], None]

@@ -37,7 +37,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
         yield Case(f"read-only:{target}", partial(read_only, lab, target))
 
 
-PART = Part("disks", "a full or read-only disk ends a run with its error; nothing saved before is lost", cases, 3)
+PART = Part("disks", "a full or read-only disk ends a run with its error; nothing saved before is lost", cases, 2)
 
 
 def assert_said_and_resumes(lab: Lab, kind: str, run: Path, failed: Finished, folder: Path) -> None:

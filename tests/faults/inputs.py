@@ -44,7 +44,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
             yield Case(f"{name}-{number}", partial(mutated_input, lab, sources[name], as_user))
 
 
-PART = Part("inputs", "bad input gets exit code 64 and a message: no traceback, no hang, no exit code 0", cases, 15)
+PART = Part("inputs", "bad input gets exit code 64 and a message: no traceback, no hang, no exit code 0", cases, 12)
 
 
 def worker_of(lab: Lab) -> Worker:

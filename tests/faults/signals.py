@@ -52,7 +52,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
     yield Case("folder-deleted", partial(folder_deleted, lab))
 
 
-PART = Part("signals", "a signal saves and stops; training goes on without its console", cases, 4)
+PART = Part("signals", "a signal saves and stops; training goes on without its console", cases, 3)
 
 
 def begun(lab: Lab, kind: str, folder: Path, chance: random.Random) -> processes.Running:

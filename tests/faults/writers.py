@@ -31,7 +31,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
 
 
 PART = Part(
-    "writers", "a run folder has one writer; a second command is refused, and a dead writer blocks nothing", cases, 2
+    "writers", "a run folder has one writer; a second command is refused, and a dead writer blocks nothing", cases, 1
 )
 
 
