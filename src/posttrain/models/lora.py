@@ -32,7 +32,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: 
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
-        exclude_modules=list(lora.exclude_modules) or None,
+        exclude_modules=[*lora.exclude_modules, *_linear_layers_beside_text(model)] or None,
     )
     torch.manual_seed(seed)  # the initial values must not depend on what ran before
     try:
@@ -41,6 +41,15 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: 
         raise SettingsError(f"policy.dtensor_cfg.lora_cfg: {error}") from error
     _initialise_adapters(adapted, lora.lora_A_init)
     return adapted
+
+
+def _linear_layers_beside_text(model: PreTrainedModel) -> list[str]:
+    """Those of a vision tower and its projection, through which no text passes: an adapter there would learn nothing."""
+    if model.config.get_text_config() is model.config:
+        return []
+    text = {id(module) for module in model.get_decoder().modules()}
+    text.add(id(model.get_output_embeddings()))
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) not in text]
 
 
 def _initialise_adapters(model: nn.Module, how: str) -> None:
