@@ -87,7 +87,7 @@ class Run:
         if max_steps < 1:
             left_out = "".join(f"; {count} left out: {reason}" for reason, count in train.dropped.items())
             raise DataError(
-                f"data.train has {len(train)} usable rows, fewer than the {per_step} of one step{left_out}; "
+                f"data.train has {len(train)} usable {recipe.unit}, fewer than the {per_step} of one step{left_out}; "
                 "give more data, a smaller step, or more epochs (max_num_epochs)"
             )
         workers = self._workers(chat)
@@ -107,10 +107,18 @@ class Run:
             show_progress=recorder.progress,
         )
         algorithm = prepared.algorithm(
-            RunParts(trainer, ShardedEngine(workers), SharedWeights(), recorder.progress, recorder.warn, self._cleanup)
+            RunParts(
+                trainer,
+                ShardedEngine(workers),
+                SharedWeights(),
+                recorder.progress,
+                recorder.stage,
+                recorder.warn,
+                self._cleanup,
+            )
         )
         return TrainingLoop(
-            settings=self._loop_settings(max_steps),
+            settings=self._loop_settings(max_steps, has_validation=prepared.validation is not None),
             algorithm=algorithm,
             recorder=recorder,
             saver=CheckpointSaver(
@@ -187,6 +195,7 @@ class Run:
             title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
+            refit_remark="the sampler shares the trainer's weights",
         )
 
     def _store(self, recorder: RunRecorder) -> CheckpointStore:
@@ -206,14 +215,14 @@ class Run:
         # The scoring layer of a reward model is trained beside its adapters, so the copy keeps both as they are.
         return self._make_export(recorder.warn, not self.config.scores_answers)
 
-    def _loop_settings(self, max_steps: int) -> LoopSettings:
+    def _loop_settings(self, max_steps: int, *, has_validation: bool) -> LoopSettings:
         section = self.config.schedule
         return LoopSettings(
             max_steps=max_steps,
-            val_period=section.val_period,
+            val_period=section.val_period if has_validation else 0,
             val_start_at=getattr(section, "val_start_at", -1),
-            val_at_start=section.val_at_start,
-            val_at_end=section.val_at_end,
+            val_at_start=section.val_at_start and has_validation,
+            val_at_end=section.val_at_end and has_validation,
             stop_metric=getattr(section, "stop_at_validation_metric", None),
             stop_threshold=getattr(section, "stop_at_validation_threshold", None),
         )

@@ -214,7 +214,7 @@ def test_broken_json_line(inputs: Inputs, capsys: pytest.CaptureFixture[str]) ->
 def test_dataset_smaller_than_a_step(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
     path = inputs.rows("rows.jsonl", questions(3))
     arguments = inputs.grpo(reading(path), "grpo.max_num_epochs=1")
-    assert_refused(arguments, inputs, capsys, "data.train", "3 usable rows", "4 of one step", "max_num_epochs")
+    assert_refused(arguments, inputs, capsys, "data.train", "3 usable prompts", "4 of one step", "max_num_epochs")
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")

@@ -11,7 +11,7 @@ failed is left out of the group's statistics and of the loss, instead of countin
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,6 +52,7 @@ class Grpo:
     rollouts: RolloutSource
     weights: WeightSync
     validation: RolloutSource | None = None
+    announce: Callable[[str], None] = lambda stage: None
 
     def step(self, step: int) -> StepReport:
         clock = StageClock()
@@ -68,6 +69,7 @@ class Grpo:
             batch, facts = self._with_logprobs(batch, taken.groups, is_off_policy)
 
         # Credit each completion against its own group. A group whose rewards are all equal teaches nothing.
+        self.announce("Computing advantages")
         with clock("advantage_calculation"):
             groups, batch, credit_facts = self.credit(taken.groups, batch, scored_places(taken.groups))
             batches = self._minibatches(batch, groups, is_off_policy)
@@ -75,6 +77,7 @@ class Grpo:
         with clock("policy_training"):
             updates = [self.policy.update(batch, self.objective) for batch in batches]
             self.policy.end_step()
+        with clock("prepare_for_generation/transfer_and_update_weights"):
             self.weights.publish(step)
 
         metrics = {

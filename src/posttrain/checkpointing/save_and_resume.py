@@ -109,7 +109,7 @@ class CheckpointSaver:
         if problem is not None:
             self._stop_saving_in_background(problem)
         in_background = not is_last and self._can_save_in_background()
-        self.recorder.stage(f"Saving checkpoint for step {step}{' in the background' if in_background else ''}")
+        self.recorder.say(f"Saving checkpoint for step {step}{' in the background' if in_background else ''}...")
         with ExitStack() as stack:
             folder = stack.enter_context(self.store.writing(step))
             (folder / "config.yaml").write_text(self.config_yaml)

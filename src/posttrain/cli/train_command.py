@@ -28,7 +28,7 @@ def add_parser(commands: Subparsers) -> None:
     for kind, (summary, _) in KINDS.items():
         parser = add_command(commands, kind, summary, epilog=EPILOG.format(kind=kind))
         add_arguments(parser)
-        parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED)
+        parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED, output_is_result=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -298,7 +298,8 @@ def read_model_config(place: str, overrides: JsonMapping, named: str) -> Pretrai
             f"the config of {named} cannot be read: {reason}. A base model that has moved is named with --base"
         )
     try:
-        config = AutoConfig.from_pretrained(place, **overrides)
+        # The overrides come from the config of a checkpoint, which may not decide that its own code runs.
+        config = AutoConfig.from_pretrained(place, **{**overrides, "trust_remote_code": False})
     except Exception as error:  # a value of the wrong type may raise anything
         file = Path(place) / "config.json"
         if file.is_file():

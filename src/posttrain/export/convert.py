@@ -241,7 +241,7 @@ def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
             f"the tokenizer of {source.text}: {reason}. A base model that has moved is named with --base"
         )
     try:
-        AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=False).save_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(
             f"the tokenizer {source.tokenizer!r} cannot be read: {reason_of(error)}. Give the model that was trained with "

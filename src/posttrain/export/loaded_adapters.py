@@ -26,7 +26,7 @@ def merge_loaded(folder: Path, source: ConversionInput, dtype: torch.dtype | Non
             "in float32, and there is not enough of it. Without --merge-lora it is converted as an adapter"
         )
     kept = {facts.dtype for facts in SafetensorsSource(source.base_folder).facts.values()}
-    model = AutoModelForCausalLM.from_pretrained(source.base_folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(source.base_folder, dtype=torch.float32, trust_remote_code=False)
     merged = add_adapter(model, source.folder).merge_and_unload()  # type: ignore[operator]
     merged.to(dtype or (kept.pop() if len(kept) == 1 else torch.float32))
     merged.save_pretrained(folder, max_shard_size=max_shard_bytes)

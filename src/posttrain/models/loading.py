@@ -67,7 +67,7 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObjec
     """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
     check_available(name, field)
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         _refuse_family(config, name, field)
         return config.to_dict()
     except SettingsError:
@@ -91,7 +91,7 @@ def _refuse_family(config: PretrainedConfig, name: str, field: str) -> None:
 def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTrainedTokenizerBase:
     check_available(name, field, holding="a tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise explain_missing(name, field, error) from error
     except (LookupError, TypeError, AttributeError) as error:  # valid JSON that is no tokenizer
@@ -111,9 +111,13 @@ def load_model(
 ) -> PreTrainedModel:
     check_available(name, "policy.model_name")
     try:
-        _refuse_family(AutoConfig.from_pretrained(name), name, "policy.model_name")
+        _refuse_family(AutoConfig.from_pretrained(name, trust_remote_code=False), name, "policy.model_name")
         model, report = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **dict(overrides or {})
+            name,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+            **{**(overrides or {}), "trust_remote_code": False},
         )
     except SettingsError:
         raise

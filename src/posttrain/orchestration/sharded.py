@@ -132,10 +132,12 @@ class ShardedTrainer:
     ) -> Tensor:
         plan = plan_micro_batches(batch, self.score, self.group.mesh.dp)
         shards = self._by_rank(batch, plan)
-        results = gather(
-            operation.__name__,
-            [worker.submit(operation, parts) for worker, parts in zip(self.group.workers, shards, strict=True)],
-        )
+        with self.show_progress("logprobs", len(shards[0])) as progress:
+            results = gather(
+                operation.__name__,
+                [worker.submit(operation, parts) for worker, parts in zip(self.group.workers, shards, strict=True)],
+            )
+            progress(len(shards[0]))
         pieces: list[Tensor | None] = [None] * len(batch.responses)
         for shard, scores in zip(plan, self.group.mesh.one_per_shard(results), strict=True):
             for rows, score in zip(shard, scores, strict=True):

@@ -52,6 +52,10 @@ class GrpoRecipe(Recipe):
         ),
     )
 
+    @property
+    def unit(self) -> str:
+        return "prompts"
+
     def check(self) -> None:
         check_environments(self._environments(), Path.cwd())
 
@@ -97,6 +101,7 @@ class GrpoRecipe(Recipe):
                 with_dynamic_sampling(config, source, position),
                 parts.weights,
                 validation_source if held_out else None,
+                parts.announce,
             )
 
         return Prepared(train, validation, position, algorithm)

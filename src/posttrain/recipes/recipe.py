@@ -43,6 +43,7 @@ class RunParts:
     engine: Engine
     weights: WeightSync
     show_progress: ShowProgress
+    announce: Callable[[str], None]  # takes the name of a stage of the step
     warn: Callable[[str], None]
     cleanup: ExitStack  # closed when the run ends
 
@@ -64,6 +65,11 @@ class Recipe(ABC):
     config: RunConfig
     presentation: ClassVar[Presentation]
     chat_form: ClassVar[type[ChatFormat]] = ChatFormat
+
+    @property
+    @abstractmethod
+    def unit(self) -> str:
+        """What a dataset of this kind of run is counted in, such as prompts."""
 
     def check(self) -> None:  # noqa: B027 - most kinds need nothing else
         """InputError if something that the run needs beside data and model is missing."""

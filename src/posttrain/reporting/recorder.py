@@ -36,6 +36,7 @@ from posttrain.reporting.run_files import (
     CONFIG_FILE,
     FINISHED,
     INFO_FILE,
+    LOG_FILE,
     METRICS_FILE,
     REPORT_FILE,
     ROLLOUTS_FOLDER,
@@ -78,6 +79,7 @@ class RunRecorder:
         title: str = "",
         num_val_samples_to_print: int = 0,
         device_word: str = "device",
+        refit_remark: str = "",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,6 +92,7 @@ class RunRecorder:
         self._title = title
         self._num_val_samples_to_print = num_val_samples_to_print
         self._device_word = device_word
+        self._refit_remark = refit_remark  # what handing new weights to the sampler means in this run
         self._clock = clock
         self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
         self._info: Row = {}
@@ -98,7 +101,8 @@ class RunRecorder:
         self._earlier_wall_s = 0.0
         self._marks: deque[float] = deque(maxlen=20)  # when the latest steps were recorded
         self._steps_are_short = False
-        self._header_shown_for: int | None = None
+        self._headed: dict[bool, int] = {}  # the step whose header was shown last, in the long and in the short form
+        self._stage_shown = ""
         self._last_full_block: float | None = None
         self._next_report = 0.0
         self._warnings: dict[str, Row] = {}
@@ -120,6 +124,7 @@ class RunRecorder:
             self._is_complete = True
             return
         notes = open_run(self.folder, resumed_step)
+        self._console.log_to(self.folder / LOG_FILE)
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
         changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
         changes += self._write_config(resumed_step)
@@ -147,8 +152,10 @@ class RunRecorder:
 
     def begin_step(self, step: int) -> None:
         """Show the header of a step above its stages. Without this call the header comes with the results."""
+        self._show_header(step, in_long_form=True)
+        self._show_stage("Preparing batch")
         if not self._steps_are_short:
-            self._show_header(step)
+            self._show_header(step, in_long_form=False)
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
         row = training_row(step, report, self._hardware)
@@ -175,6 +182,9 @@ class RunRecorder:
         if not self._is_complete:
             self._write_info(FINISHED if self._step >= self._max_steps else "ended early", reason)
             self._refresh_report(now=True)
+            if self._step >= self._max_steps:
+                text = f"Max number of steps has been reached ({self._max_steps}), stopping training"
+                self._console.show_long_form([Line(text)])
         rows = load_run(self.folder).rows
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
@@ -185,13 +195,23 @@ class RunRecorder:
     # ------------------------------------------------------------------ single lines and progress
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        if text := wording.stage_of(label, total):
+            self._show_stage(text)
         return self._console.progress(label, total)
 
     def stage(self, text: str) -> None:
-        """One line when a stage begins, unless steps are too short to read it."""
+        """One line when a stage begins; not on a terminal while steps are too short to read it."""
+        line = self._show_stage(text)
         if not self._steps_are_short:
-            ending = "" if text.endswith((".", "!", "…")) else "..."
-            self._console.show([Line(f"▶ {text}{ending}", "muted")])
+            self._console.show_short_form([line])
+
+    def _show_stage(self, text: str) -> Line:
+        """A line of the long form. A stage that comes several times in a row, such as updates, is shown once."""
+        line = wording.stage_line(text)
+        if line.text != self._stage_shown:
+            self._stage_shown = line.text
+            self._console.show_long_form([line])
+        return line
 
     def say(self, text: str) -> None:
         self._console.show([Line(text)])
@@ -300,32 +320,42 @@ class RunRecorder:
 
     # ------------------------------------------------------------------ console
 
-    def _show_header(self, step: int) -> None:
-        if self._header_shown_for != step:
-            self._header_shown_for = step
-            self._console.show([Line(""), wording.step_header(step, self._max_steps)])
+    def _show_header(self, step: int, *, in_long_form: bool) -> None:
+        if self._headed.get(in_long_form) == step:
+            return
+        self._headed[in_long_form] = step
+        show = self._console.show_long_form if in_long_form else self._console.show_short_form
+        show([Line(""), wording.step_header(step, self._max_steps)])
 
     def _show_step(self, row: Row, report: StepReport, validation: StepReport | None) -> None:
         step_s = row[f"timing/train/{TOTAL_STEP}"] or 0.0
+        self._stage_shown = ""
         self._steps_are_short = step_s < SHORT_STEP_S
         eta_s = self._eta_s(step_s)
         block_is_due = self._last_full_block is None or self._clock() - self._last_full_block >= FULL_BLOCK_PERIOD_S
-        if not self._steps_are_short or validation is not None or block_is_due:
+        self._show_header(row["step"], in_long_form=True)
+        has_short_block = not self._steps_are_short or validation is not None or block_is_due
+        if has_short_block:
             self._last_full_block = self._clock()
-            self._show_header(row["step"])
-            if validation is not None:
-                self._show_validation(row, validation)
-            block = wording.step_block(
-                self._presentation.results,
-                row,
-                report.groups,
-                device_word=self._device_word,
-                num_devices=self._hardware.num_devices,
-                eta_s=eta_s,
-            )
-            self._console.show(block)
-        else:
-            self._console.show([wording.step_line(self._presentation.results, row, self._max_steps, eta_s)])
+            self._show_header(row["step"], in_long_form=False)
+        if validation is not None:
+            self._show_validation(row, validation)
+        summary = wording.step_summary(self._presentation.results, row, report.groups)
+        block = wording.step_block(
+            self._presentation.results,
+            row,
+            report.groups,
+            device_word=self._device_word,
+            num_devices=self._hardware.num_devices,
+            eta_s=eta_s,
+            refit_remark=self._refit_remark,
+        )
+        if report.groups:
+            rollouts = self.folder / ROLLOUTS_FOLDER / f"step_{row['step']}.jsonl.gz"
+            summary.append(Line(f"Logged data to {rollouts}"))
+        self._console.show_long_form([*summary, *block])
+        line = wording.step_line(self._presentation.results, row, self._max_steps, eta_s)
+        self._console.show_short_form(block if has_short_block else [line])
 
     def _show_validation(self, row: Row, validation: StepReport) -> None:
         self._console.show(wording.validation_block(row, validation.num_samples))

@@ -6,6 +6,7 @@
     rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
     config.yaml                           the config that the run began with
     config_from_step_N.yaml               the config from step N on, where it differs from the one before
+    logs/train.log                        what the run printed, in the long form; appended to, and kept on resume
     run.json, report.html                 like the configs, written to a temporary name and renamed
     earlier_NNN/                          the same files of a run that used this folder before
 
@@ -29,10 +30,12 @@ ROLLOUTS_FOLDER = "rollouts"
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "run.json"
 REPORT_FILE = "report.html"
+LOG_FOLDER = "logs"
+LOG_FILE = f"{LOG_FOLDER}/train.log"
 FINISHED = "finished"  # the status in run.json of a run that has all its steps
 
 # Moved in this order. metrics.jsonl is last: as long as it is here, the move is not finished.
-FILES_OF_A_RUN = (REPORT_FILE, INFO_FILE, CONFIG_FILE, ROLLOUTS_FOLDER, UNSCORED_FILE, METRICS_FILE)
+FILES_OF_A_RUN = (REPORT_FILE, INFO_FILE, CONFIG_FILE, LOG_FOLDER, ROLLOUTS_FOLDER, UNSCORED_FILE, METRICS_FILE)
 TEMPORARY_SUFFIX = ".partial"
 
 Row = JsonObject

@@ -68,7 +68,7 @@ class FreshRollouts:
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         clock = StageClock()
-        with clock("generation"):
+        with clock("data_processing"):
             tasks = list(self.stream.take(num_groups))
         groups = tuple(self.roll_out(tasks, step, clock))
         return TakenGroups(groups, groups, clock.spans)

@@ -78,7 +78,7 @@ def test_fresh_run_archives_an_earlier_one_and_reports_it(bench: Any, group: Any
         recorder.finish("done")
     assert sorted(path.name for path in bench.folder.glob("earlier_*")) == ["earlier_001", "earlier_002"]
     for earlier in bench.folder.glob("earlier_*"):
-        assert {path.name for path in earlier.iterdir()} == {*FILES, "rollouts"}
+        assert {path.name for path in earlier.iterdir()} == {*FILES, "logs", "rollouts"}
         assert (earlier / "rollouts" / "step_1.jsonl.gz").exists()
     assert len(bench.rows()) == 1
     assert "its files are now in earlier_002/" in bench.output
@@ -89,7 +89,7 @@ def test_interrupted_archiving_is_finished_in_the_same_folder(bench: Any, report
     (bench.folder / "earlier_001").mkdir()
     (bench.folder / "run.json").rename(bench.folder / "earlier_001" / "run.json")  # killed after the first file
     bench.recorder()
-    assert {path.name for path in (bench.folder / "earlier_001").iterdir()} == set(FILES)
+    assert {path.name for path in (bench.folder / "earlier_001").iterdir()} == {*FILES, "logs"}
     assert not (bench.folder / "earlier_002").exists()
 
 
