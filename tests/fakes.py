@@ -46,6 +46,9 @@ class ScriptedTasks:
         self.position += count
         return self.tasks[self.position - count : self.position]
 
+    def item(self, position: int) -> Task:
+        return self.tasks[position]
+
     def state_dict(self) -> dict[str, object]:
         return {"position": self.position}
 

@@ -114,6 +114,7 @@ class Run:
                 recorder.progress,
                 recorder.stage,
                 recorder.warn,
+                max_steps,
                 self._cleanup,
             )
         )

@@ -17,6 +17,8 @@ from torch import Tensor
 from posttrain.types import (
     Completion,
     NoiseKey,
+    OpenGroup,
+    Quota,
     Sampling,
     Score,
     StepReport,
@@ -111,6 +113,21 @@ class Engine(Protocol):
 
     def release(self) -> None:
         """Free the memory that is held between calls, such as the KV cache. The next call allocates it again."""
+
+
+class RoundEngine(Engine, Protocol):
+    """An engine that can stop when enough groups are whole, and continue the answers of the others later."""
+
+    def sample_round(
+        self,
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        seed: int,
+        quota: Quota,
+        progress: Progress | None = None,
+    ) -> list[OpenGroup]:
+        """The groups, in order, with more tokens; unfinished answers continue where they were. `versions` are as given."""
+        ...
 
 
 class WeightSync(Protocol):

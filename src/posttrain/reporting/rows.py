@@ -155,6 +155,7 @@ def _completion_row(rollout: Rollout) -> Row:
         "error": score.error,
         "finish_reason": rollout.completion.finish_reason,
         "num_tokens": rollout.completion.num_sampled,
+        "versions": rollout.completion.versions,
     }
 
 

@@ -163,6 +163,7 @@ def test_rollout_row_has_the_group(bench: Any, group: Any, report: Any) -> None:
                 "error": None,
                 "finish_reason": "stop",
                 "num_tokens": 8,
+                "versions": [],
             },
             {
                 "text": "",
@@ -172,6 +173,7 @@ def test_rollout_row_has_the_group(bench: Any, group: Any, report: Any) -> None:
                 "error": "timeout after 5 s",
                 "finish_reason": "stop",
                 "num_tokens": 1,
+                "versions": [],
             },
         ],
     }
