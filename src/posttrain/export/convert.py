@@ -28,13 +28,14 @@ from posttrain.export.new_folder import check_target, new_folder
 from posttrain.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
 from posttrain.export.weight_names import WeightShapes
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
-from posttrain.json_files import read_json
+from posttrain.json_files import JsonMapping, read_json
 from posttrain.models.hub import why_unavailable
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LINEAGE = "conversion.json"
 COPY_FOLDER = "hf"  # in a checkpoint
+WARNING = "checkpointing.save_consolidated:"
 Advance = Callable[[int, int], None]  # bytes just written, bytes in all
 
 
@@ -182,6 +183,7 @@ def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSet
 
 def _write_adapter(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
     parts: list[WeightSource]
+    peft_settings: JsonMapping
     if source.shape.translated:
         parts, peft_settings = [adapter_tensors(source)], read_json(source.folder / "adapter_config.json")
     else:
@@ -330,6 +332,12 @@ class PeriodicExport:
             convert(str(checkpoint), checkpoint / COPY_FOLDER, settings, shown_as=shown_as, say=lambda line: None)
         except InputError as error:
             shutil.rmtree(checkpoint / COPY_FOLDER, ignore_errors=True)
-            self.warn(f"checkpointing.save_consolidated: {name} is saved without its copy in {COPY_FOLDER}/: {error}")
+            self.warn(f"{WARNING} {name} is saved without its copy in {COPY_FOLDER}/: {error}")
         finally:
             restore_rng(rng)
+
+    def beside(self, checkpoint: Path, is_given_up: Callable[[], bool]) -> None:
+        """The same in another process: training goes on, and its random numbers are its own."""
+        from posttrain.export.copy_process import convert_beside
+
+        convert_beside(checkpoint, self.warn, is_given_up, merge_lora=self.merge_lora)
