@@ -1,6 +1,6 @@
 """Program of the process that converts a checkpoint while training continues: the folder, and whether to merge LoRA.
 
-It ends when its standard input does: a run that was killed leaves nobody who writes into its folder.
+It ends when its standard input does, so that it does not write into the folder of a run that was killed.
 """
 
 from __future__ import annotations

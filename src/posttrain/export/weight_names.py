@@ -45,9 +45,7 @@ class WeightShapes:
     origin: str  # where the config came from, for messages
     shapes: Mapping[str, tuple[int, ...]]  # tied weights once
     tied: Mapping[str, str]  # name that shares its tensor -> the name in `shapes`
-    translated: (
-        bool  # files may hold other names or tensors than the model, e.g. one per expert; transformers converts them
-    )
+    translated: bool  # files may hold other names or tensors than the model (one per expert); transformers converts
 
     @classmethod
     def of(cls, config: PretrainedConfig, origin: str) -> WeightShapes:
