@@ -6,8 +6,8 @@ model's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
-from posttrain.errors import InputError
+from posttrain.errors import InputError, Superseded
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
@@ -32,7 +32,7 @@ from posttrain.recipes import recipe_for
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
-from posttrain.run_folder import run_folder
+from posttrain.run_folder import WriteAccess, run_folder
 
 # Makes an export from a function that takes warnings, and whether adapters are merged into the model.
 ExportMaker = Callable[[Callable[[str], None], bool], Exporter]
@@ -48,24 +48,36 @@ class Run:
         quiet: bool = False,
         title: str = "",
         make_export: ExportMaker | None = None,
+        access: WriteAccess | None = None,
     ) -> None:
         self.loaded = loaded
         self.config: RunConfig = loaded.config
         self.quiet = quiet
         self.title = title
         self._make_export = make_export
+        self._access = access or WriteAccess.take(loaded.config)
         self._cleanup = ExitStack()
-        try:
+        with self._ending():
             self.loop = self._build()
-        except BaseException:
-            self._cleanup.close()
-            raise
 
     def execute(self) -> int:
+        with self._ending():
+            code = self.loop.run()
+        self.close(code)
+        return code
+
+    def close(self, exit_code: int | None = None) -> None:
+        """End worker processes and give the folder back. `exit_code` None: the run has crashed."""
+        self._cleanup.close()
+        self._access.end(exit_code)
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
         try:
-            return self.loop.run()
-        finally:
-            self._cleanup.close()
+            yield
+        except BaseException as error:
+            self.close(error.exit_code if isinstance(error, InputError | Superseded) else None)
+            raise
 
     def _build(self) -> TrainingLoop:
         config, schedule = self.config, self.config.schedule
@@ -201,6 +213,7 @@ class Run:
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
             refit_remark="the sampler shares the trainer's weights",
+            attempt=self._access.record,
         )
 
     def _store(self, recorder: RunRecorder) -> CheckpointStore:
@@ -212,6 +225,7 @@ class Run:
             higher_is_better=settings.higher_is_better,
             save_period=settings.save_period,
             say=recorder.say,
+            attempt=self._access.checkpoints,
         )
 
     def _export(self, recorder: RunRecorder) -> Exporter | None:

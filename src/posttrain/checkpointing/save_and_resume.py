@@ -18,6 +18,7 @@ from posttrain.checkpointing.background import BackgroundWrite
 from posttrain.checkpointing.copies import CopyRule, Exporter
 from posttrain.checkpointing.state import capture_rng, load_training_state, restore_rng, save_training_state
 from posttrain.checkpointing.store import CheckpointStore
+from posttrain.errors import CheckpointError
 from posttrain.roles import Recorder, Stateful, Trainer
 from posttrain.types import StepReport
 
@@ -56,6 +57,7 @@ class CheckpointSaver:
     _has_validated: bool = False
     _trained_s: float = 0.0  # since the checkpoint before
     _has_said_why_no_copy: bool = False
+    _num_losses: int = 0  # of the folder
 
     @property
     def is_enabled(self) -> bool:
@@ -64,6 +66,8 @@ class CheckpointSaver:
     def resume(self) -> int:
         folder = self.store.latest()
         if folder is None:
+            if self.store.damage:
+                raise CheckpointError(_all_damaged(self.store))
             return 0
         state = load_training_state(folder)
         self.stream.load_state_dict(state.stream_state)
@@ -97,10 +101,22 @@ class CheckpointSaver:
         if not self.settings.enabled:
             return
         self._check_metric(step, report, validation)
-        if is_last or step % self.settings.period == 0 or self._background.has_failed:
-            self._save(step, report, validation, is_last=is_last)
+        if is_last or step % self.settings.period == 0 or self._background.has_failed or self._lost_checkpoints():
+            try:
+                self._save(step, report, validation, is_last=is_last)
+            except Exception:
+                self.store.confirm()
+                if not self._lost_checkpoints():
+                    raise
+                self._save(step, report, validation, is_last=is_last)  # the folder was deleted during the save
         if not is_last:
             self._prepare_background()
+
+    def _lost_checkpoints(self) -> bool:
+        """Whether the folder was deleted since the last call: then what can be saved is saved now."""
+        before = self._num_losses
+        self._num_losses = self.store.attempt.num_losses if self.store.attempt else 0
+        return self._num_losses > before
 
     def abandon(self, error: Exception) -> None:
         self._background.give_up()
@@ -137,7 +153,7 @@ class CheckpointSaver:
                     with completion:
                         begin = time.perf_counter()
                         write(is_given_up)
-                        if self._gets_copy(folder, time.perf_counter() - begin, trained_s, blocks=False):
+                        if self._gets_copy(step, folder, time.perf_counter() - begin, trained_s, blocks=False):
                             self._make_copy(lambda export: export.beside(folder, is_given_up))
 
                 self._background.start(write_and_complete)
@@ -145,13 +161,13 @@ class CheckpointSaver:
             else:
                 begin = time.perf_counter()
                 self.trainer.save(folder, optimizer=self.settings.optimizer)
-                if self._gets_copy(folder, time.perf_counter() - begin, trained_s, blocks=True):
+                if self._gets_copy(step, folder, time.perf_counter() - begin, trained_s, blocks=True):
                     self._make_copy(lambda export: export(folder))
         self._add_blocked(time.perf_counter() - start)
 
     # -- a copy of the model for use ---------------------------------------------------------------------------------------
 
-    def _gets_copy(self, folder: Path, save_s: float, trained_s: float, *, blocks: bool) -> bool:
+    def _gets_copy(self, step: int, folder: Path, save_s: float, trained_s: float, *, blocks: bool) -> bool:
         if self.export is None:
             return False
         saved_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -160,7 +176,7 @@ class CheckpointSaver:
         )
         if reason is not None and not self._has_said_why_no_copy:
             self._has_said_why_no_copy = True
-            self.recorder.say(f"{folder.name.removeprefix('tmp_')} gets no converted copy of the model: {reason}")
+            self.recorder.say(f"step_{step} gets no converted copy of the model: {reason}")
         return reason is None
 
     def _make_copy(self, make: Callable[[Exporter], None]) -> None:
@@ -237,6 +253,14 @@ class CheckpointSaver:
 
     def _add_blocked(self, seconds: float) -> None:
         self._blocked_s = (self._blocked_s or 0.0) + seconds
+
+
+def _all_damaged(store: CheckpointStore) -> str:
+    found = "".join(f"\n  {problem}" for _, problem in sorted(store.damage.items()))
+    return (
+        f"{store.folder}: none of its {len(store.damage)} checkpoints is intact:{found}\nPut the files back, or begin at "
+        "step 1: --restart moves everything there to earlier_NNN/ first. Nothing was changed"
+    )
 
 
 def named_metric(name: str, report: StepReport, validation: StepReport | None) -> float | None:

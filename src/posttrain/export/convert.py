@@ -324,7 +324,7 @@ class PeriodicExport:
 
     def __call__(self, checkpoint: Path) -> None:
         """Convert the weights in `checkpoint`, which still has its temporary name."""
-        name = checkpoint.name.removeprefix("tmp_")
+        name = checkpoint.name.removeprefix("tmp_").partition(".")[0]
         shown_as = f"{checkpoint.parent.name}/{name}"
         settings = ConversionSettings(merge_lora=self.merge_lora)
         rng = capture_rng()  # building a model may draw random numbers, and the run must continue as without the copy

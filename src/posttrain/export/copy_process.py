@@ -43,7 +43,8 @@ def convert_beside(
         shutil.rmtree(checkpoint / COPY_FOLDER, ignore_errors=True)
     warnings = [line for line in said.splitlines() if line.startswith(WARNING)]
     if process.returncode != 0 and not is_given_up():
-        warnings.append(f"{WARNING} {checkpoint.name} is saved without its copy: {(said.splitlines() or ['?'])[-1]}")
+        step = checkpoint.name.removeprefix("tmp_").partition(".")[0]
+        warnings.append(f"{WARNING} {step} is saved without its copy: {(said.splitlines() or ['?'])[-1]}")
     for line in warnings:
         warn(line)
 
