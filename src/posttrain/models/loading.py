@@ -193,8 +193,15 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 def flops_per_token(model_config: JsonMapping, num_parameters: int) -> float:
-    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted."""
-    embedding = int(model_config.get("vocab_size", 0)) * int(model_config.get("hidden_size", 0))
-    tied = bool(model_config.get("tie_word_embeddings", False))
+    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted, experts that a token does not
+    go to neither."""
+    text = {**model_config, **(model_config.get("text_config") or {})}
+    embedding = int(text.get("vocab_size", 0)) * int(text.get("hidden_size", 0))
+    tied = bool(text.get("tie_word_embeddings", False))
     # Looking up an embedding costs nothing. The output projection does; when tied, it is the same tensor.
-    return 6.0 * (num_parameters if tied else num_parameters - embedding)
+    used = num_parameters if tied else num_parameters - embedding
+    if experts := text.get("num_experts") or text.get("num_local_experts"):
+        width = text.get("moe_intermediate_size") or text["intermediate_size"]
+        idle = experts - text["num_experts_per_tok"]
+        used -= text["num_hidden_layers"] * idle * 3 * text["hidden_size"] * width
+    return 6.0 * used
