@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test invariants check lint types pages measure bench clean
+.PHONY: help setup demo test invariants check lint types pages measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
@@ -13,6 +13,7 @@ help:
 	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
 	@echo "make pages   write the tables of docs/models.md and docs/datasets.md anew"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
+	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about an hour; docs/reliability.md)"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
 setup: $(STAMP)
@@ -57,6 +58,13 @@ measure: setup
 
 bench: setup
 	$(BIN)/python bench/cpu_vs_trl.py
+
+# Parts: ONLY=kills,damage. One case again: ONLY=kills CASE=one-process-3 SEED=0. Tables: OUT=folder.
+SEED ?= 0
+OUT ?= results/faults
+MINUTES ?= 90
+faults: setup
+	PYTHONPATH=tests $(BIN)/python -m faults --only "$(ONLY)" $(if $(CASE),--case "$(CASE)") --seed $(SEED) --out $(OUT) --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
