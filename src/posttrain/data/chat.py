@@ -99,11 +99,13 @@ class ChatFormat:
         """The template as it is saved with a model: with `kwargs` written into it, so that it needs no settings of ours."""
         if self.template is None or not self.kwargs:
             return self.template
-        given = (
-            f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja_literal(value, name)} %}}{{%- endif %}}"
+        # transformers itself defines `tools` and `documents`, as none where the caller gives none.
+        given = "".join(
+            f"{{%- if {name} is not defined or {name} is none %}}{{%- set {name} = {_jinja_literal(value, name)} %}}"
+            "{%- endif %}"
             for name, value in self.kwargs.items()
         )
-        return "".join(given) + self.template
+        return given + self.template
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -356,9 +358,11 @@ def _jinja_literal(value: Any, name: str) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | int | float):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)  # Jinja would read JSON's pair of surrogates as two characters
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(str(k))}: {_jinja_literal(v, name)}" for k, v in value.items()) + "}"
+        keys = (json.dumps(str(key), ensure_ascii=False) for key in value)
+        values = (_jinja_literal(item, name) for item in value.values())
+        return "{" + ", ".join(f"{key}: {item}" for key, item in zip(keys, values, strict=True)) + "}"
     if isinstance(value, Sequence):
         return "[" + ", ".join(_jinja_literal(item, name) for item in value) + "]"
     raise DataError(
