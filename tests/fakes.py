@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.roles import Objective, Progress
+from posttrain.roles import Ending, Objective, Progress
 from posttrain.types import (
     Completion,
     Group,
@@ -263,6 +263,7 @@ class FakeRecorder:
     said: list[str] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
     reason: str = ""
+    ending: Ending = "complete"
     resumed_step: int = -1
 
     def start(self, resumed_step: int) -> None:
@@ -289,8 +290,9 @@ class FakeRecorder:
     def record_validation(self, step: int, validation: StepReport) -> None:
         self.events.append(("record", step))
 
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str) -> Ending:
         self.reason = reason
+        return self.ending
 
 
 @dataclass

@@ -1,12 +1,40 @@
-"""What the user can mend. The command line prints the message of an `InputError`, without a traceback, and exits with 64."""
+"""Errors that end a command with a message, and the exit code of each. Only `HardwareError` shows a traceback above it."""
 
 
 class InputError(ValueError):
     """Bad config, data, reward function or checkpoint: the message names the place and what would be right."""
 
+    exit_code = 64
+
 
 class CheckpointError(InputError):
     """A checkpoint that cannot be used by this run. The message names the file and what is wrong with it."""
+
+
+class FolderHeld(InputError):
+    """Another process is using the folder; the message names it. Nothing was written."""
+
+    exit_code = 75
+
+
+class Superseded(RuntimeError):
+    """A newer attempt of this run has begun elsewhere, so this one writes nothing any more."""
+
+    exit_code = 76
+
+
+class HardwareError(RuntimeError):
+    """Memory, network or a machine failed. The message names the rank, the stage, the cause and what to do."""
+
+    exit_code = 1
+
+
+class OutOfGpuMemoryError(HardwareError):
+    """`stage` is the operation of the rank; `gpu_bytes` the memory of its GPU, 0 where it is not known."""
+
+    def __init__(self, message: str, stage: str = "", gpu_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.stage, self.gpu_bytes = stage, gpu_bytes
 
 
 def reason_of(error: BaseException) -> str:

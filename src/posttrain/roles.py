@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -123,10 +123,11 @@ class RoundEngine(Engine, Protocol):
         groups: Sequence[OpenGroup],
         sampling: Sampling,
         seed: int,
-        quota: Quota,
+        quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
-        """The groups, in order, with more tokens; unfinished answers continue where they were. `versions` are as given."""
+        """The groups, in order, with more tokens: their `Unfinished` answers continue where they were, until `quota` is met,
+        or to their ends if there is none. `versions` are as given."""
         ...
 
 
@@ -174,6 +175,10 @@ class Algorithm(Protocol):
     def validate(self, step: int) -> StepReport | None: ...
 
 
+# "record lost": files of earlier steps were deleted while the run went on; "nothing scored": of no rollout a reward is known.
+Ending = Literal["complete", "record lost", "nothing scored"]
+
+
 class Recorder(Protocol):
     """Writes what happened to the run folder and shows it on the console."""
 
@@ -188,7 +193,9 @@ class Recorder(Protocol):
     def record_validation(self, step: int, validation: StepReport) -> None:
         """A validation that belongs to no training step, such as the one before training."""
 
-    def finish(self, reason: str) -> None: ...
+    def finish(self, reason: str) -> Ending:
+        """Show and write how the run ended. Returns whether its record is complete and says anything."""
+        ...
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Progress]: ...
 

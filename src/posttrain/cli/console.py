@@ -3,6 +3,8 @@
 A write that fails is noted, and the command goes on. A reader that has gone does not come back, so nothing more is written
 to it; a full disk may have room again, so later writes are tried. Commands whose output is their result ask `unwritten`
 at the end whether all of it arrived.
+
+Credentials are left out of all that is printed, whoever prints it: tracebacks and the logs of libraries come this way too.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
+
+from posttrain.redaction import redact
 
 _GONE = {errno.EPIPE, errno.EBADF}
 
@@ -22,13 +25,12 @@ class ConsoleStream:
     """Wraps a text stream; `write` and `flush` never raise. `problem` is the first failure."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
+        self._stream = stream if stream is not None else open(os.devnull, "w")  # noqa: SIM115 - some libraries ask for a descriptor
         self.problem: Exception | None = None
         self._is_gone = stream is None
-        self._lock = threading.RLock()
 
     def write(self, text: str) -> int:
-        self._attempt("write", text)
+        self._attempt("write", redact(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -38,7 +40,7 @@ class ConsoleStream:
         self._attempt("flush")
 
     def isatty(self) -> bool:
-        return not self._is_gone and self._stream is not None and self._stream.isatty()
+        return not self._is_gone and self._stream.isatty()
 
     @property
     def encoding(self) -> str:
@@ -53,25 +55,24 @@ class ConsoleStream:
         return isinstance(self.problem, OSError) and self.problem.errno == errno.EPIPE
 
     def _attempt(self, method: str, *arguments: str) -> None:
-        with self._lock:
-            if self._is_gone:
-                if self.problem is None and method == "write":
-                    self.problem = OSError(errno.EBADF, "it is closed")
-                return
-            try:
-                getattr(self._stream, method)(*arguments)
-            except UnicodeEncodeError:
-                self.write(arguments[0].encode(self.encoding, "backslashreplace").decode(self.encoding))
-            except (OSError, ValueError) as error:  # ValueError: the stream was closed in this process
-                self.problem = self.problem or error
-                if not isinstance(error, OSError) or error.errno in _GONE:
-                    self.discard()
+        if self._is_gone:
+            if self.problem is None and method == "write":
+                self.problem = OSError(errno.EBADF, "it is closed")
+            return
+        try:
+            getattr(self._stream, method)(*arguments)
+        except UnicodeEncodeError:
+            self.write(arguments[0].encode(self.encoding, "backslashreplace").decode(self.encoding))
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed in this process
+            self.problem = self.problem or error
+            if not isinstance(error, OSError) or error.errno in _GONE:
+                self.discard()
 
     def discard(self) -> None:
         """Drop what is buffered and all that follows: Python flushes at exit, and a failure there changes the exit code."""
         self._is_gone = True
-        with suppress(OSError, ValueError, AttributeError):
-            _point_at_null(self._stream.fileno())  # type: ignore[union-attr]
+        with suppress(OSError, ValueError):
+            _point_at_null(self._stream.fileno())
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from posttrain.cli import (
 )
 from posttrain.cli.console import ConsoleStream, surviving_console, unwritten
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
-from posttrain.errors import InputError
+from posttrain.errors import HardwareError, InputError, Superseded
 
 EXIT_DONE = 0
 EXIT_CRASH = 1
@@ -58,9 +58,10 @@ Tune language models from preferences and rewards.
 """
 
 EPILOG = """\
-exit codes: 0 done · 64 bad config, data or checkpoint · 85 stopped by SIGTERM or SIGHUP after saving ·
-130 stopped by Ctrl-C after saving · 1 crash, or output that could not be written. After a stop or a kill, the same
-command resumes the run.
+exit codes: 0 done · 64 bad config, data or checkpoint · 65 not one rollout could be scored · 75 another process is
+using the folder · 76 another process has taken the folder over · 85 stopped by SIGTERM or SIGHUP after saving ·
+130 stopped by Ctrl-C after saving · 1 crash, lost record, or output that could not be written. After a stop or a
+kill, the same command resumes the run.
 """
 
 
@@ -126,12 +127,17 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
     """
     try:
         return work()
-    except InputError as error:
+    except (InputError, Superseded) as error:
         print(f"posttrain: error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return error.exit_code
     except KeyboardInterrupt:
         print(f"posttrain: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except HardwareError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print("\n".join([f"posttrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        return EXIT_CRASH
     except Exception:
         traceback.print_exc()
         return EXIT_CRASH

@@ -6,15 +6,15 @@ evaluation, and reads which problems are finished. The format is in `results.py`
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from posttrain.checkpointing.durable import make_folder, write_text
+from posttrain.errors import FolderHeld
 from posttrain.evaluation.results import (
     CONFIG_FILE,
     IDENTITY_FILE,
@@ -27,6 +27,8 @@ from posttrain.evaluation.results import (
     read_problems,
     summary_text,
 )
+from posttrain.locks import LockHeld, locked
+from posttrain.redaction import redact_values, without_credentials
 
 TIMINGS_FILE = "timings.jsonl"  # one row per batch of problems: what it took, over all attempts
 LOCK_FILE = ".lock"
@@ -39,7 +41,7 @@ class EvaluationFolder:
     path: Path
     identity: Mapping[str, object]
     finished: dict[str, ProblemResult] = field(default_factory=dict)
-    _lock: IO[str] | None = None
+    _lock: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
     def open(cls, path: Path, identity: Mapping[str, object], config_yaml: str) -> EvaluationFolder:
@@ -47,18 +49,16 @@ class EvaluationFolder:
             raise EvaluationError(f"eval.save_path: {path} is a file; a folder is needed")
         try:
             make_folder(path)
-            lock = (path / LOCK_FILE).open("w")
+            lock = ExitStack()
+            lock.enter_context(locked(path / LOCK_FILE, wait_s=0))
+        except LockHeld as held:
+            raise FolderHeld(
+                f"{path}: {held.holder or 'another process'} is evaluating into this folder; wait for it, or set eval.save_path"
+            ) from None
         except OSError as error:
             raise EvaluationError(
                 f"eval.save_path: {path} cannot be written ({error.strerror or error}); choose another folder"
             ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise EvaluationError(
-                f"{path}: another process is evaluating into this folder; wait for it, or set eval.save_path"
-            ) from None
         folder = cls(path, _plain(identity), _lock=lock)
         try:
             folder._compare_identity()
@@ -66,7 +66,7 @@ class EvaluationFolder:
         except BaseException:
             lock.close()
             raise
-        write_text(path / CONFIG_FILE, config_yaml)
+        write_text(path / CONFIG_FILE, config_yaml, redact_values)
         return folder
 
     def _compare_identity(self) -> None:
@@ -79,7 +79,7 @@ class EvaluationFolder:
             write_text(file, json.dumps(self.identity, indent=2) + "\n")
             return
         try:
-            before = json.loads(file.read_text(encoding="utf-8"))
+            before = without_credentials(json.loads(file.read_text(encoding="utf-8")))
         except ValueError as error:
             raise EvaluationError(f"{file}: not JSON ({error})") from None
         differing = [key for key in {**before, **self.identity} if before.get(key) != self.identity.get(key)]
@@ -119,7 +119,8 @@ class EvaluationFolder:
         dropped = len(self.finished) - len(kept)
         if dropped:
             (self.path / SUMMARY_FILE).unlink(missing_ok=True)
-            write_text(self.path / PROBLEMS_FILE, "".join(_line(problem_row(problem)) for problem in kept))
+            rows = "".join(_line(problem_row(problem)) for problem in kept)
+            write_text(self.path / PROBLEMS_FILE, rows, redact_values)
             self.finished = {problem.id: problem for problem in kept}
         return dropped
 
@@ -140,9 +141,7 @@ class EvaluationFolder:
         write_text(self.path / SUMMARY_FILE, summary_text(summary))
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.close()
 
 
 def _difference(key: str, before: object, now: object) -> str:
@@ -169,7 +168,7 @@ def _append(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _line(row: Mapping[str, object]) -> str:
-    return json.dumps(row, allow_nan=False, default=str) + "\n"
+    return redact_values(json.dumps(row, allow_nan=False, default=str)) + "\n"
 
 
 def _plain(identity: Mapping[str, object]) -> dict[str, object]:

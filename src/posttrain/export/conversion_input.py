@@ -52,7 +52,7 @@ class ConversionInput:
 
     @property
     def step(self) -> int | None:
-        match = re.search(r"step_(\d+)$", self.checkpoint.name) if self.checkpoint else None
+        match = re.search(r"step_(\d+)(\.\d+)?$", self.checkpoint.name) if self.checkpoint else None
         return int(match[1]) if match else None
 
     @property

@@ -11,10 +11,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from posttrain.redaction import redact
 from posttrain.reporting.wording import Line, Style, duration, printable
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ RICH_STYLES: dict[Style, str] = {
 # For streams whose encoding lacks them.
 ASCII_FORMS = str.maketrans({"▶": ">", "•": "-", "│": "|", "→": "->", "…": "...", "×": "x"})
 PLAIN_PROGRESS_PERIOD_S = 30.0
+MAX_UNLOGGED = 10_000  # lines
 
 
 class Console:
@@ -43,7 +45,8 @@ class Console:
         self._lock = threading.Lock()
         self._bars: _LiveBars | None = None
         self._log: Path | None = None
-        self._unlogged: list[str] = []  # until there is a log
+        self._may_log: Callable[[], bool] = lambda: True
+        self._unlogged: list[str] = []  # until there is a log that can be written
         if self.is_terminal:
             from rich.console import Console as RichConsole  # not needed for a log file
 
@@ -51,11 +54,11 @@ class Console:
             self._rich = RichConsole(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True)
             self._bars = None if quiet else _LiveBars(self._rich)
 
-    def log_to(self, path: Path) -> None:
+    def log_to(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         """Append all that is shown from here on to a file as well, quiet or not, and what was shown so far."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
-            self._log = path
+            self._log, self._may_log = path, may_write
             self._append_to_log([])
 
     def show(self, lines: Sequence[Line], *, even_if_quiet: bool = False) -> None:
@@ -71,7 +74,7 @@ class Console:
     def _put(self, lines: Sequence[Line], *, to_log: bool, to_stream: bool) -> None:
         if not lines or not (to_log or to_stream):
             return
-        plain = [printable(line.text) for line in lines]
+        plain = [redact(printable(line.text)) for line in lines]
         with self._lock:
             if to_log:
                 self._append_to_log(plain)
@@ -85,10 +88,13 @@ class Console:
             self._stream.flush()
 
     def _append_to_log(self, plain: Sequence[str]) -> None:
-        self._unlogged += plain
-        if self._log is not None and self._unlogged:
-            with self._log.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write("".join(f"{line}\n" for line in self._unlogged))
+        self._unlogged = [*self._unlogged, *plain][-MAX_UNLOGGED:]
+        if self._log is None or not self._unlogged:
+            return
+        with suppress(OSError):  # a full disk, or a folder that was deleted; the log must not end a run
+            if self._may_log():
+                with self._log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write("".join(f"{line}\n" for line in self._unlogged))
             self._unlogged = []
 
     def _encodable(self, text: str) -> str:

@@ -26,6 +26,7 @@ from posttrain.reporting.report import write_report
 from posttrain.reporting.rows import (
     TOTAL_STEP,
     Hardware,
+    num_all_unscored,
     training_row,
     validation_row,
     without_non_finite,
@@ -47,12 +48,15 @@ from posttrain.reporting.run_files import (
     config_from_step,
     open_run,
     read_info,
+    write_text,
     write_whole,
 )
 from posttrain.reporting.wording import Line
 
 if TYPE_CHECKING:
+    from posttrain.attempts import Attempt
     from posttrain.config.changes import ConfigChange
+    from posttrain.roles import Ending
     from posttrain.types import Group, StepReport
 
 SHORT_STEP_S = 2.0  # steps under this get one line
@@ -81,6 +85,7 @@ class RunRecorder:
         device_word: str = "device",
         refit_remark: str = "",
         stream: TextIO | None = None,
+        attempt: Attempt | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = Path(folder)
@@ -93,6 +98,7 @@ class RunRecorder:
         self._num_val_samples_to_print = num_val_samples_to_print
         self._device_word = device_word
         self._refit_remark = refit_remark  # what handing new weights to the sampler means in this run
+        self._attempt = attempt  # None: nothing else writes to the folder
         self._clock = clock
         self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
         self._info: Row = {}
@@ -111,6 +117,11 @@ class RunRecorder:
         self._reasons_written: set[str] = set()
         self._unscored_shown = False
         self._traceback_shown = False
+        self._num_losses = 0  # how often the folder was found deleted
+        self._has_rows = False  # this process has written one
+        self._lost_step: int | None = (
+            None  # rows and samples of the steps up to this one were in a folder that was deleted
+        )
         self._is_complete = False  # the run in the folder needs no more steps, so no file is changed
 
     # ------------------------------------------------------------------ the life of a run
@@ -123,8 +134,12 @@ class RunRecorder:
         if resumed_step > self._max_steps or (resumed_step == self._max_steps and is_finished):
             self._is_complete = True
             return
-        notes = open_run(self.folder, resumed_step)
-        self._console.log_to(self.folder / LOG_FILE)
+        if self._attempt is not None:
+            self._attempt.confirm()  # loading the model may have taken minutes
+            self._attempt.has_begun = True
+            self._num_losses = self._attempt.num_losses  # before there was anything to lose
+        notes, losses = open_run(self.folder, resumed_step)
+        self._open_log()
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
         changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
         changes += self._write_config(resumed_step)
@@ -145,6 +160,8 @@ class RunRecorder:
             "resumed_at_steps": resumed_at,
             "config_changes": changes,
         }
+        for loss in losses:
+            self.warn(loss)
         self._write_info("running")
         for note in notes:
             self.say(note)
@@ -177,20 +194,33 @@ class RunRecorder:
             self.warn(warning)
         self._refresh_report()
 
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str) -> Ending:
         """Write the final state of the run and show how it ended."""
+        if not self._is_complete:
+            self._confirm_folder()
+        rows = load_run(self.folder).rows
+        ending: Ending = "complete"
+        if num_rollouts := num_all_unscored(rows):
+            ending = "nothing scored"
+            reason += (
+                f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. {UNSCORED_FILE} has "
+                "the reasons; mend the reward, and begin again with --restart"
+            )
+        elif self._lost_step is not None:
+            ending = "record lost"
+            reason += f", but {self.folder} was deleted meanwhile, and the record of the steps up to {self._lost_step} is lost"
         if not self._is_complete:
             self._write_info(FINISHED if self._step >= self._max_steps else "ended early", reason)
             self._refresh_report(now=True)
             if self._step >= self._max_steps:
                 text = f"Max number of steps has been reached ({self._max_steps}), stopping training"
                 self._console.show_long_form([Line(text)])
-        rows = load_run(self.folder).rows
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
         report = str(self.folder / REPORT_FILE)
         lines = wording.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report) + lines
         self._console.show(lines, even_if_quiet=True)
+        return ending
 
     # ------------------------------------------------------------------ single lines and progress
 
@@ -236,6 +266,21 @@ class RunRecorder:
         """Write everything of one step, the row of metrics last. Returns the row as written."""
         assert self._started is not None, "start() was not called"
         row, non_finite = without_non_finite(row)
+        for is_last_try in (False, False, True):
+            try:
+                self._confirm_folder()
+                self._write_files(row, train_groups, validation_groups)
+                break
+            except FileNotFoundError:  # the folder is being deleted
+                if is_last_try:
+                    raise
+        for key, value in non_finite.items():
+            if key not in self._non_finite_named:
+                self._non_finite_named.add(key)
+                self.warn(f"{key} is {value} at step {row['step']}; {METRICS_FILE} holds null for it")
+        return row
+
+    def _write_files(self, row: Row, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> None:
         step, rollouts = row["step"], self.folder / ROLLOUTS_FOLDER
         for name, stage, groups in (
             ("step", "train", train_groups),
@@ -245,11 +290,34 @@ class RunRecorder:
                 write_rollouts(rollouts / f"{name}_{step}.jsonl.gz", groups)
                 self._write_unscored(step, stage, groups)
         append_rows(self.folder / METRICS_FILE, [row])
-        for key, value in non_finite.items():
-            if key not in self._non_finite_named:
-                self._non_finite_named.add(key)
-                self.warn(f"{key} is {value} at step {step}; {METRICS_FILE} holds null for it")
-        return row
+        self._has_rows = True
+
+    def _confirm_folder(self) -> None:
+        """Before writing: Superseded if a newer attempt has the folder. What can be restored of a deleted one is."""
+        num_losses = self._num_losses
+        if self._attempt is not None:
+            self._attempt.confirm()
+            num_losses = self._attempt.num_losses
+        if num_losses == self._num_losses and (not self._has_rows or (self.folder / METRICS_FILE).exists()):
+            return
+        self._lost_step = self._step
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / CONFIG_FILE, self._config_bytes())
+        self._open_log()
+        self.warn(
+            f"{self.folder} or its {METRICS_FILE} was deleted or replaced after step {self._step}. It is made again and the run "
+            "goes on, but what was in it is lost, and the run will not end with exit code 0"
+        )
+        self._write_info("running")
+        self._num_losses, self._has_rows = num_losses, False
+
+    def _open_log(self) -> None:
+        attempt = self._attempt
+        may_write = (lambda: not attempt.is_superseded) if attempt is not None else lambda: True
+        self._console.log_to(self.folder / LOG_FILE, may_write)
+
+    def _config_bytes(self) -> bytes:
+        return self._config_yaml.encode("utf-8", "backslashreplace")
 
     def _write_unscored(self, step: int, stage: str, groups: tuple[Group, ...]) -> None:
         """Write the counts per reason. Rare reasons are summed up: a reward function may fail with a new message each time."""
@@ -278,7 +346,7 @@ class RunRecorder:
 
         Returns the settings that differ from those of the step before.
         """
-        path, content = self.folder / CONFIG_FILE, self._config_yaml.encode("utf-8", "backslashreplace")
+        path, content = self.folder / CONFIG_FILE, self._config_bytes()
         files = config_files(self.folder) if resumed_step else {}
         for from_step in [step for step in files if step > resumed_step]:
             files.pop(from_step).unlink()  # no remaining step was trained with it
@@ -300,7 +368,7 @@ class RunRecorder:
             "wall_s": self._earlier_wall_s + self._wall_s(),
             "warnings": list(self._warnings.values()),
         }
-        write_whole(self.folder / INFO_FILE, (json.dumps(self._info, indent=2) + "\n").encode())
+        write_text(self.folder / INFO_FILE, json.dumps(self._info, indent=2) + "\n")
 
     def _wall_s(self) -> float:
         return self._clock() - self._started if self._started is not None else 0.0

@@ -14,7 +14,6 @@ REFUSED = [
     ([ASYNC, "loss_fn.force_on_policy_ratio=true"], ["grpo.async_grpo.enabled", "force_on_policy_ratio=false"]),
     ([ASYNC, "grpo.async_grpo.groups_in_flight=2.5"], ["groups_in_flight = 2.5", "max_trajectory_age_steps + 1 = 2"]),
     ([ASYNC, "cluster.gpus_per_node=3"], ["num_prompts_per_step = 32", "3 ranks"]),
-    ([ASYNC, "grpo.max_rollout_turns=2", "env.math.turns=calculator"], ["env.math.turns", "not carried over"]),
     (["policy.train_global_batch_size=7"], ["num_prompts_per_step", "train_global_batch_size", "512"]),
     (["policy.train_global_batch_size=1024"], ["num_generations_per_prompt", "is larger than"]),
     (["grpo.num_generations_per_prompt=1"], ["num_generations_per_prompt", "grpo.normalize_rewards=false"]),
@@ -138,3 +137,12 @@ def test_schedules_must_be_well_formed() -> None:
         load_config("grpo", None, ["policy.scheduler=[{name: a.B}, {name: a.C}]"])
     with pytest.raises(ConfigError, match=r"policy\.scheduler"):
         load_config("grpo", None, ["policy.scheduler=[{nam: a.B}]"])
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rm"])
+def test_pack_that_cannot_hold_both_answers_of_a_pair_is_refused(kind: str) -> None:
+    packing = ["policy.max_total_sequence_length=512", "policy.sequence_packing.enabled=true"]
+    load_config(kind, None, [*packing, "policy.sequence_packing.train_mb_tokens=1024"])
+    with pytest.raises(ConfigError, match=r"train_mb_tokens = 1023 is less than twice .* = 512.*set it to 1024"):
+        load_config(kind, None, [*packing, "policy.sequence_packing.train_mb_tokens=1023"])
+    load_config("sft", None, [*packing, "policy.sequence_packing.train_mb_tokens=600"])

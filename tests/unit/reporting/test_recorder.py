@@ -6,10 +6,13 @@ import dataclasses
 import io
 import json
 import re
+import shutil
 from typing import Any
 
 import pytest
 
+from posttrain.attempts import Attempt
+from posttrain.errors import Superseded
 from posttrain.recipes.dpo import DpoRecipe
 from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.recipes.recipe import Recipe
@@ -199,6 +202,7 @@ def test_validation_before_training_is_a_row_of_step_0(bench: Any, group: Any) -
 
 def test_warning_is_shown_once_counted_and_in_the_report(bench: Any, report: Any) -> None:
     recorder = bench.recorder()
+    recorder.record_step(1, report(1), None)
     for _ in range(3):
         recorder.warn("all rewards are equal")
     recorder.warn("something else")
@@ -371,3 +375,75 @@ def test_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path: Any, report:
         return (tmp_path / name / "metrics.jsonl").read_bytes()
 
     assert run("resumed", [(0, 5), (2, 3), (2, 6)]) == run("whole", [(0, 6)])
+
+
+# -- one writer, and a folder that goes away ---------------------------------------------------------------------------
+
+
+def test_an_attempt_that_was_superseded_writes_no_row(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder))
+    recorder.record_step(1, report(1), None)
+    (bench.folder / "attempts" / "0002.json").write_text("{}")
+    before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
+    recorder.stage("Generating responses")
+    for write in (lambda: recorder.record_step(2, report(2), None), lambda: recorder.finish("finished")):
+        with pytest.raises(Superseded):
+            write()
+    assert {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("deleted", ["the folder", "its metrics"])
+def test_a_deleted_folder_is_made_again_and_the_end_names_the_lost_steps(deleted: str, bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder), max_steps=4)
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            shutil.rmtree(bench.folder) if deleted == "the folder" else (bench.folder / "metrics.jsonl").unlink()
+            recorder.stage("Generating responses")
+        recorder.record_step(step, report(step), None)
+    assert recorder.finish("finished") == "record lost"
+    assert [row["step"] for row in bench.rows()] == [3, 4]
+    assert {path.name for path in bench.folder.iterdir()} >= {"config.yaml", "run.json", "report.html", "attempts"}
+    assert bench.output.count("was deleted or replaced after step 2") == 1
+    assert "Generating responses" in (bench.folder / "logs" / "train.log").read_text()
+    assert "the record of the steps up to 2 is lost" in bench.output
+
+
+def test_a_folder_that_is_deleted_while_a_step_is_written_is_made_again(
+    bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder), max_steps=2)
+    recorder.record_step(1, report(1), None)
+    append = recorder_module.append_rows
+
+    def delete_and_append(path: Any, rows: Any) -> None:
+        monkeypatch.setattr(recorder_module, "append_rows", append)
+        shutil.rmtree(bench.folder)
+        append(path, rows)
+
+    monkeypatch.setattr(recorder_module, "append_rows", delete_and_append)
+    recorder.record_step(2, report(2), None)
+    assert recorder.finish("finished") == "record lost"
+    assert [row["step"] for row in bench.rows()] == [2]
+
+
+def test_a_folder_that_is_deleted_before_the_run_begins_has_lost_nothing(bench: Any, report: Any) -> None:
+    attempt = Attempt(bench.folder)
+    shutil.rmtree(bench.folder)
+    recorder = bench.recorder(attempt=attempt, max_steps=1)
+    recorder.record_step(1, report(1), None)
+    assert recorder.finish("finished") == "complete"
+
+
+def test_a_run_without_any_score_says_so_at_its_end_and_when_started_again(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(max_steps=2)
+    for step in (1, 2):
+        recorder.record_step(step, report(step, unscored=20, num_samples=20), None)
+    assert recorder.finish("finished") == "nothing scored"
+    assert "finished, but not one of the 40 rollouts could be scored" in bench.output
+    assert bench.recorder(resumed_step=2, max_steps=2).finish("nothing to do") == "nothing scored"
+
+
+def test_one_score_makes_a_run_count(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(max_steps=1)
+    recorder.record_step(1, report(1, unscored=19, num_samples=20), None)
+    assert recorder.finish("finished") == "complete"
