@@ -10,7 +10,6 @@ failed is left out of the group's statistics and of the loss, instead of countin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from posttrain.algorithms.rollout_batches import (
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
 from posttrain.algorithms.step_reports import StageClock
 from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.reward_values import total
 from posttrain.roles import RolloutSource, Trainer, WeightSync
 from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
 
@@ -154,7 +154,7 @@ def _mean_over_updates(updates: Sequence[UpdateReport]) -> dict[str, float]:
         elif name.endswith("_max"):
             means[name] = max(values)
         else:
-            means[name] = math.fsum(values) / len(values)
+            means[name] = total(values) / len(values)
     return means
 
 

@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that `--help` and `config` answer a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from posttrain.cli import (
     train_command,
 )
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
-from posttrain.errors import InputError
+from posttrain.errors import InputError, path_error, printable
 
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
@@ -92,12 +93,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = build_parser()
-    if not (sys.argv[1:] if arguments is None else arguments):
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words:
         parser.print_help(sys.stderr)
         print("\nposttrain: error: no command given", file=sys.stderr)
         return EXIT_BAD_INPUT
-    args = parser.parse_args(arguments)
+    if (code := report_errors(lambda: _check_surroundings(words))) != 0:
+        return code
+    args = parser.parse_args(words)
     return report_errors(lambda: int(args.run(args)), getattr(args, "interrupted", "stopped"))
+
+
+def _check_surroundings(words: list[str]) -> int:
+    """What every command needs: words that can be written to a file, and a working directory."""
+    for word in words:
+        if not word.isprintable() and printable(word) != word:
+            raise InputError(f"command line: {printable(word)} is not UTF-8; rename the file, or give another name")
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise InputError(f"the working directory does not exist any more ({error.strerror}); change to another") from error
+    return 0
 
 
 def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
@@ -115,6 +131,12 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_CRASH  # the reader of our output has closed the pipe
+    except OSError as error:
+        if (readable := path_error(error)) is None:
+            traceback.print_exc()
+            return EXIT_CRASH
+        print(f"posttrain: error: {readable}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except Exception:
         traceback.print_exc()
         return EXIT_CRASH

@@ -201,7 +201,7 @@ def _refuse_unknown(kind: Kind, tree: Tree) -> None:
         if path[:2] not in foreign
     ]
     lines += [
-        f"{tree.origin(path)}: `{dotted(path)}` = {tree.get(path)!r}: must be a map of settings"
+        f"{tree.origin(path)}: `{dotted(path)}` = {tree.get(path)!r:.200}: must be a map of settings"
         for path in sections_that_are_not_maps(vocabulary, tree.values)
     ]
     if lines or foreign:
@@ -270,7 +270,9 @@ def _explain(path: Path, problem: ErrorDetails, tree: Tree) -> str:
         return f"`{dotted(path)}` is missing: set it in the file or with {dotted(path)}=… on the command line"
     value = problem["input"]
     shown = (
-        repr(value) if not isinstance(value, dict) else f"a map with {', '.join(map(str, value)) or 'nothing in it'}"
+        f"{value!r:.200}"
+        if not isinstance(value, dict)
+        else f"a map with {', '.join(map(str, value)) or 'nothing in it'}"
     )
     return f"{tree.origin(path)}: `{dotted(path)}` = {shown}: {message}"
 

@@ -6,7 +6,6 @@ impossible values, weights that do not fit it.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.errors import InputError, reason_of
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.accepted_names import ModelReferenceError
 from posttrain.models.attention_interface import ATTENTION
 from posttrain.models.hub import why_unavailable
@@ -128,7 +127,7 @@ def sampling_dtype(precision: str, device: torch.device) -> torch.dtype:
 def _bad_config(name: str, field: str, error: Exception, overrides: JsonMapping | None = None) -> SettingsError:
     """The config was read, and no model can be built from it."""
     file = Path(name) / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = read_json(file, SettingsError) if file.is_file() else {}
     place = str(file) if file.is_file() else repr(name)
     changed = f" with policy.hf_config_overrides {dict(overrides)}" if overrides else ""
     return SettingsError(f"{field}: {place}{changed}: {explain_config_error(error, {**config, **(overrides or {})})}")
