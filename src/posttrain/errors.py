@@ -15,10 +15,10 @@ class CheckpointError(InputError):
 
 
 # What the user can mend at the path that the error names: it is missing, of another kind, not allowed, not a name.
-_OF_A_PATH = frozenset(
-    getattr(errno, name)
-    for name in "ENOENT ENOTDIR EISDIR EEXIST ENOTEMPTY EACCES EPERM EROFS ENAMETOOLONG ELOOP EINVAL EILSEQ ENXIO".split()
-)
+_OF_A_PATH = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ, errno.ENXIO,
+}  # fmt: skip
 
 
 def path_error(error: OSError) -> InputError | None:
@@ -30,7 +30,9 @@ def path_error(error: OSError) -> InputError | None:
 
 def printable(text: object) -> str:
     """A path or a word of the command line, also one that is not UTF-8."""
-    return os.fsdecode(text).encode("utf-8", "backslashreplace").decode() if isinstance(text, str | bytes) else str(text)
+    return (
+        os.fsdecode(text).encode("utf-8", "backslashreplace").decode() if isinstance(text, str | bytes) else str(text)
+    )
 
 
 def reason_of(error: BaseException) -> str:

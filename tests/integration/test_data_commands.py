@@ -122,7 +122,12 @@ def test_inspect_draws_and_names_what_is_lost(capsys: pytest.CaptureFixture[str]
     unwrapped = " ".join(out.split())
     assert "rows 71" in unwrapped
     assert "traces used 68 of 71" in unwrapped
-    for reason in ("1 rows, no reward", "1 rows, reward is NaN or infinite", "1 rows, broken JSON", "broken file"):
+    for reason in (
+        "1 rows, no reward",
+        "1 rows, reward is NaN, infinite or beyond ±1e+30",
+        "1 rows, broken JSON",
+        "broken file",
+    ):
         assert reason in unwrapped
     assert "█" in out
     assert (tmp_path / "r.svg").read_text().startswith("<svg")

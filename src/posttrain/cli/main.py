@@ -112,7 +112,9 @@ def _check_surroundings(words: list[str]) -> int:
     try:
         os.getcwd()
     except OSError as error:
-        raise InputError(f"the working directory does not exist any more ({error.strerror}); change to another") from error
+        raise InputError(
+            f"the working directory does not exist any more ({error.strerror}); change to another"
+        ) from error
     return 0
 
 

@@ -163,7 +163,9 @@ def reference(row: Row, entry: Entry, spec: ResponseSpec) -> Any:
     assert not callable(names)
     value = row.field(*names, setting="output_key")
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return as_text(value, row, names[0]) if value is None or isinstance(value, float) else value
+    if value is None or isinstance(value, float):
+        as_text(value, row, names[0])  # refuses null, NaN and infinity
+    return value
 
 
 def solution(row: Row, entry: Entry, spec: ResponseSpec) -> str:

@@ -81,7 +81,7 @@ def _samples(
                 id=where,
                 prompt="\n\n".join(str(message.get("content") or "") for message in messages),
                 prompt_ids=(),
-                reference=columns.of(row, "reference"),
+                reference=_reference(row, columns),
                 messages=tuple(messages),
                 metadata=row.values,
             )
@@ -124,6 +124,13 @@ def _prompt_messages(row: Row, columns: Columns) -> list[Message]:
     if isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt):
         return [dict(message) for message in prompt]
     return [{"role": "user", "content": as_text(prompt, row, "prompt")}]
+
+
+def _reference(row: Row, columns: Columns) -> Any:
+    value = columns.of(row, "reference")
+    if isinstance(value, float):
+        as_text(value, row, "reference")  # refuses NaN and infinity
+    return value
 
 
 def _text(answer: object, row: Row) -> str:
