@@ -253,7 +253,7 @@ def test_closed_connection_frees_the_slots_of_a_request_that_does_not_stream(slo
     before = disconnected(slow_server)
     address, body = httpx.URL(slow_server.url), json.dumps({**LONG, "n": 6}).encode()
     with socket.create_connection((address.host, address.port), timeout=30) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         slow_server.wait_until(lambda: slow_server.service.num_inside)
     slow_server.wait_until_empty()
@@ -281,7 +281,7 @@ def test_request_timeout_is_reported_to_the_client(model: Path) -> None:
 
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert b" 408 " in slow.recv(4096)
 
 
@@ -606,7 +606,7 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
         door = (address.host, address.port)
         body = {**LONG, "max_tokens": 40, "stream": True}  # takes twice as long as a connection may be silent
         with socket.create_connection(door, timeout=30) as silent, socket.create_connection(door, timeout=30) as half:
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
             with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
                 assert "data: [DONE]" in list(response.iter_lines())
             assert (silent.recv(10), half.recv(10)) == (b"", b"")

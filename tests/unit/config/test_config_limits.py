@@ -11,9 +11,7 @@ from posttrain.config.yaml_files import parse_document, parse_value
 
 
 def aliases(first: str, line: str, count: int) -> str:
-    return f"a0: &a0 {first}\n" + "".join(
-        f"a{i}: &a{i} {line.replace('?', f'*a{i - 1}')}\n" for i in range(1, count)
-    )
+    return f"a0: &a0 {first}\n" + "".join(f"a{i}: &a{i} {line.replace('?', f'*a{i - 1}')}\n" for i in range(1, count))
 
 
 REFUSED = {
@@ -67,7 +65,9 @@ def test_a_long_chain_of_defaults_is_refused(tmp_path: Path) -> None:
         load_config("grpo", tmp_path / "0.yaml")
 
 
-@pytest.mark.parametrize("line", ["${.a?}${.a?}", "${logger.wandb.a?}${logger.wandb.a?}", "${oc.select:.a?}${oc.select:.a?}"])
+@pytest.mark.parametrize(
+    "line", ["${.a?}${.a?}", "${logger.wandb.a?}${logger.wandb.a?}", "${oc.select:.a?}${oc.select:.a?}"]
+)
 def test_references_that_double_are_refused(line: str, tmp_path: Path) -> None:
     keys = "".join(f"    a{i}: '{line.replace('?', str(i - 1))}'\n" for i in range(1, 40))
     file = tmp_path / "x.yaml"

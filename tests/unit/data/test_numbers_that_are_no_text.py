@@ -64,7 +64,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("number", NOT_NUMBERS, ids=str)
-@pytest.mark.parametrize(("read", "row", "column"), CASES, ids=lambda value: getattr(value, "__name__", str(value)[:12]))
+@pytest.mark.parametrize(
+    ("read", "row", "column"), CASES, ids=lambda value: getattr(value, "__name__", str(value)[:12])
+)
 def test_the_row_and_the_column_are_named(
     read: Callable[[str], object], row: dict[str, Any], column: str, number: float, tmp_path: Path
 ) -> None:
@@ -95,7 +97,12 @@ def test_traces_count_them_as_rows_without_a_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", NOT_NUMBERS, ids=str)
 def test_benchmarks(number: float) -> None:
-    choices = {"Correct Answer": "a", "Incorrect Answer 1": "b", "Incorrect Answer 2": "c", "Incorrect Answer 3": number}
+    choices = {
+        "Correct Answer": "a",
+        "Incorrect Answer 1": "b",
+        "Incorrect Answer 2": "c",
+        "Incorrect Answer 3": number,
+    }
     readers: list[tuple[Callable[[Row], object], dict[str, Any]]] = [
         (boxed_in_solution, {"answer": number}),
         (all_final_answers, {"final_answer": [number]}),
@@ -109,5 +116,7 @@ def test_benchmarks(number: float) -> None:
 
 def test_a_number_stays_a_number_as_a_reference(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"input": "a", "output": 0.5}) + "\n" + json.dumps({"input": "b", "output": [2.5]}) + "\n")
+    file.write_text(
+        json.dumps({"input": "a", "output": 0.5}) + "\n" + json.dumps({"input": "b", "output": [2.5]}) + "\n"
+    )
     assert [task.reference for task in tasks(str(file))] == [0.5, 2.5]  # type: ignore[attr-defined]
