@@ -57,8 +57,8 @@ def is_deeper_than(limit: int, value: Any) -> bool:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> JsonObject:
     value = dict(pairs)
     if len(value) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        names = [key for key, _ in pairs]
+        twice = next(key for key in value if names.count(key) > 1)
         raise ValueError(f"the key {twice!r} is set twice")
     return value
 

@@ -51,5 +51,5 @@ def test_a_file_without_an_end_is_not_read_to_its_end() -> None:
 
 @pytest.mark.parametrize("path", ["missing.json", "/dev/null/x.json", "x" * 300])
 def test_a_path_that_cannot_be_read_is_named_with_the_reason(path: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be read .(No such file|Not a directory|File name too long)"):
+    with pytest.raises(InputError, match=r"cannot be read .(No such file|Not a directory|File name too long)"):
         read_json(tmp_path / path)

@@ -78,7 +78,7 @@ def test_references_that_double_are_refused(line: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["${" * 3000, "${a:" * 90, "${a" + ".x" * 20_000 + "}"])
 def test_references_nested_without_end_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="references|cannot be resolved"):
+    with pytest.raises(ConfigError, match=r"references|cannot be resolved"):
         load_config("grpo", None, [f"logger.wandb.name='{text}'"])
 
 

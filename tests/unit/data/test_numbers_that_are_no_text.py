@@ -110,7 +110,7 @@ def test_benchmarks(number: float) -> None:
         (lambda row: shuffled_choices(row, 0), choices),
     ]
     for read, values in readers:
-        with pytest.raises(DataError, match="test.jsonl, row 3"):
+        with pytest.raises(DataError, match=r"test\.jsonl, row 3"):
             read(Row(values, "test.jsonl", 3))
 
 
