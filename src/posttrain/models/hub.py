@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import reason_of
+from posttrain.models.config_file import why_unusable
 
 # The hub's own timeout for metadata requests. Users with a slow connection to the hub set it.
 PATIENCE_SETTING = "HF_HUB_ETAG_TIMEOUT"
@@ -31,13 +32,15 @@ def looks_like_hub_name(text: str) -> bool:
 def why_unavailable(name: str, holding: str = "config.json and weights") -> str | None:
     """Why neither a folder nor the hub has the model or tokenizer `name`, and the remedies; None if one may have it.
 
+    A folder whose config.json no model can be built from counts as one that does not have it.
+
     `holding` is what a folder would have to contain.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     if Path(name).is_dir():
-        return None
+        return why_unusable(Path(name))
     folder = f"a folder with {holding}"
     try:
         validate_repo_id(name)

@@ -19,6 +19,7 @@ from posttrain.errors import InputError, reason_of
 from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.accepted_names import ModelReferenceError
 from posttrain.models.attention_interface import ATTENTION
+from posttrain.models.config_file import problem_in
 from posttrain.models.hub import why_unavailable
 
 # Raised by transformers while it reads a config or builds the modules of a model from it. ValueError also covers an
@@ -56,7 +57,7 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObjec
     check_available(name, field)
     try:
         return AutoConfig.from_pretrained(name).to_dict()
-    except (OSError, *CONFIG_ERRORS) as error:
+    except (OSError, TypeError, *CONFIG_ERRORS) as error:
         if not isinstance(error, OSError) and (Path(name) / "config.json").is_file():
             raise _bad_config(name, field, error) from error
         raise explain_missing(name, field, ValueError(reason_of(error))) from error
@@ -68,7 +69,7 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise explain_missing(name, field, error) from error
-    except (LookupError, TypeError, AttributeError) as error:  # valid JSON that is no tokenizer
+    except Exception as error:  # valid JSON that is no tokenizer; the library in Rust raises plain Exceptions
         raise SettingsError(
             f"{field}: the tokenizer in {name!r} cannot be read: {type(error).__name__}: {error}; see tokenizer.json and "
             "tokenizer_config.json there"
@@ -84,6 +85,8 @@ def load_model(
     name: str, dtype: torch.dtype, device: torch.device, overrides: JsonMapping | None = None
 ) -> PreTrainedModel:
     check_available(name, "policy.model_name")
+    if overrides and (problem := problem_in(overrides)) is not None:
+        raise SettingsError(f"policy.hf_config_overrides: {problem}")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **dict(overrides or {})
@@ -99,6 +102,12 @@ def load_model(
         raise SettingsError(f"policy.model_name {name!r}{changed}: {error}") from error
     except CONFIG_ERRORS as error:
         raise _bad_config(name, "policy.model_name", error, overrides) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise SettingsError(
+            f"policy.model_name: the weights in {name!r} have other shapes than its config.json describes"
+        ) from error
     if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise SettingsError(
             f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "

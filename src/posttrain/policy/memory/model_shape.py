@@ -11,6 +11,7 @@ from pathlib import Path
 
 from posttrain.errors import InputError, reason_of
 from posttrain.json_files import JsonMapping, JsonObject, read_json
+from posttrain.models.config_file import problem_in
 from posttrain.models.hub import why_unavailable
 
 # Families whose layers run through the fused kernels (policy/fused/layers.py decides by a trial run).
@@ -180,6 +181,8 @@ def _read_config(path: Path) -> JsonObject:
 
 def shape_of_config(name: str, config: JsonMapping) -> ModelShape:
     """The shape that the contents of a config.json describe."""
+    if (problem := problem_in(config)) is not None:
+        raise UnknownModelError(f"{name}: config.json: {problem}")
     text = {**config, **(config.get("text_config") or {})}
     if lacking := [key for key in _SIZES if not isinstance(text.get(key), int)]:
         raise UnknownModelError(
