@@ -24,7 +24,15 @@ from posttrain.models.hub import why_unavailable
 
 # Raised by transformers while it reads a config or builds the modules of a model from it. ValueError also covers an
 # unknown kind of model.
-CONFIG_ERRORS = (StrictDataclassError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
+CONFIG_ERRORS = (
+    StrictDataclassError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
