@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test invariants check lint types measure bench clean
+.PHONY: help setup demo test invariants check lint types measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
 	@echo "make test    set up, then run all tests"
 	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
+	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about an hour; docs/reliability.md)"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
 setup: $(STAMP)
@@ -52,6 +53,13 @@ measure: setup
 
 bench: setup
 	$(BIN)/python bench/cpu_vs_trl.py
+
+# Parts: ONLY=kills,damage. One case again: ONLY=kills CASE=one-process-3 SEED=0. Tables: OUT=folder.
+SEED ?= 0
+OUT ?= results/faults
+MINUTES ?= 90
+faults: setup
+	PYTHONPATH=tests $(BIN)/python -m faults --only "$(ONLY)" $(if $(CASE),--case "$(CASE)") --seed $(SEED) --out $(OUT) --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

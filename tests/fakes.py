@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.roles import Objective, Progress
+from posttrain.roles import Ending, Objective, Progress
 from posttrain.types import (
     Completion,
     Group,
@@ -45,6 +45,9 @@ class ScriptedTasks:
     def take(self, count: int) -> list[Task]:
         self.position += count
         return self.tasks[self.position - count : self.position]
+
+    def item(self, position: int) -> Task:
+        return self.tasks[position]
 
     def state_dict(self) -> dict[str, object]:
         return {"position": self.position}
@@ -260,6 +263,7 @@ class FakeRecorder:
     said: list[str] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
     reason: str = ""
+    ending: Ending = "complete"
     resumed_step: int = -1
 
     def start(self, resumed_step: int) -> None:
@@ -286,8 +290,9 @@ class FakeRecorder:
     def record_validation(self, step: int, validation: StepReport) -> None:
         self.events.append(("record", step))
 
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str) -> Ending:
         self.reason = reason
+        return self.ending
 
 
 @dataclass

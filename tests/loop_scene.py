@@ -9,6 +9,7 @@ from typing import Any
 
 from fakes import Events, FakeAlgorithm, FakeRecorder, FakeStream, FakeTrainer
 
+from posttrain.attempts import Attempt
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
 from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
 from posttrain.loop import LoopSettings, TrainingLoop
@@ -47,6 +48,7 @@ def scene(
     metric_name: str | None = None,
     async_save: bool = False,
     save_optimizer: bool = True,
+    attempt: Attempt | None = None,
     **settings: Any,
 ) -> Scene:
     events: Events = []
@@ -59,6 +61,7 @@ def scene(
         higher_is_better=True,
         save_period=save_period,
         say=recorder.say,
+        attempt=attempt,
     )
     saver = CheckpointSaver(
         SaverSettings(

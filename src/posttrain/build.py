@@ -6,8 +6,8 @@ model's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
-from posttrain.errors import InputError
+from posttrain.errors import InputError, Superseded
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
@@ -31,7 +31,7 @@ from posttrain.recipes import recipe_for
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
-from posttrain.run_folder import run_folder
+from posttrain.run_folder import WriteAccess, run_folder
 
 Export = Callable[[Path], None]  # adds a copy of the model for use to the folder of a checkpoint
 # Makes an export from a function that takes warnings, and whether adapters are merged into the model.
@@ -48,24 +48,36 @@ class Run:
         quiet: bool = False,
         title: str = "",
         make_export: ExportMaker | None = None,
+        access: WriteAccess | None = None,
     ) -> None:
         self.loaded = loaded
         self.config: RunConfig = loaded.config
         self.quiet = quiet
         self.title = title
         self._make_export = make_export
+        self._access = access or WriteAccess.take(loaded.config)
         self._cleanup = ExitStack()
-        try:
+        with self._ending():
             self.loop = self._build()
-        except BaseException:
-            self._cleanup.close()
-            raise
 
     def execute(self) -> int:
+        with self._ending():
+            code = self.loop.run()
+        self.close(code)
+        return code
+
+    def close(self, exit_code: int | None = None) -> None:
+        """End worker processes and give the folder back. `exit_code` None: the run has crashed."""
+        self._cleanup.close()
+        self._access.end(exit_code)
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
         try:
-            return self.loop.run()
-        finally:
-            self._cleanup.close()
+            yield
+        except BaseException as error:
+            self.close(error.exit_code if isinstance(error, InputError | Superseded) else None)
+            raise
 
     def _build(self) -> TrainingLoop:
         config, schedule = self.config, self.config.schedule
@@ -87,7 +99,7 @@ class Run:
         if max_steps < 1:
             left_out = "".join(f"; {count} left out: {reason}" for reason, count in train.dropped.items())
             raise DataError(
-                f"data.train has {len(train)} usable rows, fewer than the {per_step} of one step{left_out}; "
+                f"data.train has {len(train)} usable {recipe.unit}, fewer than the {per_step} of one step{left_out}; "
                 "give more data, a smaller step, or more epochs (max_num_epochs)"
             )
         workers = self._workers(chat)
@@ -107,10 +119,19 @@ class Run:
             show_progress=recorder.progress,
         )
         algorithm = prepared.algorithm(
-            RunParts(trainer, ShardedEngine(workers), SharedWeights(), recorder.progress, recorder.warn, self._cleanup)
+            RunParts(
+                trainer,
+                ShardedEngine(workers),
+                SharedWeights(),
+                recorder.progress,
+                recorder.stage,
+                recorder.warn,
+                max_steps,
+                self._cleanup,
+            )
         )
         return TrainingLoop(
-            settings=self._loop_settings(max_steps),
+            settings=self._loop_settings(max_steps, has_validation=prepared.validation is not None),
             algorithm=algorithm,
             recorder=recorder,
             saver=CheckpointSaver(
@@ -187,6 +208,8 @@ class Run:
             title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
+            refit_remark="the sampler shares the trainer's weights",
+            attempt=self._access.record,
         )
 
     def _store(self, recorder: RunRecorder) -> CheckpointStore:
@@ -198,6 +221,7 @@ class Run:
             higher_is_better=settings.higher_is_better,
             save_period=settings.save_period,
             say=recorder.say,
+            attempt=self._access.checkpoints,
         )
 
     def _export(self, recorder: RunRecorder) -> Export | None:
@@ -206,14 +230,14 @@ class Run:
         # The scoring layer of a reward model is trained beside its adapters, so the copy keeps both as they are.
         return self._make_export(recorder.warn, not self.config.scores_answers)
 
-    def _loop_settings(self, max_steps: int) -> LoopSettings:
+    def _loop_settings(self, max_steps: int, *, has_validation: bool) -> LoopSettings:
         section = self.config.schedule
         return LoopSettings(
             max_steps=max_steps,
-            val_period=section.val_period,
+            val_period=section.val_period if has_validation else 0,
             val_start_at=getattr(section, "val_start_at", -1),
-            val_at_start=section.val_at_start,
-            val_at_end=section.val_at_end,
+            val_at_start=section.val_at_start and has_validation,
+            val_at_end=section.val_at_end and has_validation,
             stop_metric=getattr(section, "stop_at_validation_metric", None),
             stop_threshold=getattr(section, "stop_at_validation_threshold", None),
         )

@@ -1,4 +1,4 @@
-"""What the user can mend. The command line prints the message of an `InputError`, without a traceback, and exits with 64."""
+"""Errors that end a command with a message instead of a traceback, and the exit code of each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 
 class InputError(ValueError):
     """Bad config, data, reward function or checkpoint: the message names the place and what would be right."""
+
+    exit_code = 64
 
 
 class CheckpointError(InputError):
@@ -33,6 +35,18 @@ def printable(text: object) -> str:
     return (
         os.fsdecode(text).encode("utf-8", "backslashreplace").decode() if isinstance(text, str | bytes) else str(text)
     )
+
+
+class FolderHeld(InputError):
+    """Another process is using the folder; the message names it. Nothing was written."""
+
+    exit_code = 75
+
+
+class Superseded(RuntimeError):
+    """A newer attempt of this run has begun elsewhere, so this one writes nothing any more."""
+
+    exit_code = 76
 
 
 def reason_of(error: BaseException) -> str:

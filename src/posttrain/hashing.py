@@ -7,14 +7,12 @@ more within the same tick of the clock.
 from __future__ import annotations
 
 import datetime
-import fcntl
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path, PurePath
 from uuid import UUID
@@ -22,6 +20,7 @@ from uuid import UUID
 from posttrain.checkpointing import durable
 from posttrain.errors import InputError
 from posttrain.json_files import parse_json
+from posttrain.locks import locked
 
 CACHE_VARIABLE = "POSTTRAIN_CACHE"
 _MAX_THREADS = 8  # hashing lets other threads run, so large models are read as fast as the disk or the cores allow
@@ -85,7 +84,7 @@ class FileHashes:
     def save(self) -> None:
         if not self._new or not self._memory.parent.is_dir():
             return
-        with _locked(self._memory.with_suffix(".lock")):
+        with locked(self._memory.with_suffix(".lock")):
             # Others may have written since: their entries are kept, those of removed files are not.
             merged = {**_read_memory(self._memory), **self._new}
             kept = {name: row for name, row in merged.items() if os.path.exists(name)}
@@ -118,13 +117,6 @@ def hash_files(files: Sequence[Path], say: Callable[[str], None] | None = None) 
 def cache_folder() -> Path:
     """For what can be computed or fetched again: POSTTRAIN_CACHE, or ~/.cache/posttrain."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "posttrain")
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _name(file: Path) -> str:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from posttrain.checkpointing import Interruption, SaveDeadline
 from posttrain.checkpointing.save_and_resume import named_metric
-from posttrain.roles import Algorithm, Recorder, Saver
+from posttrain.roles import Algorithm, Ending, Recorder, Saver
 from posttrain.types import StepReport
 
 EXIT_DONE = 0
+EXIT_CODES: dict[Ending, int] = {"complete": EXIT_DONE, "record lost": 1, "nothing scored": 65}
 FINISHED = "finished"
 STOPPED_BY = "stopped by signal"
 
@@ -44,8 +45,7 @@ class TrainingLoop:
             self.recorder.start(first - 1)
             if first > self.settings.max_steps:
                 done = f"the checkpoint is at step {first - 1} of {self.settings.max_steps}"
-                self.recorder.finish(f"nothing to do: {done}")
-                return EXIT_DONE
+                return EXIT_CODES[self.recorder.finish(f"nothing to do: {done}")]
             if first == 1 and self.settings.val_at_start and (validation := self._validate(0)) is not None:
                 self.recorder.record_validation(0, validation)
             if interruption.signal is not None:
@@ -59,9 +59,9 @@ class TrainingLoop:
             except Exception as error:
                 self.saver.abandon(error)
                 raise
-        self.recorder.finish(reason)
+        ending = self.recorder.finish(reason)
         if not reason.startswith(STOPPED_BY) or interruption.signal is None:
-            return EXIT_DONE  # a signal that comes when the run ends anyway changes nothing
+            return EXIT_CODES[ending]  # a signal that comes when the run ends anyway changes nothing
         # 85 would promise a checkpoint.
         return interruption.exit_code if self.saver.is_enabled else 128 + interruption.signal
 

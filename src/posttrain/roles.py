@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from posttrain.types import (
     Completion,
     NoiseKey,
+    OpenGroup,
+    Quota,
     Sampling,
     Score,
     StepReport,
@@ -113,6 +115,21 @@ class Engine(Protocol):
         """Free the memory that is held between calls, such as the KV cache. The next call allocates it again."""
 
 
+class RoundEngine(Engine, Protocol):
+    """An engine that can stop when enough groups are whole, and continue the answers of the others later."""
+
+    def sample_round(
+        self,
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        seed: int,
+        quota: Quota,
+        progress: Progress | None = None,
+    ) -> list[OpenGroup]:
+        """The groups, in order, with more tokens; unfinished answers continue where they were. `versions` are as given."""
+        ...
+
+
 class WeightSync(Protocol):
     """Hands the trainer's weights to the engine."""
 
@@ -157,6 +174,10 @@ class Algorithm(Protocol):
     def validate(self, step: int) -> StepReport | None: ...
 
 
+# "record lost": files of earlier steps were deleted while the run went on; "nothing scored": of no rollout a reward is known.
+Ending = Literal["complete", "record lost", "nothing scored"]
+
+
 class Recorder(Protocol):
     """Writes what happened to the run folder and shows it on the console."""
 
@@ -171,7 +192,9 @@ class Recorder(Protocol):
     def record_validation(self, step: int, validation: StepReport) -> None:
         """A validation that belongs to no training step, such as the one before training."""
 
-    def finish(self, reason: str) -> None: ...
+    def finish(self, reason: str) -> Ending:
+        """Show and write how the run ended. Returns whether its record is complete and says anything."""
+        ...
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Progress]: ...
 

@@ -1,27 +1,31 @@
 """The folder of a run: which one a command uses, and whether the run in it may be resumed with the settings given now.
 
-The config that steps were trained with is never replaced. A run is resumed with equal settings, with changes that do not
-affect training (`config.changes.FREE_TO_CHANGE`), or with any change if the user asks for it. Changes are recorded with the
-first step trained with them.
+One process at a time has write access (`attempts.py`). The config that steps were trained with is never replaced. A run is
+resumed with equal settings, with changes that do not affect training (`config.changes.FREE_TO_CHANGE`), or with any change
+if the user asks for it. Changes are recorded with the first step trained with them.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.attempts import Attempt, holder_of
 from posttrain.checkpointing import CheckpointStore
-from posttrain.config import LoadedConfig
+from posttrain.checkpointing.store import STATUS
+from posttrain.config import LoadedConfig, RunConfig
 from posttrain.config.changes import ConfigChange, changes_since
 from posttrain.config.errors import ConfigError
 from posttrain.config.tree import DEFAULT
-from posttrain.errors import InputError
-from posttrain.reporting.run_files import CONFIG_FILE, FINISHED, config_from_step, read_info
+from posttrain.errors import FolderHeld, InputError
+from posttrain.reporting.run_files import CONFIG_FILE, FILES_OF_A_RUN, FINISHED, archive, config_from_step, read_info
 
 CHECKPOINT_DIR = "checkpointing.checkpoint_dir"
 FLAG = "--resume-with-changes"
+RESTART_FLAG = "--restart"
 MAX_NAMED = 20
 
 
@@ -73,6 +77,89 @@ def inspect_folder(log_dir: str | None, checkpoint_dir: str) -> FolderState:
     return FolderState(checkpoints, step, config, read_info(folder).get("status") == FINISHED)
 
 
+# --------------------------------------------------------------------------------------------------- write access
+
+
+@dataclass(frozen=True)
+class WriteAccess:
+    """The right of this process to write checkpoints and records; the same attempt where both are in one folder."""
+
+    checkpoints: Attempt
+    record: Attempt
+
+    @classmethod
+    def take(cls, config: RunConfig) -> WriteAccess:
+        """FolderHeld if another process has it."""
+        folder = Path(config.checkpointing.checkpoint_dir)
+        log = run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir)
+        checkpoints = Attempt(folder, setting=CHECKPOINT_DIR)
+        if os.path.abspath(log) == os.path.abspath(folder):
+            return cls(checkpoints, checkpoints)
+        try:
+            return cls(checkpoints, Attempt(log, setting="logger.log_dir"))
+        except BaseException:
+            checkpoints.end(InputError.exit_code)
+            raise
+
+    def end(self, exit_code: int | None) -> None:
+        """`exit_code` None: the run crashed."""
+        self.checkpoints.has_begun |= self.record.has_begun
+        for attempt in {id(attempt): attempt for attempt in (self.checkpoints, self.record)}.values():
+            attempt.end(exit_code)
+
+
+@dataclass(frozen=True)
+class PreparedFolder:
+    """A folder that this process may write to, and the config with its name."""
+
+    loaded: LoadedConfig
+    access: WriteAccess
+    notes: list[str]
+
+
+def prepare_run_folder(
+    load: Callable[[Sequence[str]], LoadedConfig], *, accept_changes: bool = False, restart: bool = False
+) -> PreparedFolder:
+    """Choose the folder, take write access, and check that the run in it may be resumed, or set it aside.
+
+    `load` loads the config with additional overrides.
+    """
+    while True:
+        loaded = load([])
+        folder, notes = choose_checkpoint_dir(loaded, accept_changes=accept_changes)
+        is_default = loaded.origins.get(CHECKPOINT_DIR) == DEFAULT
+        if folder != loaded.config.checkpointing.checkpoint_dir:
+            loaded = load([f"{CHECKPOINT_DIR}={folder}"])
+        try:
+            access = WriteAccess.take(loaded.config)
+            break
+        except FolderHeld:
+            if accept_changes or not is_default or holder_of(Path(folder)) is None:
+                raise  # else a default folder was taken a moment ago, and the next one is chosen
+    try:
+        if restart:
+            notes = _set_aside(loaded.config)
+        notes += check_run_folder(loaded, accept_changes=accept_changes)
+    except BaseException as error:
+        access.end(InputError.exit_code if isinstance(error, InputError) else None)
+        raise
+    return PreparedFolder(loaded, access, notes)
+
+
+def _set_aside(config: RunConfig) -> list[str]:
+    """Move the run in the folder, with its checkpoints, to `earlier_NNN/`."""
+    checkpoints = Path(config.checkpointing.checkpoint_dir)
+    log = run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir)
+    names = sorted(
+        path.name for path in checkpoints.iterdir() if re.match(r"(tmp_|removing_)?(old_)?step_\d", path.name)
+    )
+    moved = []
+    for folder, also in {log: [], checkpoints: [*names, STATUS]}.items():
+        if any((folder / name).exists() for name in [*also, *FILES_OF_A_RUN]):
+            moved.append(f"the run in {folder} is set aside in {archive(folder, also=also).name}/")
+    return moved
+
+
 # ---------------------------------------------------------------------------------------------------- default names
 
 
@@ -80,7 +167,7 @@ def choose_checkpoint_dir(loaded: LoadedConfig, *, accept_changes: bool) -> tupl
     """The folder to use, and a line with the reason if there was a choice.
 
     A folder that was given is used as given. The default is numbered: of results/grpo, results/grpo-2, ... the newest that
-    holds a run with the same training settings is used, and the next number if there is none.
+    holds a run with the same training settings, and is not in use, is used, and the next number if there is none.
     """
     base, log_dir = loaded.config.checkpointing.checkpoint_dir, loaded.config.logger.log_dir
     if loaded.origins.get(CHECKPOINT_DIR) != DEFAULT:
@@ -95,10 +182,11 @@ def choose_checkpoint_dir(loaded: LoadedConfig, *, accept_changes: bool) -> tupl
         state = inspect_folder(log_dir, folder)
         if state.holds_run and not _obstacle(state, loaded):
             return folder, [_why_used(folder, state)]
-    if not newest_state.holds_run:
+    obstacle = _obstacle(newest_state, loaded)
+    if not newest_state.holds_run and not obstacle:
         return newest, []
     following = _numbered(base, numbers[0] + 1)
-    return following, [f"a new run in {following}: {newest} {_obstacle(newest_state, loaded)}"]
+    return following, [f"a new run in {following}: {newest} {obstacle}"]
 
 
 def _numbered(base: str, number: int) -> str:
@@ -122,6 +210,8 @@ def _why_used(folder: str, state: FolderState) -> str:
 
 def _obstacle(state: FolderState, loaded: LoadedConfig) -> str:
     """Why the run in a default folder is not resumed, as the end of a sentence about the folder."""
+    if (held := holder_of(state.checkpoints)) is not None:
+        return f"is in use by {held.holder}"
     try:
         training = [change for change in state.changes(loaded) if change.is_training]
     except ConfigError as error:
@@ -146,14 +236,14 @@ def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]
     except ConfigError as error:
         if not state.step:
             return []  # there is nothing to resume: the files are archived
-        raise InputError(f"{error}\n{_REMEDY_FOLDER}") from error
+        raise InputError(f"{error}\n{_REMEDY_FOLDER}, or {_REMEDY_RESTART}") from error
     training = [change for change in changes if change.is_training]
     if training and state.step and not accept_changes:
         raise InputError(
             f"{state.checkpoints} holds a run that was trained with other settings up to step {state.step}:\n"
             f"{_listed(training)}\n"
             f"Give the settings of {state.config}, or {_REMEDY_FOLDER}, or resume from step {state.step} with the new "
-            f"settings: {FLAG}"
+            f"settings: {FLAG}, or {_REMEDY_RESTART}"
         )
     if not changes:
         return []
@@ -161,6 +251,7 @@ def check_run_folder(loaded: LoadedConfig, *, accept_changes: bool) -> list[str]
     return [f"settings that differ {since}:", *_listed(changes).splitlines()]
 
 
+_REMEDY_RESTART = f"set the run in the folder aside and begin at step 1: {RESTART_FLAG}"
 _REMEDY_FOLDER = f"start a new run in another folder ({CHECKPOINT_DIR}=...)"
 
 

@@ -101,6 +101,52 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Unfinished:
+    """The tokens so far of an answer that the end of a round interrupted. A later round continues it."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()  # as in `Completion`
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """A task whose answers are being sampled, in one round or over several."""
+
+    task: Task
+    born: int  # the step in which sampling began; it keys the sampling noise
+    answers: tuple[Completion | Unfinished, ...]  # in sample order
+
+    @property
+    def is_whole(self) -> bool:
+        return all(isinstance(answer, Completion) for answer in self.answers)
+
+
+@dataclass(frozen=True)
+class Quota:
+    """When the round of step `step` may end: `num_groups` groups are whole, and no other group can become too old.
+
+    A group that is born in step s must be trained in step s + `max_age` at the latest, and a step trains `num_groups`.
+    """
+
+    num_groups: int
+    step: int
+    max_age: int  # steps
+
+    def is_met(self, born: Sequence[int], is_whole: Sequence[bool]) -> bool:
+        """Of all open groups: the steps in which they were born, and whether they are whole."""
+        if sum(is_whole) < min(self.num_groups, len(born)):
+            return False
+        for steps_later in range(self.max_age):
+            # Of the groups that must be trained by then, the later steps can take only so many.
+            last_born = self.step + steps_later - self.max_age
+            due = [whole for step, whole in zip(born, is_whole, strict=True) if step <= last_born]
+            if sum(due) < len(due) - steps_later * self.num_groups:
+                return False
+        return True
+
+
+@dataclass(frozen=True)
 class Utterance:
     """One turn of the model or of the environment."""
 

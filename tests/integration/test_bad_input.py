@@ -214,7 +214,7 @@ def test_broken_json_line(inputs: Inputs, capsys: pytest.CaptureFixture[str]) ->
 def test_dataset_smaller_than_a_step(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
     path = inputs.rows("rows.jsonl", questions(3))
     arguments = inputs.grpo(reading(path), "grpo.max_num_epochs=1")
-    assert_refused(arguments, inputs, capsys, "data.train", "3 usable rows", "4 of one step", "max_num_epochs")
+    assert_refused(arguments, inputs, capsys, "data.train", "3 usable prompts", "4 of one step", "max_num_epochs")
 
 
 @pytest.mark.usefixtures("no_model_is_loaded")
@@ -297,7 +297,7 @@ def test_environment_that_is_not_configured(inputs: Inputs, capsys: pytest.Captu
         (["policy.train_global_batch_size=32"], ["policy.train_global_batch_size = 32", "set it to 16"]),
         (["grpo.num_promts_per_step=8"], ["grpo.num_promts_per_step", "did you mean `grpo.num_prompts_per_step`"]),
         (["policy.generation.max_new_tokens=65"], ["policy.generation.max_new_tokens = 65", "64"]),
-        (["grpo.async_grpo.enabled=true"], ["grpo.async_grpo.enabled", "not implemented"]),
+        (["policy.megatron_cfg.enabled=true"], ["policy.megatron_cfg.enabled", "not implemented"]),
         (["policy.max_grad_norm=-1"], ["policy.max_grad_norm", "-1"]),
         (["policy.scheduler={name: torch.optim.lr_scheduler.StepLR}", "grpo.seed=x"], ["grpo.seed", "'x'"]),
         (["checkpointing.checkpoint_must_save_by='3h'"], ["checkpointing.checkpoint_must_save_by", "00:03:45:00"]),

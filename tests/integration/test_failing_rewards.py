@@ -139,7 +139,7 @@ def test_the_first_traceback_is_shown(
     (tmp_path / "bad.py").write_text("def f(prompt, response, reference):\n    return 1 / 0\n")
     folder = tmp_path / "run"
     arguments = grpo(model, data, folder, steps=2, reward=f"{tmp_path / 'bad.py'}:f")
-    assert run([*arguments, "grpo.val_period=0"]) == 0
+    assert run([*arguments, "grpo.val_period=0"]) == 65
     output = capsys.readouterr().out
     assert output.count("return 1 / 0") == 1
     assert "ZeroDivisionError" in output
@@ -151,8 +151,11 @@ def test_step_without_scores_changes_nothing_and_warns(
     (tmp_path / "bad.py").write_text("def f(prompt, response, reference):\n    return None\n")
     folder = tmp_path / "run"
     arguments = grpo(model, data, folder, steps=2, reward=f"{tmp_path / 'bad.py'}:f")
-    assert run(arguments) == 0
-    assert "none of the 16 rollouts could be scored, so nothing was learnt" in capsys.readouterr().out
+    assert run(arguments) == 65, "not taken for success"
+    output = capsys.readouterr().out
+    assert "none of the 16 rollouts could be scored, so nothing was learnt" in output
+    assert "finished, but not one of the 32 rollouts could be scored, so nothing was learnt" in output
+    assert run(arguments) == 65, "nothing to do, and still no success"
     rows = results_of(folder)
     assert [row["train/unscored"] for row in rows] == [16, 16]
     assert all("train/reward" not in row for row in rows)

@@ -54,7 +54,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     write = files.write
 
     def fail(folder: Path, *arguments: object) -> None:
-        if int(folder.name.rpartition("_")[2]) in steps:
+        if int(folder.name.rpartition("_")[2].partition(".")[0]) in steps:
             raise OSError(28, "No space left on device")
         write(folder, *arguments)  # type: ignore[arg-type]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -26,6 +27,7 @@ from tiny_runs import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain.checkpointing.integrity import seal
 from posttrain.config import load_config
 
 STEPS = 8
@@ -64,7 +66,7 @@ def assert_goes_on_as_if_nothing_had_happened(arguments: list[str], folder: Path
     assert weights_of(folder / f"step_{STEPS}") == weights_of(whole / f"step_{STEPS}")
 
 
-@pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGTERM, 85), (signal.SIGHUP, 85), (signal.SIGINT, 130)])
 def test_a_signal_saves_at_the_end_of_the_step_and_the_run_resumes_exactly(
     sent: signal.Signals, exit_code: int, model: Path, data: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -150,6 +152,31 @@ def test_a_torn_checkpoint_is_reported_and_the_one_before_it_is_used(
     assert any(line.startswith("Resuming from") and line.endswith(f"after step {STEPS - 4}") for line in lines)
     assert results_of(folder) == results_of(whole)
     assert weights_of(folder / f"step_{STEPS}") == weights_of(whole / f"step_{STEPS}")
+
+
+def test_resuming_a_prepared_checkpoint_runs_no_code(
+    model: Path, data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever prepared it has also written fitting checksums."""
+
+    class Hostile:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    checkpoint = folder / f"step_{STEPS}"
+    for name in ("policy/optimizer/optim/.metadata", "policy/optimizer/schedule.pt", "train_dataloader.pt"):
+        before = (checkpoint / name).read_bytes()
+        if name.endswith(".pt"):
+            torch.save(Hostile(), checkpoint / name)
+        else:
+            (checkpoint / name).write_bytes(pickle.dumps(Hostile()))
+        seal(checkpoint)
+        assert run(grpo(model, data, folder, steps=STEPS + 1)) == 64
+        assert Path(name).name in capsys.readouterr().err
+        assert not (tmp_path / "ran").exists()
+        (checkpoint / name).write_bytes(before)
 
 
 def test_bf16_runs_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 from loop_scene import scene
 
+from posttrain.attempts import Attempt
 from posttrain.checkpointing import SaveDeadline
+from posttrain.errors import CheckpointError, Superseded
+from posttrain.roles import Ending
 from posttrain.types import StepReport
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -203,6 +207,72 @@ def test_a_step_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="out of memory"):
         run.loop.run()
     assert run.checkpoints() == ["step_2"]
+
+
+@pytest.mark.parametrize(("ending", "code"), [("complete", 0), ("record lost", 1), ("nothing scored", 65)])
+def test_exit_code_tells_what_is_wrong_with_a_run_that_has_all_its_steps(
+    ending: Ending, code: int, tmp_path: Path
+) -> None:
+    for _ in range(2):  # the second has nothing to do, which is no success either
+        run = scene(tmp_path, max_steps=1)
+        run.recorder.ending = ending
+        assert run.loop.run() == code
+
+
+# -- one writer --------------------------------------------------------------------------------------------------------
+
+
+def newer_attempt(folder: Path) -> None:
+    (folder / "attempts" / "0002.json").write_text("{}")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_an_attempt_that_was_superseded_completes_no_checkpoint(async_save: bool, tmp_path: Path) -> None:
+    run = scene(tmp_path, save_period=2, async_save=async_save, attempt=Attempt(tmp_path))
+    run.policy.writing = lambda name: newer_attempt(tmp_path) if name.startswith("step_4") else None
+    if not async_save:
+        run.algorithm.during_step = lambda step: newer_attempt(tmp_path) if step == 4 else None
+    with pytest.raises(Superseded, match="taken over"):
+        run.loop.run()
+    assert run.checkpoints() == ["step_2"]
+
+
+def test_the_attempt_has_its_first_and_last_checkpoint(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path)
+    assert scene(tmp_path, save_period=2, attempt=attempt).loop.run() == 0
+    assert (attempt.record.first_checkpoint, attempt.record.last_checkpoint) == (2, 6)
+
+
+@pytest.mark.parametrize("when", ["in a step", "while saving"])
+def test_a_deleted_folder_gets_a_checkpoint_at_once(when: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = scene(folder, save_period=3, attempt=Attempt(folder))
+    save = run.policy.save
+    if when == "in a step":
+        run.algorithm.during_step = lambda step: shutil.rmtree(folder) if step == 4 else None
+        run.recorder.say = lambda text: None  # type: ignore[method-assign]
+    else:
+
+        def save_and_delete(target: Path, *, optimizer: bool) -> None:
+            if len(run.of_kind("save")) == 0:
+                run.events.append(("save", "deleted", optimizer))
+                shutil.rmtree(folder)
+            save(target, optimizer=optimizer)
+
+        run.policy.save = save_and_delete  # type: ignore[method-assign]
+    assert run.loop.run() == 0
+    assert run.checkpoints() == (["step_6"] if when == "in a step" else ["step_3", "step_6"])
+
+
+def test_if_every_checkpoint_is_damaged_the_run_does_not_begin_again_by_itself(tmp_path: Path) -> None:
+    scene(tmp_path, save_period=3).loop.run()
+    for step in (3, 6):
+        (tmp_path / f"step_{step}" / "config.yaml").write_text("changed")
+    with pytest.raises(
+        CheckpointError, match=r"none of its 2 checkpoints is intact(?s:.*)step_6: config.yaml"
+    ) as refused:
+        scene(tmp_path).loop.run()
+    assert "--restart" in str(refused.value)
 
 
 # -- what a checkpoint says of itself ----------------------------------------------------------------------------------

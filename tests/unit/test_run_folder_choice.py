@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from posttrain import run_folder as folders
+from posttrain.attempts import Attempt
 from posttrain.config import LoadedConfig, load_config
-from posttrain.errors import InputError
-from posttrain.run_folder import check_run_folder, choose_checkpoint_dir, run_folder
+from posttrain.errors import FolderHeld, InputError
+from posttrain.run_folder import check_run_folder, choose_checkpoint_dir, prepare_run_folder, run_folder
 
 LR = "policy.optimizer.kwargs.lr"
 
@@ -87,6 +91,41 @@ def test_numbers_are_compared_as_numbers() -> None:
 def test_accepted_changes_resume_the_newest_default_folder() -> None:
     save_run("results/sft", step=4, status="finished")
     assert chosen(f"{LR}=1e-3", accept_changes=True) == "results/sft"
+
+
+def test_default_folder_that_is_in_use_is_not_chosen() -> None:
+    first = prepare_run_folder(lambda extra: load(*extra))
+    second = prepare_run_folder(lambda extra: load(*extra))
+    names = [prepared.loaded.config.checkpointing.checkpoint_dir for prepared in (first, second)]
+    assert names == ["results/sft", "results/sft-2"]
+    assert f"results/sft is in use by process {os.getpid()} on" in second.notes[0]
+    for prepared in (second, first):
+        prepared.access.end(64)
+    assert not Path("results").exists()
+    assert chosen() == "results/sft"
+
+
+def test_default_folder_that_is_taken_after_it_was_chosen_is_left_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal commands, both before either has written."""
+    others: list[Attempt] = []
+    choose = folders.choose_checkpoint_dir
+
+    def choose_and_lose(*arguments: Any, **options: Any) -> Any:
+        found = choose(*arguments, **options)
+        if not others:
+            others.append(Attempt(Path(found[0])))
+        return found
+
+    monkeypatch.setattr(folders, "choose_checkpoint_dir", choose_and_lose)
+    prepared = prepare_run_folder(lambda extra: load(*extra))
+    assert prepared.loaded.config.checkpointing.checkpoint_dir == "results/sft-2"
+
+
+def test_metrics_of_two_runs_do_not_share_a_log_folder() -> None:
+    prepare_run_folder(lambda extra: load("checkpointing.checkpoint_dir=a", "logger.log_dir=logs", *extra))
+    with pytest.raises(FolderHeld, match="logs is in use"):
+        prepare_run_folder(lambda extra: load("logger.log_dir=logs", *extra))
+    assert not Path("results").exists()
 
 
 def test_given_folder_is_used_as_given() -> None:

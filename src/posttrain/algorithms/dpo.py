@@ -55,6 +55,7 @@ class Dpo:
             batch,
             {**with_accuracy(update.metrics, num_pairs), **measured, "num_valid_samples": num_pairs},
             clock.finish(),
+            answers_per_sample=2,
         )
 
     def validate(self, step: int) -> StepReport | None:
@@ -68,6 +69,7 @@ class Dpo:
             batch,
             {**with_accuracy(metrics, batch.num_sequences / 2), **measured},
             clock.finish("total_validation_time"),
+            answers_per_sample=2,
         )
 
     def _with_reference(self, batch: TokenBatch, step: int, clock: StageClock) -> tuple[TokenBatch, dict[str, float]]:

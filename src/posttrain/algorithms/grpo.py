@@ -10,7 +10,7 @@ failed is left out of the group's statistics and of the loss, instead of countin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,6 +52,7 @@ class Grpo:
     rollouts: RolloutSource
     weights: WeightSync
     validation: RolloutSource | None = None
+    announce: Callable[[str], None] = lambda stage: None
 
     def step(self, step: int) -> StepReport:
         clock = StageClock()
@@ -64,17 +65,20 @@ class Grpo:
         # case of one update per step and no KL penalty.
         with clock("policy_and_reference_logprobs"):
             batch = rollout_batch(taken.groups, overlong_filtering=self.settings.overlong_filtering)
-            is_off_policy = of_tokens(_off_policy_rows(taken.groups, step), batch)
-            batch, facts = self._with_logprobs(batch, taken.groups, is_off_policy)
+            is_fresh = ~of_tokens(_off_policy_rows(taken.groups, step), batch)
+            at_sampler = of_tokens(self._rows_anchored_at_sampler(taken.groups, step), batch)
+            batch, facts = self._with_logprobs(batch, taken.groups, is_fresh, at_sampler)
 
         # Credit each completion against its own group. A group whose rewards are all equal teaches nothing.
+        self.announce("Computing advantages")
         with clock("advantage_calculation"):
             groups, batch, credit_facts = self.credit(taken.groups, batch, scored_places(taken.groups))
-            batches = self._minibatches(batch, groups, is_off_policy)
+            batches = self._minibatches(batch, groups, at_sampler)
 
         with clock("policy_training"):
             updates = [self.policy.update(batch, self.objective) for batch in batches]
             self.policy.end_step()
+        with clock("prepare_for_generation/transfer_and_update_weights"):
             self.weights.publish(step)
 
         metrics = {
@@ -101,29 +105,34 @@ class Grpo:
         return _report(groups, metrics, clock.finish("total_validation_time"), ())
 
     def _with_logprobs(
-        self, batch: TokenBatch, groups: Sequence[Group], is_off_policy: Tensor
+        self, batch: TokenBatch, groups: Sequence[Group], is_fresh: Tensor, at_sampler: Tensor
     ) -> tuple[TokenBatch, dict[str, float]]:
         """The columns that this step needs: under the reference, and under the current policy."""
         if not batch.responses:
             return batch, {}
         settings = self.settings
         is_recorded = of_tokens(_recorded_rows(groups), batch)
-        is_fresh = ~is_off_policy
         if self.objective.needs_reference or self.credit.kl is not None or bool(is_recorded.any()):
             batch = batch.with_columns(reference_logprobs=self.policy.reference_logprobs(batch))
             batch = with_reference_as_behavior(batch, is_recorded)
-        several_updates = settings.num_updates_per_step > 1 and bool(is_fresh.any())
+        several_updates = settings.num_updates_per_step > 1 and not bool(at_sampler.all())
         if several_updates or self.credit.kl is not None or settings.seq_logprob_error_threshold is not None:
             batch = batch.with_columns(current_logprobs=self.policy.logprobs(batch))
         if settings.seq_logprob_error_threshold is None:
             return batch, {}
         return without_logprob_errors(batch, settings.seq_logprob_error_threshold, is_fresh)
 
-    def _minibatches(self, batch: TokenBatch, groups: Sequence[Group], is_off_policy: Tensor) -> list[TokenBatch]:
+    def _rows_anchored_at_sampler(self, groups: Sequence[Group], step: int) -> list[bool]:
+        """Off-policy rows, whose ratio is then clipped; with importance sampling correction, recorded rows only."""
+        if self.objective.config.use_importance_sampling_correction:
+            return _recorded_rows(groups)
+        return _off_policy_rows(groups, step)
+
+    def _minibatches(self, batch: TokenBatch, groups: Sequence[Group], at_sampler: Tensor) -> list[TokenBatch]:
         if not batch.responses:
             return []
         num_updates = self.settings.num_updates_per_step
-        anchored = with_anchor(batch, is_off_policy, several_updates=num_updates > 1)
+        anchored = with_anchor(batch, at_sampler, several_updates=num_updates > 1)
         return minibatches(
             anchored, groups, num_updates, with_rewarded=self.objective.config.positive_example_nll_weight != 0
         )

@@ -35,7 +35,10 @@ class RewardModelTraining:
             self.policy.end_step()
         num_pairs = batch.num_sequences / 2
         return batch_report(
-            batch, {**_summary(update.metrics, num_pairs), "num_valid_samples": num_pairs}, clock.finish()
+            batch,
+            {**_summary(update.metrics, num_pairs), "num_valid_samples": num_pairs},
+            clock.finish(),
+            answers_per_sample=2,
         )
 
     def validate(self, step: int) -> StepReport | None:
@@ -48,6 +51,7 @@ class RewardModelTraining:
             batch,
             _summary(self.policy.evaluate(batch, self.objective).metrics, batch.num_sequences / 2),
             clock.finish("total_validation_time"),
+            answers_per_sample=2,
         )
 
 

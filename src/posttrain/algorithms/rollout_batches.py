@@ -1,9 +1,11 @@
 """The batches that GRPO trains on: one row per scored rollout, cut into one batch per optimizer update.
 
 A row has the log-probabilities of its behaviour policy, the one that sampled it; for a recorded answer, whose behaviour
-policy is unknown, the starting policy takes its place. Ratios are taken against `prev_logprobs`: the policy before the
-first update of the step for what it has just sampled, the behaviour policy for everything else. `prev_is_current`
-marks the policy of the update itself, which needs no forward pass of its own where there is only one update.
+policy is unknown, the starting policy takes its place. Ratios are taken against `prev_logprobs`, the anchor: the policy
+before the first update of the step for what it has just sampled, the behaviour policy for everything else. With importance
+sampling correction, the anchor of answers that earlier weights sampled is the policy before the first update as well, and
+the loss weighs them by the ratio of the two. `prev_is_current` marks the policy of the update itself, which needs no forward
+pass of its own where there is only one update.
 """
 
 from __future__ import annotations
@@ -66,15 +68,16 @@ def with_reference_as_behavior(batch: TokenBatch, is_recorded: Tensor) -> TokenB
     return batch.with_columns(generation_logprobs=sampler)
 
 
-def with_anchor(batch: TokenBatch, is_off_policy: Tensor, *, several_updates: bool) -> TokenBatch:
+def with_anchor(batch: TokenBatch, at_sampler: Tensor, *, several_updates: bool) -> TokenBatch:
     """With `prev_logprobs`, where anything but the current policy is needed; without `current_logprobs`.
 
-    Where `prev_is_current` is 1, the anchor is the current policy, and no forward pass is made for it beforehand.
+    `at_sampler` marks tokens whose anchor is the policy that sampled them. Where `prev_is_current`
+    is 1, the anchor is the current policy, and no forward pass is made for it beforehand.
     """
     columns = dict(batch.columns)
     current = columns.pop("current_logprobs", None)
-    if several_updates or bool(is_off_policy.any()):
-        is_sampler = is_off_policy & (columns["mask"] != 0)
+    if several_updates or bool(at_sampler.any()):
+        is_sampler = at_sampler & (columns["mask"] != 0)
         if not several_updates or current is None:
             current = torch.zeros_like(columns["mask"])
             columns["prev_is_current"] = (~is_sampler).to(current.dtype)

@@ -37,9 +37,12 @@ def num_sequence_tokens(batch: TokenBatch) -> int:
     return sum(len(batch.prompts[p]) + len(r) for p, r in zip(batch.prompt_of, batch.responses, strict=True))
 
 
-def batch_report(batch: TokenBatch, metrics: Mapping[str, float], timings_s: Mapping[str, float]) -> StepReport:
-    """The report of a step, or of a validation, that trains on given answers."""
-    return StepReport(metrics, timings_s, num_tokens=num_sequence_tokens(batch), num_samples=len(batch.responses))
+def batch_report(
+    batch: TokenBatch, metrics: Mapping[str, float], timings_s: Mapping[str, float], *, answers_per_sample: int = 1
+) -> StepReport:
+    """The report of a step, or of a validation, that trains on given answers. A pair is one sample with two of them."""
+    num_samples = len(batch.responses) // answers_per_sample
+    return StepReport(metrics, timings_s, num_tokens=num_sequence_tokens(batch), num_samples=num_samples)
 
 
 def with_accuracy(measured: Mapping[str, float], num_rows: float) -> dict[str, float]:

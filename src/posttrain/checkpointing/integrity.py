@@ -3,7 +3,11 @@
 Files are hashed in pieces of 64 MiB on all cores, because one optimizer file can have tens of gigabytes: `sha256` is the
 list of the digests of the pieces, in order. A file of up to 64 MiB has one, which is what `sha256sum` prints.
 
-A file that the list does not name is not damage: people put notes and converted models into a checkpoint's folder.
+The list has a checksum of its own, `own_sha256`, and must name every file that is loaded: those below `policy/`, and the
+files of `_LOADED`. Other files are ignored: people put notes and converted models into a checkpoint's folder. Checkpoints of
+earlier versions have no `own_sha256`; everything else is checked.
+
+Checksums find accidents. They are no signature: someone who may write to the folder can also write new checksums.
 """
 
 from __future__ import annotations
@@ -11,19 +15,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from posttrain.checkpointing import durable
 
 CHECKSUMS = "checksums.json"
+OWN = "own_sha256"
 _PIECE_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
 _MAX_THREADS = 16
+_LOADED_FOLDER = "policy"
+_LOADED = ("config.yaml", "train_dataloader.pt", "training_info.json")
+_LITTER = re.compile(
+    r"\.DS_Store|\.nfs.*|\._.*|Thumbs\.db"
+)  # left by operating systems and network mounts; never loaded
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ def seal(folder: Path) -> None:
             done.result()
 
     content = {"algorithm": "sha256", "piece_bytes": _PIECE_BYTES, "files": files}
+    content[OWN] = _own_digest(content)
     checksums.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     durable.sync_file(checksums)
     for path in reversed(folders):
@@ -73,6 +85,8 @@ def find_damage(folder: Path, *, contents: bool = True, below: str = "") -> list
         return [f"{CHECKSUMS} is missing: the checkpoint was never completed"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return [f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})"]
+    if unlisted := _unlisted(folder, recorded, below):
+        return [f"{name} is not in {CHECKSUMS}" for name in unlisted]
     if below:
         recorded = {name: file for name, file in recorded.items() if name.startswith(f"{below}/")}
 
@@ -107,8 +121,28 @@ def _read_checksums(path: Path) -> tuple[int, Mapping[str, _Recorded]]:
     piece_bytes = int(content["piece_bytes"])
     if content["algorithm"] != "sha256" or piece_bytes <= 0:
         raise ValueError(f"algorithm {content['algorithm']!r} with pieces of {piece_bytes} bytes is not known")
-    files = content["files"].items()
-    return piece_bytes, {name: _Recorded(int(file["size"]), tuple(file["sha256"])) for name, file in files}
+    files = content["files"]
+    if OWN in content and content[OWN] != _own_digest(content):
+        raise ValueError(f"it is not what was saved: its {OWN} differs")
+    if not files:
+        raise ValueError("it lists no files")
+    if outside := [name for name in files if name.startswith("/") or ".." in PurePosixPath(name).parts]:
+        raise ValueError(f"it lists {outside[0]}, which is outside of the folder")
+    return piece_bytes, {name: _Recorded(int(file["size"]), tuple(file["sha256"])) for name, file in files.items()}
+
+
+def _own_digest(content: Mapping[str, object]) -> str:
+    """Of the whole list without this digest, as JSON with sorted keys and without spaces."""
+    rest = {key: value for key, value in content.items() if key != OWN}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _unlisted(folder: Path, recorded: Collection[str], below: str) -> list[str]:
+    """Files that would be loaded without having been compared with anything."""
+    found = [] if below else [name for name in _LOADED if (folder / name).exists()]
+    for root, _, names in os.walk(folder / (below or _LOADED_FOLDER)):
+        found += [(Path(root) / name).relative_to(folder).as_posix() for name in names if not _LITTER.fullmatch(name)]
+    return sorted(name for name in found if name not in recorded)
 
 
 def _size_problem(path: Path, name: str, size: int) -> str | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from posttrain.checkpointing.background import BackgroundWrite
 from posttrain.checkpointing.state import capture_rng, load_training_state, restore_rng, save_training_state
 from posttrain.checkpointing.store import CheckpointStore
+from posttrain.errors import CheckpointError
 from posttrain.roles import Recorder, Stateful, Trainer
 from posttrain.types import StepReport
 
@@ -50,6 +51,7 @@ class CheckpointSaver:
     _is_copying: bool = False  # an update may have to wait for the copy of a save
     _blocked_s: float | None = None  # for which saving has blocked the run since the last report
     _has_validated: bool = False
+    _num_losses: int = 0  # of the folder
 
     @property
     def is_enabled(self) -> bool:
@@ -58,6 +60,8 @@ class CheckpointSaver:
     def resume(self) -> int:
         folder = self.store.latest()
         if folder is None:
+            if self.store.damage:
+                raise CheckpointError(_all_damaged(self.store))
             return 0
         state = load_training_state(folder)
         self.stream.load_state_dict(state.stream_state)
@@ -90,10 +94,22 @@ class CheckpointSaver:
         if not self.settings.enabled:
             return
         self._check_metric(step, report, validation)
-        if is_last or step % self.settings.period == 0 or self._background.has_failed:
-            self._save(step, report, validation, is_last=is_last)
+        if is_last or step % self.settings.period == 0 or self._background.has_failed or self._lost_checkpoints():
+            try:
+                self._save(step, report, validation, is_last=is_last)
+            except Exception:
+                self.store.confirm()
+                if not self._lost_checkpoints():
+                    raise
+                self._save(step, report, validation, is_last=is_last)  # the folder was deleted during the save
         if not is_last:
             self._prepare_background()
+
+    def _lost_checkpoints(self) -> bool:
+        """Whether the folder was deleted since the last call: then what can be saved is saved now."""
+        before = self._num_losses
+        self._num_losses = self.store.attempt.num_losses if self.store.attempt else 0
+        return self._num_losses > before
 
     def abandon(self, error: Exception) -> None:
         self._background.give_up()
@@ -109,7 +125,7 @@ class CheckpointSaver:
         if problem is not None:
             self._stop_saving_in_background(problem)
         in_background = not is_last and self._can_save_in_background()
-        self.recorder.stage(f"Saving checkpoint for step {step}{' in the background' if in_background else ''}")
+        self.recorder.say(f"Saving checkpoint for step {step}{' in the background' if in_background else ''}...")
         with ExitStack() as stack:
             folder = stack.enter_context(self.store.writing(step))
             (folder / "config.yaml").write_text(self.config_yaml)
@@ -210,6 +226,14 @@ class CheckpointSaver:
 
     def _add_blocked(self, seconds: float) -> None:
         self._blocked_s = (self._blocked_s or 0.0) + seconds
+
+
+def _all_damaged(store: CheckpointStore) -> str:
+    found = "".join(f"\n  {problem}" for _, problem in sorted(store.damage.items()))
+    return (
+        f"{store.folder}: none of its {len(store.damage)} checkpoints is intact:{found}\nPut the files back, or begin at "
+        "step 1: --restart moves everything there to earlier_NNN/ first. Nothing was changed"
+    )
 
 
 def named_metric(name: str, report: StepReport, validation: StepReport | None) -> float | None:

@@ -1,7 +1,8 @@
 """Reasons to save and stop before the last step: a signal, or a time limit such as that of a queue.
 
-SIGTERM and Ctrl-C are requests: the loop looks at `Interruption.signal` where the state is complete, saves, and ends. The
-clock of `checkpointing.checkpoint_must_save_by` starts with the training loop; loading the model does not count.
+SIGTERM, SIGHUP (the terminal was closed) and Ctrl-C are requests: the loop looks at `Interruption.signal` where the state is
+complete, saves, and ends. The clock of `checkpointing.checkpoint_must_save_by` starts with the training loop; loading the
+model does not count.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 
-_EXIT_CODES = {signal.SIGTERM: 85, signal.SIGINT: 130}
+_EXIT_CODES = {signal.SIGTERM: 85, signal.SIGHUP: 85, signal.SIGINT: 130}
 _FIELD = "checkpointing.checkpoint_must_save_by"
 _FORM = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
 
 class Interruption:
-    """While it is entered, the first SIGTERM or SIGINT is stored and answered with a line on stderr.
+    """While it is entered, the first SIGTERM, SIGHUP or SIGINT is stored and answered with a line on stderr.
 
-    A second SIGINT raises KeyboardInterrupt at once; further SIGTERMs change nothing. Python delivers signals to the main
+    A second SIGINT raises KeyboardInterrupt at once; further SIGTERMs change nothing. A SIGHUP that is ignored, as under
+    `nohup`, stays ignored. Python delivers signals to the main
     thread only, so in any other thread entering does nothing and `active` stays False.
     """
 
@@ -35,13 +38,16 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """What the process should exit with once it has saved: 85 after SIGTERM, 130 after SIGINT, 0 after neither."""
+        """What the process should exit with once it has saved: 85 after SIGTERM and SIGHUP, 130 after SIGINT, 0 after none."""
         return 0 if self.signal is None else _EXIT_CODES[self.signal]
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
             self._owner = os.getpid()
-            self._previous = {number: signal.signal(number, self._receive) for number in _EXIT_CODES}
+            numbers = set(_EXIT_CODES) - (
+                {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+            )
+            self._previous = {number: signal.signal(number, self._receive) for number in numbers}
             self.active = True
         return self
 
@@ -69,7 +75,8 @@ class Interruption:
         again = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
         # Not print(): the main thread may be inside print() right now, and buffered files refuse to be entered twice.
         line = f"\n{signal.Signals(number).name} received: saving at the next safe point, then stopping{again}\n"
-        os.write(2, line.encode())
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, line.encode())
 
 
 class SaveDeadline:

@@ -3,12 +3,13 @@
 The name gives the state, so that what a kill leaves behind is recognised:
 
     step_N            complete; every file listed in its checksums.json
-    tmp_step_N        being written
+    tmp_step_N.K      being written, by attempt K of the run (tmp_step_N without attempts)
     old_step_N        the previous step_N, for the instant in which a new one takes its name
     removing_step_N   being removed
 
-One process writes to a folder, any number may read. Readers (`latest`, `steps`) change nothing on the disk; what a killed
-writer left behind is repaired when the next one starts to write.
+One process writes to a folder; its `attempt` confirms it before a checkpoint gets its name. Any number may read. Readers
+(`latest`, `steps`) change nothing on the disk; what a killed writer left behind is repaired when the next one starts to
+write.
 
 The store reads nothing of a checkpoint but the metric in `training_info.json` that retention uses.
 """
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from posttrain.attempts import Attempt
 from posttrain.checkpointing import durable
 from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
 from posttrain.checkpointing.retention import surplus_steps
@@ -34,7 +36,7 @@ from posttrain.errors import CheckpointError
 INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
 _STEP = re.compile(r"(old_)?step_(0|[1-9]\d*)")
-_LEFTOVER = re.compile(r"(tmp|removing)_(old_)?step_\d+")
+_LEFTOVER = re.compile(r"(tmp|removing)_(old_)?step_\d+(\.\d+)?")
 _WORTH_A_LINE_BYTES = 2**30  # verifying more than this takes long enough for a message
 _MAX_CHECKS = 100  # of a checkpoint that is replaced while it is checked
 
@@ -49,6 +51,7 @@ class CheckpointStore:
         higher_is_better: bool,
         save_period: int,
         say: Callable[[str], None],
+        attempt: Attempt | None = None,
     ) -> None:
         if keep_top_k is not None and keep_top_k < 0:
             raise CheckpointError(f"checkpointing.keep_top_k is {keep_top_k}; accepted: null (keep all), 0 or more")
@@ -62,7 +65,8 @@ class CheckpointStore:
         self._higher_is_better = higher_is_better
         self._save_period = save_period
         self._say = say
-        self._damaged: set[int] = set()  # found so by this object: neither counted nor removed by retention
+        self.attempt = attempt  # None: a reader, or a program that has the folder to itself
+        self.damage: dict[int, str] = {}  # by step, found by this object: neither counted nor removed by retention
         self._last_written: int | None = None
         self._being_written: Path | None = None
 
@@ -75,14 +79,17 @@ class CheckpointStore:
         An exception inside, or while the files are put on the disk, leaves the earlier checkpoints as they were.
         """
         assert step >= 0, step
+        self.confirm()
         durable.make_folder(self.folder)
         self._repair()
-        tmp = self.folder / f"tmp_step_{step}"
+        # Ranks of an older attempt may still be writing: not into this folder.
+        tmp = self.folder / f"tmp_step_{step}{f'.{self.attempt.number}' if self.attempt else ''}"
         tmp.mkdir()
         self._being_written = tmp
         try:
             yield tmp
             seal(tmp)
+            self.confirm()
             self._publish(tmp, self.folder / f"step_{step}")
         except BaseException as error:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -91,8 +98,13 @@ class CheckpointStore:
         finally:
             self._being_written = None
         self._last_written = step
-        self._damaged.discard(step)
+        self.damage.pop(step, None)
         self._tidy_up_after(step)
+
+    def confirm(self) -> None:
+        """Raise Superseded if this process may no longer write; make a deleted folder again."""
+        if self.attempt is not None:
+            self.attempt.confirm()
 
     def save_info(self, tmp: Path, info: Mapping[str, object]) -> None:
         """Write `training_info.json`. NaN and infinities, which JSON does not have, become null."""
@@ -122,6 +134,8 @@ class CheckpointStore:
         }
         try:
             durable.write_text(self.folder / STATUS, json.dumps(status) + "\n")
+            if self.attempt is not None:
+                self.attempt.note_checkpoint(step)
             self.retain()
         except OSError as error:
             self._say(f"Checkpoint step_{step} is complete, but tidying up {self.folder} failed: {error}")
@@ -238,9 +252,9 @@ class CheckpointStore:
         return None
 
     def _report(self, step: int, folder: Path, problems: list[str]) -> None:
-        self._damaged.add(step)
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        self._say(f"Skipping damaged checkpoint {folder}: {'; '.join(problems[:3])}{more}")
+        self.damage[step] = f"{folder}: {'; '.join(problems[:3])}{more}"
+        self._say(f"Skipping damaged checkpoint {self.damage[step]}")
 
     # --- retention ---
 
@@ -268,7 +282,7 @@ class CheckpointStore:
         metrics: dict[int, float | None] = {}
         for step in self.steps():
             folder, problems = self._examine(step, contents=False)
-            if folder is None or step in self._damaged:
+            if folder is None or step in self.damage:
                 continue
             if problems:
                 self._report(step, folder, problems)

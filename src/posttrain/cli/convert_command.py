@@ -50,7 +50,7 @@ def add_parser(commands: Subparsers) -> None:
         "--base", metavar="MODEL", help="folder or hub name of the model that was trained, if it has moved"
     )
     add_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, output_is_result=False)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

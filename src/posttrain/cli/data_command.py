@@ -269,7 +269,7 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
     if (reason := why_unavailable(name, holding="a tokenizer")) is not None:
         raise InputError(f"--tokenizer: {reason}")
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         line = reason_of(error)
         raise InputError(f"--tokenizer {name}: no tokenizer there, in the cache or on the hub ({line})") from error

@@ -25,7 +25,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--steps", type=int, default=None, metavar="N", help="steps of GRPO, instead of the usual number"
     )
-    parser.set_defaults(run=run, interrupted=INTERRUPTED)
+    parser.set_defaults(run=run, interrupted=INTERRUPTED, output_is_result=False)
 
 
 def run(args: argparse.Namespace) -> int:

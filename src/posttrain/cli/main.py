@@ -29,9 +29,11 @@ from posttrain.cli import (
     serve_command,
     train_command,
 )
+from posttrain.cli.console import ConsoleStream, surviving_console, unwritten
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
-from posttrain.errors import InputError, path_error, printable
+from posttrain.errors import InputError, Superseded, path_error, printable
 
+EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
 
@@ -57,8 +59,10 @@ Tune language models from preferences and rewards.
 """
 
 EPILOG = """\
-exit codes: 0 done · 64 bad config, data or checkpoint · 85 stopped by SIGTERM after saving · 130 stopped by Ctrl-C
-after saving · 1 crash. After a stop or a kill, the same command resumes the run.
+exit codes: 0 done · 64 bad config, data or checkpoint · 65 not one rollout could be scored · 75 another process is
+using the folder · 76 another process has taken the folder over · 85 stopped by SIGTERM or SIGHUP after saving ·
+130 stopped by Ctrl-C after saving · 1 crash, lost record, or output that could not be written. After a stop or a
+kill, the same command resumes the run.
 """
 
 
@@ -93,15 +97,30 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = build_parser()
-    words = sys.argv[1:] if arguments is None else arguments
-    if not words:
-        parser.print_help(sys.stderr)
-        print("\nposttrain: error: no command given", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    if (code := report_errors(lambda: _check_surroundings(words))) != 0:
-        return code
-    args = parser.parse_args(words)
-    return report_errors(lambda: int(args.run(args)), getattr(args, "interrupted", "stopped"))
+    given = sys.argv[1:] if arguments is None else arguments
+    with surviving_console() as (out, _):
+        if not given:
+            parser.print_help(sys.stderr)
+            print("\nposttrain: error: no command given", file=sys.stderr)
+            return EXIT_BAD_INPUT
+        if (code := report_errors(lambda: _check_surroundings(given))) != EXIT_DONE:
+            return code
+        try:
+            args = parser.parse_args(given)
+        except SystemExit as ended:
+            if ended.code or not unwritten(out):
+                raise
+            return _code_without_output(out, EXIT_DONE, is_result=True)  # of --help and --version
+        code = report_errors(lambda: int(args.run(args)), getattr(args, "interrupted", "stopped"))
+        return _code_without_output(out, code, is_result=getattr(args, "output_is_result", True))
+
+
+def _code_without_output(out: ConsoleStream, code: int, *, is_result: bool) -> int:
+    """The exit code of a command that printed to `out`: output that is the result and did not arrive is no success."""
+    problem = unwritten(out)
+    if problem and not (is_result and out.is_reader_gone):
+        print(f"posttrain: the output could not be written to stdout: {problem}", file=sys.stderr)
+    return EXIT_CRASH if problem and is_result and code == EXIT_DONE else code
 
 
 def _check_surroundings(words: list[str]) -> int:
@@ -125,14 +144,12 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
     """
     try:
         return work()
-    except InputError as error:
+    except (InputError, Superseded) as error:
         print(f"posttrain: error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return error.exit_code
     except KeyboardInterrupt:
         print(f"posttrain: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return EXIT_CRASH  # the reader of our output has closed the pipe
     except OSError as error:
         if (readable := path_error(error)) is None:
             traceback.print_exc()

@@ -31,12 +31,13 @@ Each stage is stored with a hash of its inputs, and runs again only if they have
 command resumes: training from its checkpoint, evaluation with the remaining problems. When an iteration is finished and the
 traces have changed, the next one begins, from the model in production or from the base model (pipeline.start_from).
 exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more samples needed · 64 bad input ·
-85 stopped by SIGTERM · 130 stopped by Ctrl-C · 1 crash
+65 not one rollout could be scored · 75, 76 another process is running or training this pipeline ·
+85 stopped by SIGTERM or SIGHUP · 130 stopped by Ctrl-C · 1 crash
 """
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM while a stage runs in this process."""
+    """SIGTERM or SIGHUP while a stage runs in this process."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -50,6 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
     run.add_argument("--dry-run", action="store_true", help="show what would run, and why; change nothing")
     run.add_argument("--new-iteration", action="store_true", help="begin the next iteration, whatever has changed")
     run.add_argument("--quiet", action="store_true", help="print the result, warnings and errors only")
+    run.set_defaults(output_is_result=False)
     status = _add(commands, "status", "show the iterations, their KPI, and how far the last one is", run_status)
     status.add_argument("--json", action="store_true", help="print the KPI as JSON")
 
@@ -96,7 +98,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
     if config.schedule is not None:
         say(f"schedule {config.schedule!r}: let a scheduler start this command at that time; it runs once, now")
     try:
-        with _sigterm_raises():
+        with _signals_raise():
             code = runner.run(request, after_stage=lambda: write_views(config))
     except Stop as stop:
         print(f"posttrain: {stop}", file=sys.stderr)
@@ -109,15 +111,17 @@ def run_pipeline(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def _signals_raise() -> Iterator[None]:
     def receive(number: int, frame: object) -> None:
         raise Terminated
 
-    previous = signal.signal(signal.SIGTERM, receive)
+    stopping = [signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else [])]
+    previous = {number: signal.signal(number, receive) for number in stopping}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def run_status(args: argparse.Namespace) -> int:

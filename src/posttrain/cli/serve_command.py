@@ -67,7 +67,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_engine(parser)
     _add_limits(parser)
     _add_canary(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, output_is_result=False)
 
 
 def _add_network(parser: argparse.ArgumentParser) -> None:

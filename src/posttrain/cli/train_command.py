@@ -20,6 +20,7 @@ settings are given as key=value, with the names that NeMo RL uses:
 (checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, with grpo, the samples of every step;
 the same command resumes from the newest checkpoint in it. The default folder is numbered: a command with other settings
 gets a new one. A run in a given folder is resumed with other training settings only with --resume-with-changes.
+One process at a time writes to a folder: a second command is refused with exit code 75 and the name of the first.
 """
 INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved last"
 
@@ -28,7 +29,7 @@ def add_parser(commands: Subparsers) -> None:
     for kind, (summary, _) in KINDS.items():
         parser = add_command(commands, kind, summary, epilog=EPILOG.format(kind=kind))
         add_arguments(parser)
-        parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED)
+        parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED, output_is_result=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,28 +40,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="resume the run in the folder although training settings differ; the changes are recorded",
     )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="begin at step 1 after moving the run in the folder, with its checkpoints, to earlier_NNN/ in it",
+    )
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that override the file's")
 
 
 def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.config import load_config
-    from posttrain.run_folder import CHECKPOINT_DIR, check_run_folder, choose_checkpoint_dir
+    from posttrain.run_folder import prepare_run_folder
 
-    loaded = load_config(kind, args.config, args.words)
-    folder, notes = choose_checkpoint_dir(loaded, accept_changes=args.resume_with_changes)
-    if folder != loaded.config.checkpointing.checkpoint_dir:
-        loaded = load_config(kind, args.config, [*args.words, f"{CHECKPOINT_DIR}={folder}"])
-    notes += check_run_folder(loaded, accept_changes=args.resume_with_changes)
-    for note in notes if not args.quiet else ():
+    prepared = prepare_run_folder(
+        lambda extra: load_config(kind, args.config, [*args.words, *extra]),
+        accept_changes=args.resume_with_changes,
+        restart=args.restart,
+    )
+    for note in prepared.notes if not args.quiet else ():
         print(note)
-    for warning in loaded.warnings:
+    for warning in prepared.loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
     quieten_libraries()
     from posttrain.build import Run
     from posttrain.export.convert import PeriodicExport
 
-    return Run(loaded, quiet=args.quiet, make_export=PeriodicExport).execute()
+    return Run(prepared.loaded, quiet=args.quiet, make_export=PeriodicExport, access=prepared.access).execute()
 
 
 def quieten_libraries() -> None:

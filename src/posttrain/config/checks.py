@@ -27,7 +27,7 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
     found = [*_data(config), *_optimizer(config), *config.scoring_layer_problems()]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
-        found += _record(config)
+        found += [*_record(config), *_rounds(config)]
         found += check_turns(config)
         found += check_variants(config)
     else:
@@ -119,6 +119,33 @@ def _record(config: GrpoRunConfig) -> Iterator[str]:
         )
     if any(recorded) and config.loss_fn.force_on_policy_ratio:
         yield "loss_fn.force_on_policy_ratio: recorded answers are not the policy's own; set it to false"
+
+
+def _rounds(config: GrpoRunConfig) -> Iterator[str]:
+    if not config.grpo.async_grpo.enabled:
+        return
+    field = "grpo.async_grpo.enabled = true"
+    multiple, age = config.grpo.async_grpo.groups_in_flight, config.grpo.async_grpo.max_trajectory_age_steps
+    if multiple is not None and multiple > age + 1:
+        yield (
+            f"grpo.async_grpo.groups_in_flight = {multiple:g} is more than max_trajectory_age_steps + 1 = {age + 1}: "
+            "some groups would become too old"
+        )
+    if config.grpo.use_dynamic_sampling:
+        yield f"{field} and grpo.use_dynamic_sampling = true: groups that wait could become too old; set one of them to false"
+    if config.uses_recorded_answers:
+        yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
+    if config.loss_fn.force_on_policy_ratio:
+        yield f"{field}: earlier weights sample a part of the tokens; set loss_fn.force_on_policy_ratio=false"
+    for name, environment in config.env.items():
+        if environment.turns is not None:
+            yield f"{field}: conversations (env.{name}.turns) are not carried over from step to step; set it to false"
+    num_ranks = config.cluster.num_nodes * config.cluster.gpus_per_node
+    if config.grpo.num_prompts_per_step % num_ranks:
+        yield (
+            f"{field}: grpo.num_prompts_per_step = {config.grpo.num_prompts_per_step} is not a multiple of the "
+            f"{num_ranks} ranks (cluster.num_nodes x gpus_per_node), which have equal shares of a round"
+        )
 
 
 def _groups(config: GrpoRunConfig) -> Iterator[str]:

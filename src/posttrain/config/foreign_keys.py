@@ -76,7 +76,6 @@ _OWN_ENGINE = "settings of another sampling engine; the native engine does not u
 _NOT_NEEDED = "not needed by posttrain and left alone"
 _RUN_FOLDER = "no connection to this service yet; metrics stay in the run folder (metrics.jsonl, report.html)"
 _MEMORY = "not used: it moves memory around and changes no result"
-_ASYNC = "asynchronous sampling is off, so its settings are not used"
 _MEGATRON = "posttrain trains with PyTorch; Megatron's settings are not used"
 _ONE_SHARE = "posttrain shards over data-parallel workers only"
 _OPENAI_FORMAT = "keys of the openai_format dataset; name the columns with input_key and output_key"
@@ -84,8 +83,13 @@ _DRAFT = "no draft model is trained, so its settings are not used"
 
 RULES: tuple[Rule, ...] = (
     # grpo
-    Rule("grpo.async_grpo.enabled", _off, "sampling ahead of training"),
-    Rule("grpo.async_grpo.*", _anything, _ASYNC),
+    Rule(
+        "grpo.async_grpo.in_flight_weight_updates",
+        _off,
+        "new weights during a round, which no resumed run could repeat; weights change between rounds",
+    ),
+    Rule("grpo.async_grpo.recompute_kv_cache_after_weight_updates", _anything, "the KV cache is always recomputed"),
+    Rule("grpo.async_grpo.max_generation_failures", _off, "answers that may fail; a failed answer is unscored"),
     Rule("grpo.invalid_tool_call_advantage", lambda value: value is None, "advantages of tool calls"),
     Rule("grpo.malformed_thinking_advantage", lambda value: value is None, "advantages of thinking tags"),
     Rule("grpo.adv_estimator.name", lambda value: value != "opd", "distillation"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -81,6 +81,26 @@ class AdvEstimatorConfig(Section):
         default=None,
         description="What loss_fn.use_kl_in_reward charges: the answer, each token, or all tokens before; null is its own.",
     )
+
+
+class AsyncGrpoConfig(Section):
+    enabled: bool = Field(
+        default=False,
+        description="Trains on the groups that are finished first; unfinished answers continue with the next step's weights.",
+    )
+    max_trajectory_age_steps: NonNegativeInt = Field(
+        default=1,
+        description="Steps that a group may be trained after the one that began it; 0 is synchronous.",
+    )
+    groups_in_flight: Annotated[float, Field(ge=1)] | None = Field(
+        default=None,
+        description="Groups that are sampled at once, in multiples of num_prompts_per_step; null is 1 + max age / 2.",
+    )
+
+    def num_in_flight(self, num_prompts_per_step: int) -> int:
+        """The mean age of what is trained is this number divided by the prompts of a step, minus 1."""
+        multiple = 1 + self.max_trajectory_age_steps / 2 if self.groups_in_flight is None else self.groups_in_flight
+        return int(multiple * num_prompts_per_step)
 
 
 class GrpoConfig(Section):
@@ -164,6 +184,9 @@ class GrpoConfig(Section):
     )
     reward_scaling: RewardScalingConfig = Field(
         default_factory=RewardScalingConfig, description="Linear map from one reward range to another."
+    )
+    async_grpo: AsyncGrpoConfig = Field(
+        default_factory=AsyncGrpoConfig, description="Sampling that goes on from step to step."
     )
     adv_estimator: AdvEstimatorConfig = Field(
         default_factory=AdvEstimatorConfig, description="How rewards become advantages."

@@ -12,6 +12,7 @@ IsSetByUser = Callable[[str], bool]
 
 # The switch, and the settings that mean nothing while it is off.
 _SWITCHES = {
+    "grpo.async_grpo.enabled": ("grpo.async_grpo.max_trajectory_age_steps", "grpo.async_grpo.groups_in_flight"),
     "grpo.use_dynamic_sampling": ("grpo.dynamic_sampling_max_gen_batches", "grpo.dynamic_sampling_surplus"),
     "grpo.reward_shaping.enabled": (
         "grpo.reward_shaping.overlong_buffer_length",
@@ -68,6 +69,7 @@ def unused_variants(config: GrpoRunConfig, is_set: IsSetByUser) -> list[str]:
         return is_set(key) and bool(value != default)
 
     on = {
+        "grpo.async_grpo.enabled": config.grpo.async_grpo.enabled,
         "grpo.use_dynamic_sampling": config.grpo.use_dynamic_sampling,
         "grpo.reward_shaping.enabled": config.grpo.reward_shaping.enabled,
         "grpo.reward_scaling.enabled": config.grpo.reward_scaling.enabled,

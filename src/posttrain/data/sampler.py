@@ -38,7 +38,7 @@ class Stream(Generic[Item]):
     def take(self, count: int) -> list[Item]:
         """The next `count` items. `draw` of each is its position in the stream, unique in a run."""
         assert count >= 0
-        items = [self._item(position) for position in range(self._position, self._position + count)]
+        items = [self.item(position) for position in range(self._position, self._position + count)]
         self._position += count
         return items
 
@@ -72,7 +72,8 @@ class Stream(Generic[Item]):
             "shuffle": self._shuffle,
         }
 
-    def _item(self, position: int) -> Item:
+    def item(self, position: int) -> Item:
+        """The item with `draw` = `position`, handed out or not."""
         epoch, place = divmod(position, len(self._dataset))
         return replace(self._dataset[int(self._order(epoch)[place])], draw=position)
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from posttrain.build import Run
 from posttrain.config import load_config
 from posttrain.demo.arithmetic import SHARE_RIGHT, build_model, write_data
-from posttrain.errors import InputError
+from posttrain.errors import FolderHeld, InputError
 from posttrain.json_files import JsonObject
+from posttrain.locks import LockHeld, locked
 
 SFT_STEPS = 500
 GRPO_STEPS = 100
@@ -62,16 +62,17 @@ def _claimed(folder: Path, settings: dict[str, int]) -> Iterator[Callable[[], No
     if folder.exists() and any(folder.iterdir()) and not marker.exists():
         raise InputError(f"--folder {folder} holds something else than a demo; name an empty or a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    with marker.open("a+", encoding="utf-8") as claim:
+    marker.touch()
+    with ExitStack() as held:
         try:
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(
-                f"--folder {folder}: another demo is running there; wait for it, or name a new folder"
+            held.enter_context(locked(folder / ".lock", wait_s=0))
+        except LockHeld as busy:
+            raise FolderHeld(
+                f"--folder {folder}: another demo is running there ({busy.holder or 'not known'}); wait for it, or name a new "
+                "folder"
             ) from None
-        claim.seek(0)
         under_way = json.dumps(settings)
-        if claim.read() == under_way:
+        if marker.read_text(encoding="utf-8") == under_way:
             print(f"Resuming the stopped demo in {folder}.")
         elif (folder / "taught").exists():
             print(f"Starting over: the results of the demo before, in {folder}, are removed.")

@@ -6,7 +6,6 @@ Neither may cost a verdict: when the disk is full or the file is damaged, judgin
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.json_files import JsonObject, parse_json
+from posttrain.locks import locked
 
 _WAIT_FOR_LOCK_S = 30.0
 
@@ -92,8 +92,7 @@ class UsageFile:
     def add(self, usage: Usage, cost: float) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path.with_name(self.path.name + ".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with locked(self.path.with_name(self.path.name + ".lock")):
                 total = self._read()
                 for name, value in (*asdict(usage).items(), ("cost", cost)):
                     total[name] = total.get(name, 0) + value

@@ -6,15 +6,15 @@ evaluation, and reads which problems are finished. The format is in `results.py`
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from posttrain.checkpointing.durable import make_folder, write_text
+from posttrain.errors import FolderHeld
 from posttrain.evaluation.results import (
     CONFIG_FILE,
     IDENTITY_FILE,
@@ -28,6 +28,7 @@ from posttrain.evaluation.results import (
     summary_text,
 )
 from posttrain.json_files import parse_json
+from posttrain.locks import LockHeld, locked
 
 TIMINGS_FILE = "timings.jsonl"  # one row per batch of problems: what it took, over all attempts
 LOCK_FILE = ".lock"
@@ -40,7 +41,7 @@ class EvaluationFolder:
     path: Path
     identity: Mapping[str, object]
     finished: dict[str, ProblemResult] = field(default_factory=dict)
-    _lock: IO[str] | None = None
+    _lock: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
     def open(cls, path: Path, identity: Mapping[str, object], config_yaml: str) -> EvaluationFolder:
@@ -48,18 +49,16 @@ class EvaluationFolder:
             raise EvaluationError(f"eval.save_path: {path} is a file; a folder is needed")
         try:
             make_folder(path)
-            lock = (path / LOCK_FILE).open("w")
+            lock = ExitStack()
+            lock.enter_context(locked(path / LOCK_FILE, wait_s=0))
+        except LockHeld as held:
+            raise FolderHeld(
+                f"{path}: {held.holder or 'another process'} is evaluating into this folder; wait for it, or set eval.save_path"
+            ) from None
         except OSError as error:
             raise EvaluationError(
                 f"eval.save_path: {path} cannot be written ({error.strerror or error}); choose another folder"
             ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise EvaluationError(
-                f"{path}: another process is evaluating into this folder; wait for it, or set eval.save_path"
-            ) from None
         folder = cls(path, _plain(identity), _lock=lock)
         try:
             folder._compare_identity()
@@ -141,9 +140,7 @@ class EvaluationFolder:
         write_text(self.path / SUMMARY_FILE, summary_text(summary))
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.close()
 
 
 def _difference(key: str, before: object, now: object) -> str:

@@ -51,7 +51,7 @@ class ConversionInput:
 
     @property
     def step(self) -> int | None:
-        match = re.search(r"step_(\d+)$", self.checkpoint.name) if self.checkpoint else None
+        match = re.search(r"step_(\d+)(\.\d+)?$", self.checkpoint.name) if self.checkpoint else None
         return int(match[1]) if match else None
 
     @property
@@ -292,7 +292,8 @@ def read_model_config(place: str, overrides: JsonMapping, named: str) -> Pretrai
             f"the config of {named} cannot be read: {reason}. A base model that has moved is named with --base"
         )
     try:
-        config = AutoConfig.from_pretrained(place, **overrides)
+        # The overrides come from the config of a checkpoint, which may not decide that its own code runs.
+        config = AutoConfig.from_pretrained(place, **{**overrides, "trust_remote_code": False})
     except Exception as error:  # a value of the wrong type may raise anything
         file = Path(place) / "config.json"
         if file.is_file():

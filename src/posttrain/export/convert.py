@@ -216,7 +216,7 @@ def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
             f"the tokenizer of {source.text}: {reason}. A base model that has moved is named with --base"
         )
     try:
-        AutoTokenizer.from_pretrained(source.tokenizer).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=False).save_pretrained(folder)
     except Exception as error:  # a file of the tokenizer that is not one may raise anything
         raise ConversionError(
             f"the tokenizer {source.tokenizer!r} cannot be read: {reason_of(error)}. Give the model that was trained with "
@@ -295,7 +295,7 @@ class PeriodicExport:
 
     def __call__(self, checkpoint: Path) -> None:
         """Convert the weights in `checkpoint`, which still has its temporary name."""
-        name = checkpoint.name.removeprefix("tmp_")
+        name = checkpoint.name.removeprefix("tmp_").partition(".")[0]
         shown_as = f"{checkpoint.parent.name}/{name}"
         settings = ConversionSettings(merge_lora=self.merge_lora)
         rng = capture_rng()  # building a model may draw random numbers, and the run must continue as without the copy

@@ -123,7 +123,7 @@ def export_gguf(
         writer = gguf.GGUFWriter(unfinished, family)
         _add_header(writer, gguf, config, file.stem, settings.type)
         vocab_size = weights.facts["model.embed_tokens.weight"].shape[0]
-        add_tokenizer(writer, AutoTokenizer.from_pretrained(folder), vocab_size, settings.pre)
+        add_tokenizer(writer, AutoTokenizer.from_pretrained(folder, trust_remote_code=False), vocab_size, settings.pre)
         _write(writer, gguf, planned, weights, config, rope, advance)
         say("Reading the file back")
         error = _compare(unfinished, gguf, planned, weights, config, rope)

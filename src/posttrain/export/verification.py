@@ -145,7 +145,9 @@ def loaded_logits(folder: Path, shape: WeightShapes, adapter_folder: Path | None
     """The logits of a Hugging Face folder, loaded as its users load it; with an adapter, through peft."""
     what = "the converted folder" if adapter_folder is None else f"the base model {folder}"
     try:
-        model, report = _loader(shape).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, report = _loader(shape).from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        )
     except Exception as error:  # any error here would also be raised for the folder's users
         raise InputError(f"transformers cannot load {what}: {reason_of(error)}") from error
     wrong = [*map(str, report["missing_keys"]), *map(str, report["mismatched_keys"]), *report["unexpected_keys"]]

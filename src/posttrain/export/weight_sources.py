@@ -6,7 +6,6 @@ Which names a model needs is decided in `weight_names.py`.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import InputError
-from posttrain.json_files import JsonObject
 from posttrain.models.accepted_names import files_of_index
 from posttrain.models.tensor_files import StoredPart, TensorFacts, assemble, stored_parts, whole_facts
 
@@ -79,18 +77,16 @@ class DcpSource:
     """A folder of torch.distributed.checkpoint: `.metadata` and any number of `__rank_n.distcp` files."""
 
     def __init__(self, place: Path) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+        from posttrain.checkpointing.dcp_reading import TensorReader, tensor_entries
 
         self.place = place
         try:
-            self._metadata = FileSystemReader(place).read_metadata()
+            self._metadata = TensorReader(place).read_metadata()
         except Exception as error:  # a pickle can fail with anything
             raise InputError(f"{place / '.metadata'} cannot be read: {error}") from error
         self.facts: Mapping[str, TensorFacts] = {
             name: TensorFacts(tuple(entry.size), entry.properties.dtype)
-            for name, entry in self._metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            for name, entry in tensor_entries(self._metadata).items()
         }
         self._check_files()
 
@@ -116,17 +112,13 @@ class DcpSource:
         yield from self._load(group)
 
     def _load(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        import torch.distributed.checkpoint as dcp
+        from posttrain.checkpointing.dcp_reading import TensorReader, load_tensors
 
         if not names:
             return
-        tensors: JsonObject = {
-            name: torch.empty(self.facts[name].shape, dtype=self.facts[name].dtype) for name in names
-        }
+        tensors = {name: torch.empty(self.facts[name].shape, dtype=self.facts[name].dtype) for name in names}
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(tensors, storage_reader=dcp.FileSystemReader(self.place), no_dist=True)
+            load_tensors(tensors, TensorReader(self.place), no_dist=True)
         except Exception as error:  # damaged pickles and archives fail with anything
             first = str(error).strip().splitlines()[:1] or [type(error).__name__]
             raise InputError(f"{self.place}: reading {names[0]} … {names[-1]} failed: {first[0]}") from error

@@ -76,7 +76,7 @@ def _tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     header = _header(gguf)
     if header.get("tokenizer.ggml.pre") == "smollm":
         # transformers reads every GPT-2 style vocabulary alike. This family was trained with every digit as a token of
@@ -103,7 +103,9 @@ def _plain_model(gguf: Path) -> PreTrainedModel:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
     foreign = {"quantization_config", "_name_or_path", "_model_name_or_path"}
     settings = {name: value for name, value in loaded.config.to_dict().items() if name not in foreign}
     settings["dtype"] = "bfloat16"

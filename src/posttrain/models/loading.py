@@ -64,7 +64,7 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObjec
     """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
     check_available(name, field)
     try:
-        return AutoConfig.from_pretrained(name).to_dict()
+        return AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
     except (OSError, TypeError, *CONFIG_ERRORS) as error:
         if not isinstance(error, OSError) and (Path(name) / "config.json").is_file():
             raise _bad_config(name, field, error) from error
@@ -74,7 +74,7 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObjec
 def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTrainedTokenizerBase:
     check_available(name, field, holding="a tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise explain_missing(name, field, error) from error
     except Exception as error:  # valid JSON that is no tokenizer; the library in Rust raises plain Exceptions
@@ -97,7 +97,11 @@ def load_model(
         raise SettingsError(f"policy.hf_config_overrides: {problem}")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **dict(overrides or {})
+            name,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+            **{**(overrides or {}), "trust_remote_code": False},
         )
     except OSError as error:
         raise explain_missing(name, "policy.model_name", error) from error

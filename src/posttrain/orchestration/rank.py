@@ -17,7 +17,7 @@ from posttrain.engines.native import NativeEngine
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
 from posttrain.roles import Objective, Progress
-from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch
+from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch
 
 MicroBatches = Sequence[TokenBatch | None]  # None: nothing for this rank, while others have a micro-batch
 
@@ -91,6 +91,18 @@ class Rank:
         assert self.engine is not None, "this rank was built without policy.generation"
         with self.trainer.sampling():
             return self.engine.generate(tasks, num_samples, sampling, key, progress)
+
+    def sample_round(
+        self,
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        seed: int,
+        quota: Quota,
+        progress: Progress | None = None,
+    ) -> list[OpenGroup]:
+        assert self.engine is not None, "this rank was built without policy.generation"
+        with self.trainer.sampling():
+            return self.engine.sample_round(groups, sampling, seed, quota, progress)
 
     def release(self) -> None:
         if self.engine is not None:

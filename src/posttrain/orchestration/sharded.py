@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from posttrain.orchestration.rank import MicroBatches, Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all, deadline_s, gather
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.roles import Objective, Progress, ShowProgress, no_progress
-from posttrain.types import Completion, NoiseKey, Sampling, Task, TokenBatch, UpdateReport
+from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch, UpdateReport
 
 # Equal on every rank, so not to be added up.
 _SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr")
@@ -132,10 +133,12 @@ class ShardedTrainer:
     ) -> Tensor:
         plan = plan_micro_batches(batch, self.score, self.group.mesh.dp)
         shards = self._by_rank(batch, plan)
-        results = gather(
-            operation.__name__,
-            [worker.submit(operation, parts) for worker, parts in zip(self.group.workers, shards, strict=True)],
-        )
+        with self.show_progress("logprobs", len(shards[0])) as progress:
+            results = gather(
+                operation.__name__,
+                [worker.submit(operation, parts) for worker, parts in zip(self.group.workers, shards, strict=True)],
+            )
+            progress(len(shards[0]))
         pieces: list[Tensor | None] = [None] * len(batch.responses)
         for shard, scores in zip(plan, self.group.mesh.one_per_shard(results), strict=True):
             for rows, score in zip(shard, scores, strict=True):
@@ -185,6 +188,33 @@ class ShardedEngine:
         merged: list[list[Completion]] = [[] for _ in tasks]
         for shard, groups in enumerate(mesh.one_per_shard(results)):
             merged[shard :: mesh.dp] = groups
+        return merged
+
+    def sample_round(
+        self,
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        seed: int,
+        quota: Quota,
+        progress: Progress | None = None,
+    ) -> list[OpenGroup]:
+        """Each data-parallel rank has its share of the groups and of the quota, and ends its round on its own."""
+        mesh = self.group.mesh
+        assert quota.num_groups % mesh.dp == 0, "checked when the run was built"
+        own = replace(quota, num_groups=quota.num_groups // mesh.dp)
+        callback = progress if self.group.in_process else None
+        results = gather(
+            "sample_round",
+            [
+                worker.submit(
+                    Rank.sample_round, list(groups[mesh.dp_index(rank) :: mesh.dp]), sampling, seed, own, callback
+                )
+                for rank, worker in enumerate(self.group.workers)
+            ],
+        )
+        merged = list(groups)
+        for shard, sampled in enumerate(mesh.one_per_shard(results)):
+            merged[shard :: mesh.dp] = sampled
         return merged
 
     def release(self) -> None:

@@ -34,6 +34,7 @@ _DEADLINES_S = {
     "logprobs": _COMPUTE_S,
     "reference_logprobs": _COMPUTE_S,
     "generate": _COMPUTE_S,
+    "sample_round": _COMPUTE_S,
 }
 _GRACE_S = 10.0  # after the first error, for the rank that caused it: others often fail in a collective with it
 

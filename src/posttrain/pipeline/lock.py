@@ -5,20 +5,14 @@ The training inherits the lock. If the pipeline is killed while its training is 
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
-
 from posttrain.checkpointing import durable
-from posttrain.errors import InputError
-from posttrain.json_files import JsonObject
+from posttrain.errors import FolderHeld, InputError
+from posttrain.locks import Holder, LockHeld, locked
 
 LOCK_FILE = ".lock"
 _POLL_S = 0.1
@@ -27,57 +21,28 @@ _POLL_S = 0.1
 @contextmanager
 def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
     """Yields the descriptor that holds the lock, for a child to inherit."""
-    try:
-        durable.make_folder(home)
-        descriptor = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise InputError(f"pipeline.folder: {home} cannot be written ({error.strerror or error})") from error
-    try:
-        _acquire(descriptor, home, say)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_identity(os.getpid())).encode(), 0)
+    with ExitStack() as held:
+        said = False
+        while True:
+            try:
+                durable.make_folder(home)
+                descriptor = held.enter_context(locked(home / LOCK_FILE, wait_s=0))
+                break
+            except LockHeld as busy:
+                if not _has_ended(busy.holder):
+                    raise FolderHeld(
+                        f"{home}: another process is running this pipeline ({busy.holder or 'not known'}); "
+                        "`posttrain pipeline status` shows its progress"
+                    ) from None
+            except OSError as error:
+                raise InputError(f"pipeline.folder: {home} cannot be written ({error.strerror or error})") from error
+            if not said:
+                say("the run before was killed and its training is still saving; waiting for it")
+                said = True
+            time.sleep(_POLL_S)
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
-def _acquire(descriptor: int, home: Path, say: Callable[[str], None]) -> None:
-    said = False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            pass
-        holder = _holder(descriptor)
-        if holder.get("host") != socket.gethostname() or _is_alive(holder):
-            raise InputError(
-                f"{home}: another process is running this pipeline (process {holder.get('pid', '?')} on "
-                f"{holder.get('host', '?')}); `posttrain pipeline status` shows its progress"
-            )
-        if not said:
-            say("the run before was killed and its training is still saving; waiting for it")
-            said = True
-        time.sleep(_POLL_S)
-
-
-def _identity(pid: int) -> JsonObject:
-    return {"pid": pid, "host": socket.gethostname(), "created": psutil.Process(pid).create_time()}
-
-
-def _holder(descriptor: int) -> JsonObject:
-    for _ in range(20):  # a process that has just acquired the lock may not have written its name yet
-        try:
-            found = json.loads(os.pread(descriptor, 4096, 0))
-            return found if isinstance(found, dict) else {}
-        except ValueError:
-            time.sleep(_POLL_S / 10)
-    return {}
-
-
-def _is_alive(holder: JsonObject) -> bool:
-    try:
-        process = psutil.Process(int(holder["pid"]))
-        return process.create_time() == holder["created"] and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, KeyError, ValueError, TypeError):
-        return False
+def _has_ended(holder: Holder | None) -> bool:
+    """Its training has the lock then."""
+    return holder is not None and holder.is_on_this_machine and not holder.is_alive

@@ -105,7 +105,7 @@ def load_reward_model(
             attn_implementation=ATTENTION,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below
-            **dict(overrides or {}),
+            **{**(overrides or {}), "trust_remote_code": False},
         )
     except OSError as error:
         raise explain_missing(name, field, error) from error

@@ -43,6 +43,10 @@ class DpoRecipe(Recipe):
         ),
     )
 
+    @property
+    def unit(self) -> str:
+        return "pairs" if self.config.loss_traits.is_paired else "answers"
+
     def prepare(self, chat: ChatFormat) -> Prepared:
         return self._on_pairs(chat) if self.config.loss_traits.is_paired else self._on_single_answers(chat)
 

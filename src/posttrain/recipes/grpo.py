@@ -14,10 +14,16 @@ from posttrain.data.datasets import TaskDataset, load_task_dataset
 from posttrain.data.entries import Entries
 from posttrain.data.sampler import Stream
 from posttrain.environments import build_environments, check_environments
-from posttrain.recipes.grpo_credit import build_credit, build_objective, build_position, with_dynamic_sampling
+from posttrain.recipes.grpo_credit import (
+    build_credit,
+    build_objective,
+    build_position,
+    with_dynamic_sampling,
+    with_rounds,
+)
 from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, load_both
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
-from posttrain.roles import RolloutSource
+from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.turn_taking import build_turns
@@ -52,6 +58,10 @@ class GrpoRecipe(Recipe):
         ),
     )
 
+    @property
+    def unit(self) -> str:
+        return "prompts"
+
     def check(self) -> None:
         check_environments(self._environments(), Path.cwd())
 
@@ -82,7 +92,7 @@ class GrpoRecipe(Recipe):
         position = build_position(config, stream)
 
         def algorithm(parts: RunParts) -> Grpo:
-            source, validation_source = self._rollouts(stream, held_out, chat, parts)
+            source, validation_source = self._rollouts(stream, position, held_out, chat, parts)
             return Grpo(
                 GrpoSettings(
                     num_prompts_per_step=grpo.num_prompts_per_step,
@@ -97,12 +107,13 @@ class GrpoRecipe(Recipe):
                 with_dynamic_sampling(config, source, position),
                 parts.weights,
                 validation_source if held_out else None,
+                parts.announce,
             )
 
         return Prepared(train, validation, position, algorithm)
 
     def _rollouts(
-        self, stream: Stream[Task], held_out: Sequence[Task], chat: ChatFormat, parts: RunParts
+        self, stream: Stream[Task], position: Stateful, held_out: Sequence[Task], chat: ChatFormat, parts: RunParts
     ) -> tuple[RolloutSource, RolloutSource]:
         """Where the answers of training and of validation come from."""
         config, grpo = self.config, self.config.grpo
@@ -140,7 +151,7 @@ class GrpoRecipe(Recipe):
         if turns is not None:
             rollouts, validation_rollouts = turns.over(rollouts), turns.over(validation_rollouts)
         if not config.uses_recorded_answers:
-            return rollouts, validation_rollouts
+            return with_rounds(config, rollouts, position, parts), validation_rollouts
         fresh = rollouts if grpo.num_fresh_per_prompt else None
         return RecordedRollouts(stream, grpo.num_recorded, grpo.seed, fresh), validation_rollouts
 

@@ -7,14 +7,34 @@ from posttrain.algorithms.credit import Credit, KlInReward
 from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, RewardStep
 from posttrain.config import AdvEstimatorConfig, GrpoRunConfig
 from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.recipes.recipe import RunParts
 from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.dynamic_sampling import DynamicSampling
+from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.rounds import DrawnTasks, RoundRollouts, StreamAndOpenGroups
 from posttrain.rollouts.surplus import StreamAndSurplus
 
 
-def build_position(config: GrpoRunConfig, stream: Stateful) -> Stateful:
-    """What a checkpoint holds of the data: the position in the stream and, with dynamic sampling, unused groups."""
+def build_position(config: GrpoRunConfig, stream: DrawnTasks) -> Stateful:
+    """What a checkpoint holds of the data: the position in the stream, and groups for later steps where there are any."""
+    if config.grpo.async_grpo.enabled:
+        return StreamAndOpenGroups(stream)
     return StreamAndSurplus(stream) if config.grpo.use_dynamic_sampling else stream
+
+
+def with_rounds(config: GrpoRunConfig, fresh: FreshRollouts, position: Stateful, parts: RunParts) -> RolloutSource:
+    """`fresh` itself where every step samples its own groups."""
+    if not isinstance(position, StreamAndOpenGroups):
+        return fresh
+    section = config.grpo.async_grpo
+    return RoundRollouts(
+        fresh,
+        parts.engine,
+        position,
+        section.max_trajectory_age_steps,
+        section.num_in_flight(config.grpo.num_prompts_per_step),
+        parts.max_steps,
+    )
 
 
 def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position: Stateful) -> RolloutSource:

@@ -14,7 +14,7 @@ from posttrain.data.entries import Entries
 from posttrain.data.readers import Item
 from posttrain.data.row_dataset import RowDataset
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
-from posttrain.roles import Algorithm, Engine, ShowProgress, Stateful, Trainer, WeightSync
+from posttrain.roles import Algorithm, RoundEngine, ShowProgress, Stateful, Trainer, WeightSync
 
 
 class Rows(Protocol):
@@ -40,10 +40,12 @@ class RunParts:
     """What an algorithm is built from, once the model is loaded."""
 
     policy: Trainer
-    engine: Engine
+    engine: RoundEngine
     weights: WeightSync
     show_progress: ShowProgress
+    announce: Callable[[str], None]  # takes the name of a stage of the step
     warn: Callable[[str], None]
+    max_steps: int  # of the run
     cleanup: ExitStack  # closed when the run ends
 
 
@@ -64,6 +66,11 @@ class Recipe(ABC):
     config: RunConfig
     presentation: ClassVar[Presentation]
     chat_form: ClassVar[type[ChatFormat]] = ChatFormat
+
+    @property
+    @abstractmethod
+    def unit(self) -> str:
+        """What a dataset of this kind of run is counted in, such as prompts."""
 
     def check(self) -> None:  # noqa: B027 - most kinds need nothing else
         """InputError if something that the run needs beside data and model is missing."""

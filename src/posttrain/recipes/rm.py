@@ -41,6 +41,10 @@ class RewardModelRecipe(Recipe):
         ),
     )
 
+    @property
+    def unit(self) -> str:
+        return "pairs"
+
     def prepare(self, chat: ChatFormat) -> Prepared:
         config, rm = self.config, self.config.rm
         load = partial(

@@ -37,6 +37,10 @@ class SftRecipe(Recipe):
         ),
     )
 
+    @property
+    def unit(self) -> str:
+        return "examples"
+
     def prepare(self, chat: ChatFormat) -> Prepared:
         config, sft = self.config, self.config.sft
 

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from posttrain.checkpointing import durable
 from posttrain.registry.errors import RegistryError
-from posttrain.registry.locking import PartialFolder, clear_abandoned
+from posttrain.registry.partial_folders import PartialFolder, clear_abandoned
 
 _MAX_THREADS = 8
 CHECKPOINT_FILES = ("config.yaml", "training_info.json", "policy/model.json")

@@ -75,12 +75,13 @@ def _changed_small_files(checkpoint: Path) -> list[str]:
     recorded = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))["files"]
     problems = []
     for name in CHECKPOINT_FILES:
-        if name in recorded:
-            path = checkpoint / name
-            if not path.is_file():
-                problems.append(f"{name} is missing")
-            elif [hashlib.sha256(path.read_bytes()).hexdigest()] != recorded[name]["sha256"]:
-                problems.append(f"{name} is not what was saved: its SHA-256 differs")
+        path = checkpoint / name
+        if name not in recorded:
+            problems += [f"{name} is not in {CHECKSUMS}"] if path.exists() else []
+        elif not path.is_file():
+            problems.append(f"{name} is missing")
+        elif [hashlib.sha256(path.read_bytes()).hexdigest()] != recorded[name]["sha256"]:
+            problems.append(f"{name} is not what was saved: its SHA-256 differs")
     return problems
 
 

@@ -22,7 +22,7 @@ from posttrain.models.accepted_names import REGISTRY_PREFIX
 from posttrain.registry.artifacts import Copy, Files, Progress, find_damage, measure, no_progress, put_in_place
 from posttrain.registry.errors import RegistryConflict, RegistryError
 from posttrain.registry.lineage import Lineage
-from posttrain.registry.locking import PartialFolder, clear_abandoned
+from posttrain.registry.partial_folders import PartialFolder, clear_abandoned
 from posttrain.registry.stages import (
     NO_VERSION,
     NOTHING_EXPECTED,

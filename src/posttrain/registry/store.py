@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 from posttrain.checkpointing import durable
 from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.locks import LockHeld, locked
 from posttrain.registry.errors import RegistryBusy, RegistryError
-from posttrain.registry.locking import exclusive
 
 DATABASE = "registry.db"
 ARTIFACTS = "artifacts"
@@ -90,7 +90,19 @@ class MlflowStore:
             except OSError as error:
                 raise RegistryError(f"{self.location.text}: cannot be created ({error.strerror or error})") from error
         lock = self.location.lock
-        with exclusive(lock, self.wait_s) if lock else nullcontext():
+        with ExitStack() as held:
+            try:
+                if lock is not None:
+                    held.enter_context(locked(lock, wait_s=self.wait_s))
+            except LockHeld as busy:
+                raise RegistryBusy(
+                    f"{self.location.text}: the registry is being written by {busy.holder or 'another process'}; waited "
+                    f"{self.wait_s:g} s, nothing was changed. Try again, or wait longer (--wait-s)"
+                ) from None
+            except OSError as error:
+                raise RegistryError(
+                    f"{lock}: cannot be opened for writing ({error.strerror}); do you have write access to the folder?"
+                ) from error
             self._create_database()
             yield
 

@@ -1,7 +1,8 @@
-"""Console output: a terminal gets colours and live progress bars, a log file plain lines.
+"""What a run prints, and the same in `logs/train.log` of its folder.
 
-A log file gets no control characters: no colours, no carriage returns, progress as a line every half minute. Text from models
-and tracebacks is sanitised here.
+A terminal gets colours, live progress bars and short forms; a console that is no terminal, and the log, get plain lines in the
+long form. Plain lines have no control characters: no colours, no carriage returns, progress as a line every half minute. Text
+from models and tracebacks is sanitised here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from posttrain.reporting.wording import Line, Style, duration, printable
@@ -30,6 +32,7 @@ RICH_STYLES: dict[Style, str] = {
 # For streams whose encoding lacks them.
 ASCII_FORMS = str.maketrans({"▶": ">", "•": "-", "│": "|", "→": "->", "…": "...", "×": "x"})
 PLAIN_PROGRESS_PERIOD_S = 30.0
+MAX_UNLOGGED = 10_000  # lines
 
 
 class Console:
@@ -40,6 +43,9 @@ class Console:
         self._clock = clock
         self._lock = threading.Lock()
         self._bars: _LiveBars | None = None
+        self._log: Path | None = None
+        self._may_log: Callable[[], bool] = lambda: True
+        self._unlogged: list[str] = []  # until there is a log that can be written
         if self.is_terminal:
             from rich.console import Console as RichConsole  # not needed for a log file
 
@@ -47,17 +53,48 @@ class Console:
             self._rich = RichConsole(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True)
             self._bars = None if quiet else _LiveBars(self._rich)
 
-    def show(self, lines: Sequence[Line], *, even_if_quiet: bool = False) -> None:
-        if not lines or (self.quiet and not even_if_quiet):
-            return
+    def log_to(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
+        """Append all that is shown from here on to a file as well, quiet or not, and what was shown so far."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
-            for line in lines:
-                text = self._encodable(printable(line.text))
+            self._log, self._may_log = path, may_write
+            self._append_to_log([])
+
+    def show(self, lines: Sequence[Line], *, even_if_quiet: bool = False) -> None:
+        self._put(lines, to_log=True, to_stream=even_if_quiet or not self.quiet)
+
+    def show_long_form(self, lines: Sequence[Line]) -> None:
+        """Lines of which a terminal gets a short form: see `show_short_form`."""
+        self._put(lines, to_log=True, to_stream=not self.quiet and not self.is_terminal)
+
+    def show_short_form(self, lines: Sequence[Line]) -> None:
+        self._put(lines, to_log=False, to_stream=not self.quiet and self.is_terminal)
+
+    def _put(self, lines: Sequence[Line], *, to_log: bool, to_stream: bool) -> None:
+        if not lines or not (to_log or to_stream):
+            return
+        plain = [printable(line.text) for line in lines]
+        with self._lock:
+            if to_log:
+                self._append_to_log(plain)
+            if not to_stream:
+                return
+            for line, text in zip(lines, plain, strict=True):
                 if self.is_terminal:
-                    self._rich.print(text, style=RICH_STYLES[line.style])
+                    self._rich.print(self._encodable(text), style=RICH_STYLES[line.style])
                 else:
-                    self._stream.write(text + "\n")
+                    self._stream.write(self._encodable(text) + "\n")
             self._stream.flush()
+
+    def _append_to_log(self, plain: Sequence[str]) -> None:
+        self._unlogged = [*self._unlogged, *plain][-MAX_UNLOGGED:]
+        if self._log is None or not self._unlogged:
+            return
+        with suppress(OSError):  # a full disk, or a folder that was deleted; the log must not end a run
+            if self._may_log():
+                with self._log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write("".join(f"{line}\n" for line in self._unlogged))
+            self._unlogged = []
 
     def _encodable(self, text: str) -> str:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"

@@ -26,6 +26,7 @@ from posttrain.reporting.report import write_report
 from posttrain.reporting.rows import (
     TOTAL_STEP,
     Hardware,
+    num_all_unscored,
     training_row,
     validation_row,
     without_non_finite,
@@ -36,6 +37,7 @@ from posttrain.reporting.run_files import (
     CONFIG_FILE,
     FINISHED,
     INFO_FILE,
+    LOG_FILE,
     METRICS_FILE,
     REPORT_FILE,
     ROLLOUTS_FOLDER,
@@ -51,7 +53,9 @@ from posttrain.reporting.run_files import (
 from posttrain.reporting.wording import Line
 
 if TYPE_CHECKING:
+    from posttrain.attempts import Attempt
     from posttrain.config.changes import ConfigChange
+    from posttrain.roles import Ending
     from posttrain.types import Group, StepReport
 
 SHORT_STEP_S = 2.0  # steps under this get one line
@@ -78,7 +82,9 @@ class RunRecorder:
         title: str = "",
         num_val_samples_to_print: int = 0,
         device_word: str = "device",
+        refit_remark: str = "",
         stream: TextIO | None = None,
+        attempt: Attempt | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = Path(folder)
@@ -90,6 +96,8 @@ class RunRecorder:
         self._title = title
         self._num_val_samples_to_print = num_val_samples_to_print
         self._device_word = device_word
+        self._refit_remark = refit_remark  # what handing new weights to the sampler means in this run
+        self._attempt = attempt  # None: nothing else writes to the folder
         self._clock = clock
         self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
         self._info: Row = {}
@@ -98,7 +106,8 @@ class RunRecorder:
         self._earlier_wall_s = 0.0
         self._marks: deque[float] = deque(maxlen=20)  # when the latest steps were recorded
         self._steps_are_short = False
-        self._header_shown_for: int | None = None
+        self._headed: dict[bool, int] = {}  # the step whose header was shown last, in the long and in the short form
+        self._stage_shown = ""
         self._last_full_block: float | None = None
         self._next_report = 0.0
         self._warnings: dict[str, Row] = {}
@@ -107,6 +116,8 @@ class RunRecorder:
         self._reasons_written: set[str] = set()
         self._unscored_shown = False
         self._traceback_shown = False
+        self._num_losses = 0  # how often the folder was found deleted
+        self._lost_step = 0  # rows and samples of the steps up to this one were in a folder that was deleted
         self._is_complete = False  # the run in the folder needs no more steps, so no file is changed
 
     # ------------------------------------------------------------------ the life of a run
@@ -119,7 +130,11 @@ class RunRecorder:
         if resumed_step > self._max_steps or (resumed_step == self._max_steps and is_finished):
             self._is_complete = True
             return
-        notes = open_run(self.folder, resumed_step)
+        if self._attempt is not None:
+            self._attempt.confirm()  # loading the model may have taken minutes
+            self._attempt.has_begun = True
+        notes, losses = open_run(self.folder, resumed_step)
+        self._open_log()
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
         changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
         changes += self._write_config(resumed_step)
@@ -140,6 +155,8 @@ class RunRecorder:
             "resumed_at_steps": resumed_at,
             "config_changes": changes,
         }
+        for loss in losses:
+            self.warn(loss)
         self._write_info("running")
         for note in notes:
             self.say(note)
@@ -147,8 +164,10 @@ class RunRecorder:
 
     def begin_step(self, step: int) -> None:
         """Show the header of a step above its stages. Without this call the header comes with the results."""
+        self._show_header(step, in_long_form=True)
+        self._show_stage("Preparing batch")
         if not self._steps_are_short:
-            self._show_header(step)
+            self._show_header(step, in_long_form=False)
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
         row = training_row(step, report, self._hardware)
@@ -170,28 +189,54 @@ class RunRecorder:
             self.warn(warning)
         self._refresh_report()
 
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str) -> Ending:
         """Write the final state of the run and show how it ended."""
+        if not self._is_complete:
+            self._confirm_folder()
+        rows = load_run(self.folder).rows
+        ending: Ending = "complete"
+        if num_rollouts := num_all_unscored(rows):
+            ending = "nothing scored"
+            reason += (
+                f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. {UNSCORED_FILE} has "
+                "the reasons; mend the reward, and begin again with --restart"
+            )
+        elif self._lost_step:
+            ending = "record lost"
+            reason += f", but {self.folder} was deleted meanwhile, and the rows and samples up to step {self._lost_step} are lost"
         if not self._is_complete:
             self._write_info(FINISHED if self._step >= self._max_steps else "ended early", reason)
             self._refresh_report(now=True)
-        rows = load_run(self.folder).rows
+            if self._step >= self._max_steps:
+                text = f"Max number of steps has been reached ({self._max_steps}), stopping training"
+                self._console.show_long_form([Line(text)])
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
         report = str(self.folder / REPORT_FILE)
         lines = wording.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report) + lines
         self._console.show(lines, even_if_quiet=True)
+        return ending
 
     # ------------------------------------------------------------------ single lines and progress
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        if text := wording.stage_of(label, total):
+            self._show_stage(text)
         return self._console.progress(label, total)
 
     def stage(self, text: str) -> None:
-        """One line when a stage begins, unless steps are too short to read it."""
+        """One line when a stage begins; not on a terminal while steps are too short to read it."""
+        line = self._show_stage(text)
         if not self._steps_are_short:
-            ending = "" if text.endswith((".", "!", "…")) else "..."
-            self._console.show([Line(f"▶ {text}{ending}", "muted")])
+            self._console.show_short_form([line])
+
+    def _show_stage(self, text: str) -> Line:
+        """A line of the long form. A stage that comes several times in a row, such as updates, is shown once."""
+        line = wording.stage_line(text)
+        if line.text != self._stage_shown:
+            self._stage_shown = line.text
+            self._console.show_long_form([line])
+        return line
 
     def say(self, text: str) -> None:
         self._console.show([Line(text)])
@@ -215,6 +260,7 @@ class RunRecorder:
     def _write(self, row: Row, *, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> Row:
         """Write everything of one step, the row of metrics last. Returns the row as written."""
         assert self._started is not None, "start() was not called"
+        self._confirm_folder()
         row, non_finite = without_non_finite(row)
         step, rollouts = row["step"], self.folder / ROLLOUTS_FOLDER
         for name, stage, groups in (
@@ -224,12 +270,41 @@ class RunRecorder:
             if groups:
                 write_rollouts(rollouts / f"{name}_{step}.jsonl.gz", groups)
                 self._write_unscored(step, stage, groups)
-        append_rows(self.folder / METRICS_FILE, [row])
+        try:
+            append_rows(self.folder / METRICS_FILE, [row])
+        except FileNotFoundError:  # the folder was deleted a moment ago
+            self._confirm_folder()
+            append_rows(self.folder / METRICS_FILE, [row])
         for key, value in non_finite.items():
             if key not in self._non_finite_named:
                 self._non_finite_named.add(key)
                 self.warn(f"{key} is {value} at step {step}; {METRICS_FILE} holds null for it")
         return row
+
+    def _confirm_folder(self) -> None:
+        """Before writing: Superseded if a newer attempt has the folder. What can be restored of a deleted one is."""
+        if self._attempt is None:
+            return
+        self._attempt.confirm()
+        if self._attempt.num_losses == self._num_losses:
+            return
+        self._num_losses = self._attempt.num_losses
+        self._lost_step = self._step
+        write_whole(self.folder / CONFIG_FILE, self._config_bytes())
+        self._open_log()
+        self.warn(
+            f"{self.folder} was deleted or replaced after step {self._step}. It is made again and the run goes on, but the rows, "
+            "samples and checkpoints that were in it are lost, and the run will not end with exit code 0"
+        )
+        self._write_info("running")
+
+    def _open_log(self) -> None:
+        attempt = self._attempt
+        may_write = (lambda: not attempt.is_superseded) if attempt is not None else lambda: True
+        self._console.log_to(self.folder / LOG_FILE, may_write)
+
+    def _config_bytes(self) -> bytes:
+        return self._config_yaml.encode("utf-8", "backslashreplace")
 
     def _write_unscored(self, step: int, stage: str, groups: tuple[Group, ...]) -> None:
         """Write the counts per reason. Rare reasons are summed up: a reward function may fail with a new message each time."""
@@ -258,7 +333,7 @@ class RunRecorder:
 
         Returns the settings that differ from those of the step before.
         """
-        path, content = self.folder / CONFIG_FILE, self._config_yaml.encode("utf-8", "backslashreplace")
+        path, content = self.folder / CONFIG_FILE, self._config_bytes()
         files = config_files(self.folder) if resumed_step else {}
         for from_step in [step for step in files if step > resumed_step]:
             files.pop(from_step).unlink()  # no remaining step was trained with it
@@ -300,32 +375,42 @@ class RunRecorder:
 
     # ------------------------------------------------------------------ console
 
-    def _show_header(self, step: int) -> None:
-        if self._header_shown_for != step:
-            self._header_shown_for = step
-            self._console.show([Line(""), wording.step_header(step, self._max_steps)])
+    def _show_header(self, step: int, *, in_long_form: bool) -> None:
+        if self._headed.get(in_long_form) == step:
+            return
+        self._headed[in_long_form] = step
+        show = self._console.show_long_form if in_long_form else self._console.show_short_form
+        show([Line(""), wording.step_header(step, self._max_steps)])
 
     def _show_step(self, row: Row, report: StepReport, validation: StepReport | None) -> None:
         step_s = row[f"timing/train/{TOTAL_STEP}"] or 0.0
+        self._stage_shown = ""
         self._steps_are_short = step_s < SHORT_STEP_S
         eta_s = self._eta_s(step_s)
         block_is_due = self._last_full_block is None or self._clock() - self._last_full_block >= FULL_BLOCK_PERIOD_S
-        if not self._steps_are_short or validation is not None or block_is_due:
+        self._show_header(row["step"], in_long_form=True)
+        has_short_block = not self._steps_are_short or validation is not None or block_is_due
+        if has_short_block:
             self._last_full_block = self._clock()
-            self._show_header(row["step"])
-            if validation is not None:
-                self._show_validation(row, validation)
-            block = wording.step_block(
-                self._presentation.results,
-                row,
-                report.groups,
-                device_word=self._device_word,
-                num_devices=self._hardware.num_devices,
-                eta_s=eta_s,
-            )
-            self._console.show(block)
-        else:
-            self._console.show([wording.step_line(self._presentation.results, row, self._max_steps, eta_s)])
+            self._show_header(row["step"], in_long_form=False)
+        if validation is not None:
+            self._show_validation(row, validation)
+        summary = wording.step_summary(self._presentation.results, row, report.groups)
+        block = wording.step_block(
+            self._presentation.results,
+            row,
+            report.groups,
+            device_word=self._device_word,
+            num_devices=self._hardware.num_devices,
+            eta_s=eta_s,
+            refit_remark=self._refit_remark,
+        )
+        if report.groups:
+            rollouts = self.folder / ROLLOUTS_FOLDER / f"step_{row['step']}.jsonl.gz"
+            summary.append(Line(f"Logged data to {rollouts}"))
+        self._console.show_long_form([*summary, *block])
+        line = wording.step_line(self._presentation.results, row, self._max_steps, eta_s)
+        self._console.show_short_form(block if has_short_block else [line])
 
     def _show_validation(self, row: Row, validation: StepReport) -> None:
         self._console.show(wording.validation_block(row, validation.num_samples))

@@ -52,6 +52,12 @@ def validation_row(step: int, report: StepReport) -> Row:
     return {"step": step} | _prefixed("validation", report.metrics) | _prefixed("timing/validation", timings)
 
 
+def num_all_unscored(rows: Sequence[Row]) -> float:
+    """The number of rollouts of a run of which not one could be scored; 0 for every other run."""
+    unscored, rollouts = (sum(row.get(f"train/{key}") or 0 for row in rows) for key in ("unscored", "num_samples"))
+    return rollouts if unscored == rollouts else 0
+
+
 def without_non_finite(row: Row) -> tuple[Row, dict[str, float]]:
     """The row with null for NaN and infinity, and the replaced values."""
     bad = {key: value for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
@@ -155,6 +161,7 @@ def _completion_row(rollout: Rollout) -> Row:
         "error": score.error,
         "finish_reason": rollout.completion.finish_reason,
         "num_tokens": rollout.completion.num_sampled,
+        "versions": rollout.completion.versions,
     }
 
 

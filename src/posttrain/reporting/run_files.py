@@ -6,8 +6,10 @@
     rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
     config.yaml                           the config that the run began with
     config_from_step_N.yaml               the config from step N on, where it differs from the one before
+    logs/train.log                        what the run printed, in the long form; appended to, and kept on resume
     run.json, report.html                 like the configs, written to a temporary name and renamed
     earlier_NNN/                          the same files of a run that used this folder before
+    attempts/NNNN.json                    see `attempts.py`
 
 Files are either appended to line by line, or written under a temporary name and renamed. A kill leaves at most a torn last
 line or a temporary file, and `open_run` repairs both.
@@ -29,10 +31,12 @@ ROLLOUTS_FOLDER = "rollouts"
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "run.json"
 REPORT_FILE = "report.html"
+LOG_FOLDER = "logs"
+LOG_FILE = f"{LOG_FOLDER}/train.log"
 FINISHED = "finished"  # the status in run.json of a run that has all its steps
 
 # Moved in this order. metrics.jsonl is last: as long as it is here, the move is not finished.
-FILES_OF_A_RUN = (REPORT_FILE, INFO_FILE, CONFIG_FILE, ROLLOUTS_FOLDER, UNSCORED_FILE, METRICS_FILE)
+FILES_OF_A_RUN = (REPORT_FILE, INFO_FILE, CONFIG_FILE, LOG_FOLDER, ROLLOUTS_FOLDER, UNSCORED_FILE, METRICS_FILE)
 TEMPORARY_SUFFIX = ".partial"
 
 Row = JsonObject
@@ -106,8 +110,9 @@ def newest_config(folder: Path) -> Path:
     return next(reversed(config_files(folder).values()), folder / CONFIG_FILE)
 
 
-def open_run(folder: Path, resumed_step: int) -> list[str]:
-    """Prepare the folder for the steps after `resumed_step`. Returns a line for each thing that had to be done.
+def open_run(folder: Path, resumed_step: int) -> tuple[list[str], list[str]]:
+    """Prepare the folder for the steps after `resumed_step`. Returns a line for each thing that had to be done, and one for
+    each part of the record that is missing.
 
     A fresh run (`resumed_step` 0) moves the files of an earlier run to `earlier_NNN/`. A resumed one truncates them to
     `resumed_step`, because the steps after it run again.
@@ -115,34 +120,44 @@ def open_run(folder: Path, resumed_step: int) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     notes = []
     if resumed_step == 0 and (folder / METRICS_FILE).exists():
-        notes.append(f"{folder} held an earlier run; its files are now in {_archive(folder).name}/")
-    notes += _truncate(folder / METRICS_FILE, resumed_step)
+        notes.append(f"{folder} held an earlier run; its files are now in {archive(folder).name}/")
+    last_row, changes = _truncate(folder / METRICS_FILE, resumed_step)
+    notes += changes
     _truncate(folder / UNSCORED_FILE, resumed_step)
     _remove_rollouts(folder / ROLLOUTS_FOLDER, resumed_step)
     for place in (folder, folder / ROLLOUTS_FOLDER):
         for torn in place.glob(f"*{TEMPORARY_SUFFIX}"):
             torn.unlink()
-    return notes
+    if not (folder / METRICS_FILE).exists() and resumed_step:
+        return notes, [f"{METRICS_FILE} is missing: the rows of the steps up to {resumed_step} are lost"]
+    if last_row < resumed_step:
+        return notes, [f"{METRICS_FILE} ends at step {last_row} although the run resumes at step {resumed_step}"]
+    return notes, []
 
 
-def _archive(folder: Path) -> Path:
+def archive(folder: Path, *, also: Sequence[str] = ()) -> Path:
+    """Move the files of a run, and entries of other names, to `earlier_NNN/`."""
     numbers = [int(path.name[8:]) for path in folder.glob("earlier_*") if path.name[8:].isdigit()]
     newest = max(numbers, default=0)
-    # A folder without metrics is an interrupted move, which this call finishes.
-    interrupted = newest > 0 and not (folder / f"earlier_{newest:03d}" / METRICS_FILE).exists()
-    target = folder / f"earlier_{newest if interrupted else newest + 1:03d}"
+    configs = [path.name for which in ("until", "from") for path in folder.glob(f"config_{which}_step_*.yaml")]
+    names = [name for name in [*also, *configs, *FILES_OF_A_RUN] if (folder / name).exists()]
+    # A folder without metrics is an interrupted move, which this call finishes, unless it has one of the files already.
+    last = folder / f"earlier_{newest:03d}"
+    interrupted = newest > 0 and not any((last / name).exists() for name in [METRICS_FILE, *names])
+    target = last if interrupted else folder / f"earlier_{newest + 1:03d}"
     target.mkdir(exist_ok=True)
-    names = [path.name for which in ("until", "from") for path in folder.glob(f"config_{which}_step_*.yaml")]
-    for name in [*names, *FILES_OF_A_RUN]:
-        if (folder / name).exists():
-            os.replace(folder / name, target / name)
+    for name in names:
+        os.replace(folder / name, target / name)
     return target
 
 
-def _truncate(path: Path, last_step: int) -> list[str]:
-    """Keep the rows up to `last_step`, byte for byte. The file is only rewritten if rows are removed."""
+def _truncate(path: Path, last_step: int) -> tuple[int, list[str]]:
+    """Keep the rows up to `last_step`, byte for byte. The file is only rewritten if rows are removed.
+
+    Returns the last step that has a row, and what was removed.
+    """
     if not path.exists():
-        return []
+        return 0, []
     notes, kept, last_kept_step, dropped = [], [], 0, 0
     for number, (line, row) in enumerate(parse_lines(path), start=1):
         if row is None:
@@ -157,9 +172,7 @@ def _truncate(path: Path, last_step: int) -> list[str]:
         write_whole(path, content)
     if dropped:
         notes.append(f"{path.name}: {dropped} rows after step {last_step} are removed; those steps run again")
-    if path.name == METRICS_FILE and last_kept_step < last_step:
-        notes.append(f"{path.name} ends at step {last_kept_step} although the run resumes at step {last_step}")
-    return notes
+    return last_kept_step, notes
 
 
 def rollout_step(path: Path) -> int | None:

@@ -1,7 +1,7 @@
-"""The text of a run's console output: step blocks, one-line steps, validation, samples, the final summary.
+"""The text of a run's output: stages, step blocks, one-line steps, validation, samples, the final summary.
 
-Pure functions from rows and groups to lines of text; `console.py` shows them. A block has NeMo RL's order: results, timing with
-percentages, performance.
+Pure functions from rows and groups to lines of text; `console.py` shows them. Stages and blocks have NeMo RL's words and
+order: results, timing with percentages, performance. docs/seeds.md compares them line by line.
 """
 
 from __future__ import annotations
@@ -41,13 +41,29 @@ VALIDATION_RESULTS = (
     ("rewards_chosen_mean", "Chosen Reward"),
     ("rewards_rejected_mean", "Rejected Reward"),
 )
+# Key, words, unit, and whether the sum over all devices is shown as well.
 THROUGHPUTS = (
-    ("samples_per_sec_per_gpu", "E2E (samples/s)"),
-    ("tokens_per_sec_per_gpu", "E2E (tokens/s)"),
-    ("policy_training_tokens_per_sec_per_gpu", "Policy training (tokens/s)"),
-    ("policy_and_reference_logprobs_tokens_per_sec_per_gpu", "Policy and reference logprobs (tokens/s)"),
-    ("training_worker_group_tokens_per_sec_per_gpu", "Training worker group (tokens/s)"),
-    ("generation_tokens_per_sec_per_gpu", "Generation (tokens/s)"),
+    ("samples_per_sec_per_gpu", "E2E", "Samples", True),
+    ("tokens_per_sec_per_gpu", "E2E", "Tokens", True),
+    ("policy_training_tokens_per_sec_per_gpu", "Policy Training", "Tokens", False),
+    ("policy_and_reference_logprobs_tokens_per_sec_per_gpu", "Policy and Reference Logprobs", "Tokens", False),
+    ("training_worker_group_tokens_per_sec_per_gpu", "Training Worker Group", "Tokens", True),
+    ("generation_tokens_per_sec_per_gpu", "Generation Worker Group", "Tokens", True),
+)
+# Stages that begin with a progress bar, by its label.
+STAGES = {
+    "generation": "Generating responses for batch of size {total}",
+    "scoring": "Processing rewards",
+    "logprobs": "Computing logprobs",
+    "training": "Training policy",
+}
+REFIT = "prepare_for_generation/transfer_and_update_weights"
+# Timings on the line that sums up a step.
+MAIN_STAGES = (
+    ("generation", "gen"),
+    ("reward_calculation", "reward"),
+    ("policy_and_reference_logprobs", "logprobs"),
+    ("policy_training", "train"),
 )
 
 
@@ -90,6 +106,54 @@ def step_header(step: int, max_steps: int) -> Line:
     return Line(f"{'=' * 25} Step {step}/{max_steps} {'=' * 25}", "header")
 
 
+def stage_of(label: str, total: int) -> str:
+    """The stage that a progress bar with this label begins; empty if it begins none."""
+    return STAGES.get(label, "").format(total=total)
+
+
+def stage_line(text: str) -> Line:
+    ending = "" if text.endswith((".", "!", "…")) else "..."
+    return Line(f"▶ {text}{ending}", "muted")
+
+
+def step_summary(results: Sequence[ShownMetric], row: Row, groups: Sequence[Group]) -> list[Line]:
+    """A step on four lines, which begin with [Generate], [Reward], [Train] and [Time]."""
+    timings = {key.removeprefix("timing/train/"): value or 0.0 for key, value in row.items()}
+    lines = []
+    if groups:
+        lines.append(Line(f"[Generate] {_counts(row, groups)} ({duration(timings.get('generation', 0.0))})"))
+        shown = [(name, row.get(f"train/{key}")) for name, key in REWARD_STATISTICS]
+        rewards = ", ".join(f"{name}={number(value)}" for name, value in shown)
+        lines.append(Line(f"[Reward]   {rewards if shown[0][1] is not None else 'no response could be scored'}"))
+    names = {metric.key: "kl" if metric.key == "kl_penalty" else metric.key for metric in results if metric.short_name}
+    trained = [f"{name}={number(row[f'train/{key}'])}" for key, name in names.items() if _is_of_training(key, row)]
+    lines.append(Line(f"[Train]    {', '.join(trained)}"))
+    parts = [f"{name}={duration(timings[stage])}" for stage, name in MAIN_STAGES if timings.get(stage)]
+    if "checkpointing" in timings:
+        parts.append(f"ckpt={duration(timings['checkpointing'])} {_OUTSIDE_A_STEP['checkpointing']}")
+    among = f" ({', '.join(parts)})" if parts else ""
+    return [*lines, Line(f"[Time]     total={duration(timings.get(TOTAL_STEP, 0.0))}{among}")]
+
+
+REWARD_STATISTICS = (("mean", "reward"), ("std", "reward_std"), ("min", "reward_min"), ("max", "reward_max"))
+
+
+def _is_of_training(key: str, row: Row) -> bool:
+    return f"train/{key}" in row and key not in ("reward", "filtered_reward", "mean_generation_length")
+
+
+def _counts(row: Row, groups: Sequence[Group]) -> str:
+    """Prompts x answers of each = responses, of the groups that were trained on."""
+    sizes = {len(group.rollouts) for group in groups}
+    total = sum(len(group.rollouts) for group in groups)
+    each = f" x {sizes.pop()} generations" if len(sizes) == 1 else ""
+    sampled = row.get("train/num_samples") or total
+    of_more = f", of {sampled:.0f} sampled" if sampled > total else ""
+    recorded = sum(not rollout.completion.logprobs for group in groups for rollout in group.rollouts)
+    of_these = f", {recorded} of them recorded" if recorded else ""
+    return f"{len(groups)} prompts{each} = {total} responses{of_more}{of_these}"
+
+
 def unscored_reasons(groups: Sequence[Group]) -> Counter[str]:
     scores = [rollout.score for group in groups for rollout in group.rollouts]
     return Counter(score.error or "no reason given" for score in scores if not score.scored)
@@ -103,6 +167,7 @@ def step_block(
     device_word: str,
     num_devices: int,
     eta_s: float | None,
+    refit_remark: str = "",
 ) -> list[Line]:
     lines = [Line("Training Results:", "title")]
     for metric in results:
@@ -113,7 +178,7 @@ def step_block(
     # Zero on-policy; worth watching when training on recorded answers.
     lines += [Line(f"  • {words}: {number(row[key])}") for key, words in SHIFTS if row.get(key)]
     lines += _unscored_lines(row, groups)
-    lines += _timing_lines(row, eta_s)
+    lines += _timing_lines(row, eta_s, refit_remark)
     lines += _performance_lines(row, device_word, num_devices)
     return lines
 
@@ -139,14 +204,15 @@ def _unscored_lines(row: Row, groups: Sequence[Group]) -> list[Line]:
 _OUTSIDE_A_STEP = {"checkpointing": "after the step before", "checkpoint_write": "in the background"}
 
 
-def _timing_lines(row: Row, eta_s: float | None) -> list[Line]:
+def _timing_lines(row: Row, eta_s: float | None, refit_remark: str) -> list[Line]:
     prefix = "timing/train/"
     timings = {key.removeprefix(prefix): value or 0.0 for key, value in row.items() if key.startswith(prefix)}
     total = timings.pop(TOTAL_STEP, 0.0)
     lines = [Line("Timing:", "title"), Line(f"  • Total step time: {duration(total)}")]
     for stage, seconds in sorted(timings.items(), key=lambda item: -item[1]):
         percent = 100 * seconds / total if total > 0 else 0.0
-        share = _OUTSIDE_A_STEP.get(stage, f"{percent:.1f}%")
+        remark = f", {refit_remark}" if stage == REFIT and refit_remark else ""
+        share = _OUTSIDE_A_STEP.get(stage, f"{percent:.1f}%{remark}")
         lines.append(Line(f"  • {stage}: {duration(seconds)} ({share})"))
     if eta_s is not None:
         lines.append(Line(f"  • Left for the run: about {duration(eta_s)}"))
@@ -159,17 +225,22 @@ def _performance_lines(row: Row, device_word: str, num_devices: int) -> list[Lin
         return []
     lines = [Line("Performance Metrics:", "title")]
     if "mean_total_tokens_per_sample" in rates:
-        lines.append(Line(f"  • Mean total tokens per sample: {rates['mean_total_tokens_per_sample']:.2f}"))
-    shown = [(words, rates[name]) for name, words in THROUGHPUTS if rates.get(name) is not None]
+        lines.append(Line(f"  • Mean Total Tokens per Sample: {rates['mean_total_tokens_per_sample']:.2f}"))
+    shown = [(rates[key], *rest) for key, *rest in THROUGHPUTS if rates.get(key) is not None]
     if shown:
         lines.append(Line(f"  • Throughputs (per {device_word}):"))
-        lines += [Line(f"    - {words}: {_rate(value)}") for words, value in shown]
+        per = f"sec/{device_word.lower()}"
+        lines += [Line(f"    - {words} ({unit}/{per}): {_rate(value)}") for value, words, unit, _ in shown]
+        lines.append(Line("  • Throughputs (per Group):"))
+        groups = [(value * num_devices, words, unit) for value, words, unit, is_of_group in shown if is_of_group]
+        lines += [Line(f"    - {words} ({unit}/sec): {_rate(value)}") for value, words, unit in groups]
     per_device = rates.get("train_flops_per_gpu")
     if per_device is not None:
         total = f"{_rate(per_device * num_devices)} TFLOPS"
         lines.append(Line(f"  • Training FLOPS: {total} ({_rate(per_device)} TFLOPS per {device_word})"))
-    if rates.get("train_mfu") is not None:
-        lines.append(Line(f"  • Training Model Floating Point Utilization: {100 * rates['train_mfu']:.2f}%"))
+        mfu = rates.get("train_mfu")
+        share = f"{100 * mfu:.2f}%" if mfu is not None else f"n/a (the peak of this {device_word} is not known)"
+        lines.append(Line(f"  • Training Model Floating Point Utilization: {share}"))
     return lines
 
 
@@ -216,7 +287,7 @@ def validation_block(row: Row, num_samples: int) -> list[Line]:
         lines.append(Line(f"  • Unscored: {found['unscored']:.0f}", "warning"))
     seconds = row.get(f"timing/validation/{TOTAL_VALIDATION}")
     if seconds:
-        lines.append(Line(f"  • Total validation time: {duration(seconds)}"))
+        lines += [Line("Validation Timing:", "title"), Line(f"  • Total validation time: {duration(seconds)}")]
     return lines
 
 

@@ -68,7 +68,7 @@ class FreshRollouts:
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
         clock = StageClock()
-        with clock("generation"):
+        with clock("data_processing"):
             tasks = list(self.stream.take(num_groups))
         groups = tuple(self.roll_out(tasks, step, clock))
         return TakenGroups(groups, groups, clock.spans)
@@ -78,7 +78,7 @@ class FreshRollouts:
         with clock("generation"):
             unscored = self.sample(tasks, step)
         with clock("reward_calculation"):
-            return self._score(tasks, unscored)
+            return self.score(tasks, unscored)
 
     def sample(self, tasks: Sequence[Task], step: int) -> list[list[UnscoredRollout]]:
         sampled = self._generate(self.label, tasks, self.num_samples, NoiseKey(self.seed, step))
@@ -94,7 +94,7 @@ class FreshRollouts:
         """`Completion.versions` of everything sampled in one call: the weights do not change during it."""
         return ((0, step if self.after_step else step - 1),)
 
-    def _score(self, tasks: Sequence[Task], unscored: Sequence[Sequence[UnscoredRollout]]) -> list[Group]:
+    def score(self, tasks: Sequence[Task], unscored: Sequence[Sequence[UnscoredRollout]]) -> list[Group]:
         flat = [(task, rollout) for task, samples in zip(tasks, unscored, strict=True) for rollout in samples]
         to_judge = [(task, rollout.to_judge) for task, rollout in flat if rollout.to_judge is not None]
         with self.show_progress("scoring", len(flat)) as progress:

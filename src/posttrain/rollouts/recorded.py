@@ -26,14 +26,14 @@ class RecordedRollouts:
     def take(self, num_groups: int, step: int) -> TakenGroups:
         """Recorded answers keep their recorded reward; fresh ones are scored."""
         clock = StageClock()
-        with clock("generation"):
+        with clock("data_processing"):
             tasks = list(self.stream.take(num_groups))
             groups = [Group(task, self.chosen(task)) for task in tasks]
         if self.fresh is not None:
             fresh = self.fresh.roll_out(tasks, step, clock)
             groups = [Group(old.task, old.rollouts + new.rollouts) for old, new in zip(groups, fresh, strict=True)]
         else:
-            clock.add({"reward_calculation": 0.0})  # every step reports the stage
+            clock.add({"generation": 0.0, "reward_calculation": 0.0})  # every step reports these stages
         return TakenGroups(tuple(groups), tuple(groups), clock.spans)
 
     def chosen(self, task: Task) -> tuple[Rollout, ...]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from posttrain.errors import InputError
 from posttrain.roles import Stateful
-from posttrain.types import Completion, Conversation, Group, Rollout, Score, Task, Utterance
+from posttrain.types import Completion, Conversation, Group, Rollout, Score, Task, Unfinished, Utterance
 
 SURPLUS = "dynamic_sampling"  # key in the checkpoint's state
 UNKNOWN_VERSION = -1  # of groups in a checkpoint from before versions were saved
 
-CLASSES = {cls.__name__: cls for cls in (Group, Task, Rollout, Completion, Score, Conversation, Utterance)}
+CLASSES = {cls.__name__: cls for cls in (Group, Task, Rollout, Completion, Unfinished, Score, Conversation, Utterance)}
 CLASS = "class"  # the key that names the class of a map
 NOT_SAVED = ("recorded",)
 # Fields that older checkpoints hold. The score of a conversation's turns is in the rollout's score as well.
@@ -63,6 +63,8 @@ def to_plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {"map": [(to_plain(key), to_plain(item)) for key, item in value.items()]}
     if isinstance(value, tuple):
+        if set(map(type, value)) <= {int, float}:  # the tokens of an answer
+            return value
         return tuple(to_plain(item) for item in value)
     if isinstance(value, list):
         return [to_plain(item) for item in value]
@@ -71,7 +73,7 @@ def to_plain(value: object) -> object:
 
 def from_plain(value: object) -> object:
     if isinstance(value, tuple):
-        return tuple(from_plain(item) for item in value)
+        return value if set(map(type, value)) <= {int, float} else tuple(from_plain(item) for item in value)
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):

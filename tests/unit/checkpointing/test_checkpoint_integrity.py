@@ -141,3 +141,79 @@ def test_syncing_leaves_no_descriptor_open(tmp_path: Path) -> None:
         durable.sync_folder(tmp_path)
         durable.write_text(tmp_path / "file", "y")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# -- the list itself -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    (tmp_path / "policy" / "weights").mkdir(parents=True)
+    (tmp_path / "policy" / "weights" / "model.safetensors").write_bytes(bytes(range(256)))
+    (tmp_path / "train_dataloader.pt").write_text("state")
+    (tmp_path / "config.yaml").write_text("sft: {}")
+    seal(tmp_path)
+    return tmp_path
+
+
+def change_list(folder: Path, change: object, *, as_before: bool) -> None:
+    """`as_before`: as earlier versions of posttrain wrote the list, without a checksum of its own."""
+    path = folder / "checksums.json"
+    content = json.loads(path.read_text())
+    change(content)  # type: ignore[operator]
+    if as_before:
+        content.pop("own_sha256", None)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("as_before", [False, True])
+@pytest.mark.parametrize("name", ["policy/weights/model.safetensors", "train_dataloader.pt", "config.yaml"])
+def test_a_dropped_entry_is_damage_although_the_file_is_there(sealed: Path, name: str, as_before: bool) -> None:
+    change_list(sealed, lambda content: content["files"].pop(name), as_before=as_before)
+    (sealed / name).write_bytes(b"changed")
+    (problem,) = find_damage(sealed)
+    assert (f"{name} is not in checksums.json" if as_before else "its own_sha256 differs") in problem
+
+
+@pytest.mark.parametrize("as_before", [False, True])
+def test_a_list_without_files_is_damage(sealed: Path, as_before: bool) -> None:
+    change_list(sealed, lambda content: content.update(files={}), as_before=as_before)
+    (problem,) = find_damage(sealed)
+    assert ("lists no files" if as_before else "its own_sha256 differs") in problem
+
+
+def test_every_flipped_bit_of_the_list_is_found_or_changes_no_entry(sealed: Path) -> None:
+    path = sealed / "checksums.json"
+    content = path.read_bytes()
+    before = json.loads(content)
+    for position in range(0, len(content), 3):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        if not find_damage(sealed):  # white space, or the name of the checksum itself
+            assert json.loads(path.read_text())["files"] == before["files"]
+
+
+def test_a_file_that_would_be_loaded_and_is_not_listed_is_damage(sealed: Path) -> None:
+    (sealed / "notes.txt").write_text("best run so far")
+    (sealed / "hf").mkdir()
+    (sealed / "hf" / "model.safetensors").write_text("converted later")
+    (sealed / "policy" / ".DS_Store").write_text("of the file browser")
+    assert find_damage(sealed) == []
+    (sealed / "policy" / "weights" / "pytorch_model.bin").write_text("planted")
+    assert find_damage(sealed) == ["policy/weights/pytorch_model.bin is not in checksums.json"]
+    assert find_damage(sealed, below="policy/weights") == ["policy/weights/pytorch_model.bin is not in checksums.json"]
+    assert find_damage(sealed, below="policy/tokenizer") == []
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other/file", "policy/../../file"])
+def test_a_list_that_names_files_outside_of_the_folder_is_damage(sealed: Path, name: str) -> None:
+    entry = {"size": 1, "sha256": ["00"]}
+    change_list(sealed, lambda content: content["files"].update({name: entry}), as_before=True)
+    (problem,) = find_damage(sealed)
+    assert "outside of the folder" in problem
+
+
+def test_a_list_of_an_earlier_version_is_accepted(sealed: Path) -> None:
+    change_list(sealed, lambda content: None, as_before=True)
+    assert find_damage(sealed) == []

@@ -16,7 +16,7 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGHUP, 85), (signal.SIGINT, 130)])
 def test_the_first_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     with Interruption() as interruption:
         assert interruption.active
@@ -62,6 +62,18 @@ def test_the_handlers_that_were_there_come_back_even_after_an_exception() -> Non
         fail_inside()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     assert not interruption.active
+
+
+def test_an_ignored_sighup_stays_ignored() -> None:
+    """`nohup` starts a command that way."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            send(signal.SIGHUP)
+            assert interruption.signal is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_outside_the_main_thread_it_is_inactive() -> None:

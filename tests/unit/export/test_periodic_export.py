@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from posttrain.export.convert import PeriodicExport
 
 
 def test_weights_that_are_not_finite_are_saved_without_a_copy(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "tmp_step_8"
+    checkpoint = tmp_path / "tmp_step_8.1"
     shutil.copytree(save_model(tmp_path / "model"), checkpoint / "policy/weights/model")
     file = checkpoint / "policy/weights/model/model.safetensors"
     weights = load_file(file)
@@ -22,6 +23,7 @@ def test_weights_that_are_not_finite_are_saved_without_a_copy(tmp_path: Path) ->
     PeriodicExport(warnings.append)(checkpoint)
     assert not warnings
     assert (checkpoint / "hf/model.safetensors").is_file()
+    assert json.loads((checkpoint / "hf/conversion.json").read_text())["step"] == 8
     shutil.rmtree(checkpoint / "hf")
 
     weights["model.norm.weight"][0] = float("inf")

@@ -20,9 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from posttrain.cli.main import main
 from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.errors import InputError
+from posttrain.export.conversion_input import read_model_config
 from posttrain.export.verification import loaded_logits
 from posttrain.export.weight_names import WeightShapes
 from posttrain.models.accepted_names import resolve_model
+from posttrain.models.loading import load_model, load_tokenizer
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 Refused = Callable[..., str]
@@ -299,3 +301,21 @@ def test_unfitting_adapter_is_explained(adapter: Path) -> None:
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(InputError, match=r"has an adapter_config\.json but no weights"):
         load_for_sampling(str(adapter), device="cpu")
+
+
+@pytest.mark.parametrize("overrides", [{}, {"trust_remote_code": True}])
+def test_code_in_a_model_folder_never_runs(tmp_path: Path, overrides: dict[str, bool]) -> None:
+    """Also not where the config of a checkpoint asks for it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.T", None]}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": auto_map}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": auto_map}))
+    (folder / "code.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
+    with pytest.raises(InputError):
+        read_model_config(str(folder), overrides, "the model")
+    with pytest.raises(InputError):
+        load_model(str(folder), torch.float32, torch.device("cpu"), overrides)
+    with pytest.raises(InputError):
+        load_tokenizer(str(folder))
+    assert not (tmp_path / "ran").exists()

@@ -20,6 +20,7 @@ from posttrain.pipeline.kpi import KpiRow
 from posttrain.pipeline.kpi_plot import kpi_svg
 from posttrain.pipeline.lock import only_runner
 from posttrain.pipeline.page import HEADINGS, cells
+from posttrain.pipeline.stages import train
 from posttrain.pipeline.stages.train import choose_checkpoint
 from posttrain.pipeline.training_process import run_training
 
@@ -73,6 +74,26 @@ def test_the_exit_code_of_a_training_comes_back(tmp_path: Path, capfd: pytest.Ca
     config.write_text("dpo: {max_num_stepz: 3}\n")
     assert run_training("dpo", config, quiet=True, lock=None) == 64
     assert "did you mean `dpo.max_num_steps`" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ended_with", "code", "words"),
+    [
+        (65, 65, "not one rollout could be scored"),
+        (75, 75, "another process is training in this folder"),
+        (76, 76, "another process is training in this folder"),
+        (85, 85, "stopped, saved"),
+        (64, 64, "refused its input"),
+        (1, 1, "crashed"),
+        (-9, 1, "killed by signal 9"),
+    ],
+)
+def test_training_that_did_not_succeed_stops_the_pipeline_with_the_reason(
+    ended_with: int, code: int, words: str
+) -> None:
+    found, message = train._ended(ended_with, "grpo")
+    assert found == code
+    assert words in message
 
 
 @pytest.mark.parametrize(

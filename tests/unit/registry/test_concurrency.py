@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.locks import locked
 from posttrain.registry import Lineage, Registry, RegistryBusy
-from posttrain.registry.locking import exclusive
 from posttrain.registry.store import DATABASE, LOCK
 
 NUM_PROCESSES = int(os.environ.get("POSTTRAIN_TEST_PROMOTIONS", "5"))
@@ -84,7 +84,7 @@ def test_concurrent_promotions_leave_one_production_version_and_a_full_history(
 
 
 def _hold(path: Path, held: multiprocessing.synchronize.Event) -> None:
-    with exclusive(path, 1):
+    with locked(path, wait_s=1):
         held.set()
         time.sleep(60)
 

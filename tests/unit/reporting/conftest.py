@@ -23,6 +23,11 @@ class FakeClock:
         return self.now
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @dataclass
 class Bench:
     """One run folder, and the recorders that work on it one after another."""
@@ -31,8 +36,8 @@ class Bench:
     clock: FakeClock = field(default_factory=FakeClock)
     stream: io.StringIO = field(default_factory=io.StringIO)
 
-    def recorder(self, resumed_step: int = 0, **changes: Any) -> RunRecorder:
-        options: dict[str, Any] = {
+    def options(self, **changes: Any) -> dict[str, Any]:
+        return {
             "presentation": GrpoRecipe.presentation,
             "max_steps": 10,
             "num_devices": 2,
@@ -41,8 +46,10 @@ class Bench:
             "config_yaml": "grpo:\n  max_num_steps: 10\n",
             "stream": self.stream,
             "clock": self.clock,
-        }
-        recorder = RunRecorder(self.folder, **(options | changes))
+        } | changes
+
+    def recorder(self, resumed_step: int = 0, **changes: Any) -> RunRecorder:
+        recorder = RunRecorder(self.folder, **self.options(**changes))
         recorder.start(resumed_step)
         return recorder
 
@@ -53,10 +60,21 @@ class Bench:
     def output(self) -> str:
         return self.stream.getvalue()
 
+    @property
+    def log(self) -> str:
+        return (self.folder / "logs" / "train.log").read_text()
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path / "run")
+
+
+@pytest.fixture
+def on_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return Bench(tmp_path / "run_on_terminal", stream=Terminal())
 
 
 def make_group(

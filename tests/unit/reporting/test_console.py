@@ -57,6 +57,7 @@ def test_plain_progress_prints_every_half_minute_with_the_time_left(bench: Any) 
             bench.clock.now += 1.0
             advance(1)
     assert bench.output[start:].splitlines() == [
+        "▶ Generating responses for batch of size 100...",
         "  generation: 30/100 (30%), about 1m 10s left",
         "  generation: 60/100 (60%), about 40.0s left",
         "  generation: 90/100 (90%), about 10.0s left",
@@ -100,12 +101,12 @@ def test_symbols_are_replaced_where_the_encoding_lacks_them() -> None:
     assert raw.getvalue() == b"> a -> b\n??\n"
 
 
-def test_one_line_steps_fit_into_120_columns(bench: Any) -> None:
+def test_one_line_steps_fit_into_120_columns(on_terminal: Any) -> None:
     metrics = {"loss": -0.0123, "reward": 0.5, "mean_generation_length": 1234.5, "kl_penalty": 1e-9, "grad_norm": 12.0}
-    recorder = bench.recorder(max_steps=10_000)
+    recorder = on_terminal.recorder(max_steps=10_000)
     for step in (1, 10_000):
         recorder.record_step(step, StepReport(metrics, {"total_step_time": 1.99}), None)
-    line = next(line for line in bench.output.splitlines() if line.startswith("step 10000/10000"))
+    line = next(line for line in on_terminal.output.splitlines() if line.startswith("step 10000/10000"))
     assert "kl 1.00e-09" in line
     assert len(line) <= 120
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
+import shutil
 from typing import Any
 
 import pytest
 
+from posttrain.attempts import Attempt
+from posttrain.errors import Superseded
 from posttrain.recipes.dpo import DpoRecipe
 from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.recipes.recipe import Recipe
@@ -19,21 +23,111 @@ from posttrain.reporting import recorder as recorder_module
 from posttrain.types import Score, StepReport
 
 
-def test_step_block_has_results_timing_with_percent_and_throughput(bench: Any, report: Any) -> None:
-    recorder = bench.recorder(device_word="GPU", flops_per_token=1e10, peak_flops_per_device=1e13, max_steps=100)
+def test_step_block_has_the_lines_of_the_guides_in_their_order(bench: Any, group: Any, report: Any) -> None:
+    recorder = bench.recorder(
+        device_word="GPU", flops_per_token=1e10, peak_flops_per_device=1e13, max_steps=100, refit_remark="shared"
+    )
     recorder.begin_step(5)
-    recorder.stage("Generating responses for batch of size 512")
-    recorder.record_step(5, report(5), None)
-    lines = bench.output.splitlines()
-    header = lines.index("========================= Step 5/100 =========================")
-    assert lines[header + 1] == "▶ Generating responses for batch of size 512..."
-    assert lines[header + 2 :][:3] == ["Training Results:", "  • Loss: 0.0200", "  • Avg Reward: 0.5000"]
-    assert "  • Total step time: 8.00s" in lines
-    assert lines.index("  • generation: 4.00s (50.0%)") < lines.index("  • policy_training: 2.00s (25.0%)")
-    assert "  • Throughputs (per GPU):" in lines
-    assert "    - E2E (tokens/s): 62.50" in lines
-    assert "  • Training FLOPS: 5.00 TFLOPS (2.50 TFLOPS per GPU)" in lines
-    assert "  • Training Model Floating Point Utilization: 25.00%" in lines
+    with recorder.progress("generation", 512), recorder.progress("scoring", 512):
+        pass
+    for _ in range(2):  # two updates of one step
+        with recorder.progress("training", 4):
+            pass
+    metrics = {"reward_std": 0.25, "reward_min": 0.0, "reward_max": 1.0}
+    timings = {"generation": 4.0, "reward_calculation": 1.0, "policy_training": 2.0, "total_step_time": 8.0}
+    timings |= {"prepare_for_generation/transfer_and_update_weights": 0.0, "checkpointing": 0.5}
+    step = report(5, groups=(group(0), group(1)), **metrics)
+    recorder.record_step(5, dataclasses.replace(step, timings_s=timings), None)
+    block = bench.output[bench.output.index("=====") :]
+    assert block.splitlines() == [
+        "========================= Step 5/100 =========================",
+        "▶ Preparing batch...",
+        "▶ Generating responses for batch of size 512...",
+        "▶ Processing rewards...",
+        "▶ Training policy...",
+        "[Generate] 2 prompts x 2 generations = 4 responses (4.00s)",
+        "[Reward]   mean=0.5000, std=0.2500, min=0.0000, max=1.0000",
+        "[Train]    loss=0.0200, kl=0.0050, grad_norm=0.3333",
+        "[Time]     total=8.00s (gen=4.00s, reward=1.00s, train=2.00s, ckpt=0.50s after the step before)",
+        f"Logged data to {bench.folder}/rollouts/step_5.jsonl.gz",
+        "Training Results:",
+        "  • Loss: 0.0200",
+        "  • Avg Reward: 0.5000",
+        "  • KL: 0.0050",
+        "  • Grad Norm: 0.3333",
+        "  • Unscored: 0 of 4",
+        "Timing:",
+        "  • Total step time: 8.00s",
+        "  • generation: 4.00s (50.0%)",
+        "  • policy_training: 2.00s (25.0%)",
+        "  • reward_calculation: 1.00s (12.5%)",
+        "  • checkpointing: 0.50s (after the step before)",
+        "  • prepare_for_generation/transfer_and_update_weights: 0.00s (0.0%, shared)",
+        "  • Left for the run: about 12m 40s",
+        "Performance Metrics:",
+        "  • Mean Total Tokens per Sample: 50.00",
+        "  • Throughputs (per GPU):",
+        "    - E2E (Samples/sec/gpu): 1.25",
+        "    - E2E (Tokens/sec/gpu): 62.50",
+        "    - Policy Training (Tokens/sec/gpu): 250.00",
+        "    - Training Worker Group (Tokens/sec/gpu): 250.00",
+        "    - Generation Worker Group (Tokens/sec/gpu): 125.00",
+        "  • Throughputs (per Group):",
+        "    - E2E (Samples/sec): 2.50",
+        "    - E2E (Tokens/sec): 125.00",
+        "    - Training Worker Group (Tokens/sec): 500.00",
+        "    - Generation Worker Group (Tokens/sec): 250.00",
+        "  • Training FLOPS: 5.00 TFLOPS (2.50 TFLOPS per GPU)",
+        "  • Training Model Floating Point Utilization: 25.00%",
+    ]
+
+
+def test_utilisation_of_a_device_without_a_known_peak_is_not_a_number(bench: Any, report: Any) -> None:
+    bench.recorder(flops_per_token=1e10).record_step(1, report(), None)
+    assert "Training Model Floating Point Utilization: n/a (the peak of this device is not known)" in bench.output
+
+
+def test_generate_line_says_what_was_sampled_beyond_and_what_was_recorded(bench: Any, group: Any, report: Any) -> None:
+    fresh, recorded = group(0), group(1, ("a",))
+    completion = dataclasses.replace(recorded.rollouts[0].completion, logprobs=())
+    recorded = dataclasses.replace(
+        recorded, rollouts=(dataclasses.replace(recorded.rollouts[0], completion=completion),)
+    )
+    bench.recorder().record_step(1, report(groups=(fresh, recorded), num_samples=8), None)
+    assert "[Generate] 2 prompts = 3 responses, of 8 sampled, 1 of them recorded (4.00s)" in bench.output
+
+
+def test_step_without_a_scored_response_says_so(bench: Any, group: Any) -> None:
+    failed = (Score(None, error="time-out"), Score(None, error="time-out"))
+    report = StepReport({"loss": 0.0}, {"total_step_time": 1.0}, (group(scores=failed),), 10, 2)
+    bench.recorder().record_step(1, report, None)
+    assert "[Reward]   no response could be scored\n" in bench.output
+
+
+def test_plain_console_and_log_get_every_block_of_short_steps(bench: Any, on_terminal: Any, report: Any) -> None:
+    for place in (bench, on_terminal):
+        recorder = place.recorder(max_steps=3, quiet=False)
+        for step in (1, 2, 3):
+            recorder.begin_step(step)
+            recorder.record_step(step, report(step, step_s=0.5), None)
+        recorder.finish("finished")
+        assert re.findall(r"= Step (\d)/3 =", place.log) == ["1", "2", "3"]
+        assert place.log.count("[Train] ") == 3
+        assert place.log.count("Max number of steps has been reached (3)") == 1
+    assert bench.output == bench.log
+    assert re.findall(r"= Step (\d)/3 =", on_terminal.output) == ["1"]
+    assert "[Train]" not in on_terminal.output
+
+
+def test_log_has_what_was_said_before_the_folder_was_opened_and_what_quiet_hides(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(quiet=True)
+    recorder.record_step(1, report(), None)
+    assert "Training Results:" in bench.log
+    assert bench.output == ""
+    early = RunRecorder(bench.folder, **bench.options(stream=io.StringIO()))
+    early.warn("2 rows left out")
+    early.start(1)
+    assert bench.log.index("Training Results:") < bench.log.index("2 rows left out"), "a resumed run appends"
 
 
 def test_header_comes_with_the_results_without_begin_step(bench: Any, report: Any) -> None:
@@ -42,18 +136,18 @@ def test_header_comes_with_the_results_without_begin_step(bench: Any, report: An
     assert bench.output.count("= Step 1/10 =") == 1
 
 
-def test_short_steps_get_one_line_and_a_periodic_block(bench: Any, report: Any) -> None:
-    recorder = bench.recorder(max_steps=100)
+def test_short_steps_get_one_line_and_a_periodic_block_on_a_terminal(on_terminal: Any, report: Any) -> None:
+    recorder = on_terminal.recorder(max_steps=100)
     for step in range(1, 31):
-        bench.clock.now += 1.0
+        on_terminal.clock.now += 1.0
         recorder.begin_step(step)
         recorder.stage("Training policy")
         recorder.record_step(step, report(step, step_s=0.5), report() if step == 25 else None)
-    blocks = [int(step) for step in re.findall(r"= Step (\d+)/100 =", bench.output)]
-    single = [int(step) for step in re.findall(r"^step +(\d+)/100 ", bench.output, re.MULTILINE)]
+    blocks = [int(step) for step in re.findall(r"= Step (\d+)/100 =", on_terminal.output)]
+    single = [int(step) for step in re.findall(r"^step +(\d+)/100 ", on_terminal.output, re.MULTILINE)]
     assert blocks == [1, 11, 21, 25]  # the first, every ten seconds, and with a validation
     assert sorted(blocks + single) == list(range(1, 31))
-    assert bench.output.count("▶ Training policy...") == 1  # only before the steps turned out to be short
+    assert on_terminal.output.count("▶ Training policy...") == 1  # only before the steps turned out to be short
 
 
 @pytest.mark.parametrize(
@@ -108,6 +202,7 @@ def test_validation_before_training_is_a_row_of_step_0(bench: Any, group: Any) -
 
 def test_warning_is_shown_once_counted_and_in_the_report(bench: Any, report: Any) -> None:
     recorder = bench.recorder()
+    recorder.record_step(1, report(1), None)
     for _ in range(3):
         recorder.warn("all rewards are equal")
     recorder.warn("something else")
@@ -280,3 +375,48 @@ def test_resumed_run_has_the_rows_of_an_uninterrupted_one(tmp_path: Any, report:
         return (tmp_path / name / "metrics.jsonl").read_bytes()
 
     assert run("resumed", [(0, 5), (2, 3), (2, 6)]) == run("whole", [(0, 6)])
+
+
+# -- one writer, and a folder that goes away ---------------------------------------------------------------------------
+
+
+def test_an_attempt_that_was_superseded_writes_no_row(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder))
+    recorder.record_step(1, report(1), None)
+    (bench.folder / "attempts" / "0002.json").write_text("{}")
+    before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
+    recorder.stage("Generating responses")
+    for write in (lambda: recorder.record_step(2, report(2), None), lambda: recorder.finish("finished")):
+        with pytest.raises(Superseded):
+            write()
+    assert {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_deleted_folder_is_made_again_and_the_end_names_the_lost_steps(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder), max_steps=4)
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            shutil.rmtree(bench.folder)
+            recorder.stage("Generating responses")
+        recorder.record_step(step, report(step), None)
+    assert recorder.finish("finished") == "record lost"
+    assert [row["step"] for row in bench.rows()] == [3, 4]
+    assert {path.name for path in bench.folder.iterdir()} >= {"config.yaml", "run.json", "report.html", "attempts"}
+    assert bench.output.count("was deleted or replaced after step 2") == 1
+    assert "Generating responses" in (bench.folder / "logs" / "train.log").read_text()
+    assert "the rows and samples up to step 2 are lost" in bench.output
+
+
+def test_a_run_without_any_score_says_so_at_its_end_and_when_started_again(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(max_steps=2)
+    for step in (1, 2):
+        recorder.record_step(step, report(step, unscored=20, num_samples=20), None)
+    assert recorder.finish("finished") == "nothing scored"
+    assert "finished, but not one of the 40 rollouts could be scored" in bench.output
+    assert bench.recorder(resumed_step=2, max_steps=2).finish("nothing to do") == "nothing scored"
+
+
+def test_one_score_makes_a_run_count(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(max_steps=1)
+    recorder.record_step(1, report(1, unscored=19, num_samples=20), None)
+    assert recorder.finish("finished") == "complete"

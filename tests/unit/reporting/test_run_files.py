@@ -31,7 +31,7 @@ def test_file_torn_at_any_byte_is_repaired_to_its_complete_rows(tmp_path: Any) -
 def test_row_appended_after_a_repair_is_readable(tmp_path: Any) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "train/lo')
-    notes = open_run(tmp_path, resumed_step=1)
+    notes, _ = open_run(tmp_path, resumed_step=1)
     append_rows(path, [{"step": 2}])
     assert [row["step"] for row in read_rows(path)] == [1, 2]
     assert any("line 2 was torn" in note for note in notes)
@@ -41,14 +41,19 @@ def test_rows_after_the_resumed_step_are_removed_and_others_keep_their_bytes(tmp
     path = tmp_path / "metrics.jsonl"
     kept = b'{"step":1,  "train/loss": 0.30000000000000004}\n'
     path.write_bytes(kept + b'{"step": 2}\n{"step": 3}\n')
-    notes = open_run(tmp_path, resumed_step=1)
+    notes, _ = open_run(tmp_path, resumed_step=1)
     assert path.read_bytes() == kept
     assert any("2 rows after step 1 are removed" in note for note in notes)
 
 
 def test_gap_between_rows_and_checkpoint_is_reported(tmp_path: Any) -> None:
     append_rows(tmp_path / "metrics.jsonl", [{"step": 1}])
-    assert any("ends at step 1 although the run resumes at step 4" in note for note in open_run(tmp_path, 4))
+    assert open_run(tmp_path, 4) == ([], ["metrics.jsonl ends at step 1 although the run resumes at step 4"])
+
+
+def test_missing_rows_are_reported(tmp_path: Any) -> None:
+    assert open_run(tmp_path, 4) == ([], ["metrics.jsonl is missing: the rows of the steps up to 4 are lost"])
+    assert open_run(tmp_path, 0) == ([], [])
 
 
 def test_only_objects_with_a_step_are_rows(tmp_path: Any) -> None:
@@ -78,7 +83,7 @@ def test_fresh_run_archives_an_earlier_one_and_reports_it(bench: Any, group: Any
         recorder.finish("done")
     assert sorted(path.name for path in bench.folder.glob("earlier_*")) == ["earlier_001", "earlier_002"]
     for earlier in bench.folder.glob("earlier_*"):
-        assert {path.name for path in earlier.iterdir()} == {*FILES, "rollouts"}
+        assert {path.name for path in earlier.iterdir()} == {*FILES, "logs", "rollouts"}
         assert (earlier / "rollouts" / "step_1.jsonl.gz").exists()
     assert len(bench.rows()) == 1
     assert "its files are now in earlier_002/" in bench.output
@@ -89,7 +94,7 @@ def test_interrupted_archiving_is_finished_in_the_same_folder(bench: Any, report
     (bench.folder / "earlier_001").mkdir()
     (bench.folder / "run.json").rename(bench.folder / "earlier_001" / "run.json")  # killed after the first file
     bench.recorder()
-    assert {path.name for path in (bench.folder / "earlier_001").iterdir()} == set(FILES)
+    assert {path.name for path in (bench.folder / "earlier_001").iterdir()} == {*FILES, "logs"}
     assert not (bench.folder / "earlier_002").exists()
 
 
@@ -163,6 +168,7 @@ def test_rollout_row_has_the_group(bench: Any, group: Any, report: Any) -> None:
                 "error": None,
                 "finish_reason": "stop",
                 "num_tokens": 8,
+                "versions": [],
             },
             {
                 "text": "",
@@ -172,6 +178,7 @@ def test_rollout_row_has_the_group(bench: Any, group: Any, report: Any) -> None:
                 "error": "timeout after 5 s",
                 "finish_reason": "stop",
                 "num_tokens": 1,
+                "versions": [],
             },
         ],
     }

@@ -33,7 +33,7 @@ def test_recorded_answers_keep_their_rewards_and_have_no_logprobs() -> None:
     assert [group.rewards for group in taken.groups] == [[0.0, 0.1, 0.2]] * 2
     assert all(rollout.completion.logprobs == () for group in taken.groups for rollout in group.rollouts)
     assert taken.sampled == taken.groups
-    assert list(taken.timings_s) == ["generation", "reward_calculation"]
+    assert list(taken.timings_s) == ["data_processing", "generation", "reward_calculation"]
 
 
 def test_choice_among_many_recorded_answers_varies_by_draw_and_is_reproducible() -> None:
@@ -57,4 +57,4 @@ def test_fresh_answers_follow_the_recorded_ones_and_only_they_are_judged() -> No
     assert judge.seen == [f"new {s} to {d} in step 7" for d in range(2) for s in range(2)]
     versions = [rollout.completion.versions for rollout in taken.groups[1].rollouts]
     assert versions == [(), (), ((0, 6),), ((0, 6),)], "step 7 samples with the weights after 6 steps"
-    assert list(taken.timings_s) == ["generation", "reward_calculation"]
+    assert list(taken.timings_s) == ["data_processing", "generation", "reward_calculation"]

@@ -110,6 +110,13 @@ class Driver:
         request.unfinished.clear()
         self._forget(request)
 
+    def interrupt(self) -> list[Update]:
+        """Read the tokens in flight and cancel all requests. Unfinished samples keep their tokens."""
+        updates = self._read_all()
+        for request in list(self._requests.values()):
+            self.cancel(request)
+        return updates
+
     def _forget(self, request: Request) -> None:
         self.scheduler.forget(request.group)
         del self._requests[request.group]

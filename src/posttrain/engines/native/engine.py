@@ -6,8 +6,8 @@ for the next call, together with the CUDA graphs that contain their addresses, u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import ConfigDict, PositiveInt
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.config.generation import NativeConfig
 from posttrain.engines.native.attention import DenseDecode, PagedDecode
 from posttrain.engines.native.decoding import SingleBackend
-from posttrain.engines.native.driver import Driver, NanLogits, Request
+from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
 from posttrain.engines.native.forward import ForwardPass
 from posttrain.engines.native.graphs import DecodeGraphs
 from posttrain.engines.native.kv_cache import PagedKvCache, num_pages_for_call
@@ -30,7 +30,16 @@ from posttrain.errors import InputError
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.runtime import evaluation_mode
 from posttrain.roles import Progress
-from posttrain.types import SMALLEST_TEMPERATURE, Completion, NoiseKey, Sampling, Task
+from posttrain.types import (
+    SMALLEST_TEMPERATURE,
+    Completion,
+    NoiseKey,
+    OpenGroup,
+    Quota,
+    Sampling,
+    Task,
+    Unfinished,
+)
 
 
 class NativeSettings(NativeConfig):
@@ -110,8 +119,7 @@ class NativeEngine:
         _check(sampling, num_samples)
         if limits is not None and (len(limits) != len(tasks) or min(limits, default=1) < 1):
             raise InputError(f"limits has {len(limits)} numbers for {len(tasks)} tasks: one of at least 1 for each")
-        stop = StopRules.of(self.forward.base, self.tokenizer, sampling)
-        sampler = TokenSampler(sampling, self.vocab_size)
+        stop, sampler = self._rules(sampling)
         requests = []
         for task, limit in zip(tasks, limits or [sampling.max_new_tokens] * len(tasks), strict=True):
             group = self._group(task, min(sampling.max_new_tokens, limit))
@@ -124,6 +132,55 @@ class NativeEngine:
             with evaluation_mode(self.model):
                 self._run(requests, num_samples, progress)
         return [[self._completion(sample) for sample in request.samples] for request in requests]
+
+    @torch.no_grad()
+    def sample_round(
+        self,
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        seed: int,
+        quota: Quota,
+        progress: Progress | None = None,
+    ) -> list[OpenGroup]:
+        """Sample until `quota` is met. The keys and values of unfinished answers are recomputed with the current weights."""
+        _check(sampling, 1)
+        stop, sampler = self._rules(sampling)
+        requests: dict[int, Request] = {}  # by place in `groups`
+        for place, group in enumerate(groups):
+            prompt = self._group(group.task, sampling.max_new_tokens)
+            first = group.task.first_sample
+            samples = [
+                _continued(answer, prompt, index, sequence_key(seed, group.born, group.task.draw, index), stop)
+                for index, answer in enumerate(group.answers, start=first)
+                if isinstance(answer, Unfinished)
+            ]
+            if samples:
+                requests[place] = Request(prompt, samples, sampler, stop)
+        born = [group.born for group in groups]
+
+        def is_over() -> bool:
+            return quota.is_met(born, [not (at in requests and requests[at].unfinished) for at in range(len(groups))])
+
+        if requests and not is_over():
+            with evaluation_mode(self.model):
+                largest = max(len(request.samples) for request in requests.values())
+                self._run(list(requests.values()), largest, progress, is_over)
+        return [self._group_after(group, requests[at]) if at in requests else group for at, group in enumerate(groups)]
+
+    def _rules(self, sampling: Sampling) -> tuple[StopRules, TokenSampler]:
+        return StopRules.of(self.forward.base, self.tokenizer, sampling), TokenSampler(sampling, self.vocab_size)
+
+    def _group_after(self, group: OpenGroup, request: Request) -> OpenGroup:
+        answers = list(group.answers)
+        for sample in request.samples:
+            place = sample.index - group.task.first_sample
+            before = answers[place]
+            if sample.finish_reason is None:
+                after: Completion | Unfinished = Unfinished(tuple(sample.token_ids), tuple(sample.logprobs))
+            else:
+                after = self._completion(sample)
+            answers[place] = replace(after, versions=before.versions)
+        return replace(group, answers=tuple(answers))
 
     def release(self) -> None:
         """Free the memory of the KV cache and of CUDA graphs for training. The next call allocates them again."""
@@ -149,7 +206,14 @@ class NativeEngine:
             )
         return PromptGroup(task, min(max_new_tokens, limit - length))
 
-    def _run(self, requests: Sequence[Request], num_samples: int, progress: Progress | None) -> None:
+    def _run(
+        self,
+        requests: Sequence[Request],
+        num_samples: int,
+        progress: Progress | None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> None:
+        """Until all requests are finished, or `is_over`, which is asked whenever an answer is finished."""
         groups = [request.group for request in requests]
         longest = max(group.prompt_length + group.max_new_tokens for group in groups)
         self.forward.check_length(longest)
@@ -169,7 +233,11 @@ class NativeEngine:
             driver.add(request)
         try:
             while driver.unfinished:
-                _step(driver, progress)
+                num_finished = _num_finished(driver.step())
+                if num_finished and is_over is not None and is_over():
+                    num_finished += _num_finished(driver.interrupt())
+                if num_finished and progress is not None:
+                    progress(num_finished)
         except BaseException:
             self._workspace = None  # steps may still be running in it
             raise
@@ -219,9 +287,16 @@ class NativeEngine:
         )
 
 
-def _step(driver: Driver, progress: Progress | None) -> None:
+def _continued(answer: Unfinished, group: PromptGroup, index: int, noise_key: int, stop: StopRules) -> Sample:
+    scanner = stop.scanner()
+    if scanner is not None and answer.token_ids:
+        scanner.found(answer.token_ids)  # reads the text so far
+    return Sample(group, index, noise_key, list(answer.token_ids), list(answer.logprobs), scanner=scanner)
+
+
+def _num_finished(updates: Sequence[Update]) -> int:
     num_finished = 0
-    for update in driver.step():
+    for update in updates:
         if isinstance(update, NanLogits):
             sample = update.sample
             raise FloatingPointError(
@@ -229,8 +304,7 @@ def _step(driver: Driver, progress: Progress | None) -> None:
                 "the weights of the model have diverged"
             )
         num_finished += update.finish_reason is not None
-    if num_finished and progress is not None:
-        progress(num_finished)
+    return num_finished
 
 
 def num_pages_for(forward: ForwardPass, settings: NativeSettings, wanted: int, least: int) -> int:

@@ -127,6 +127,13 @@ def _ended(code: int, algorithm: str) -> tuple[int, str]:
     again = "the same command resumes from its newest checkpoint"
     if code in (85, 130):
         return code, f"train: stopped, saved; {again}"
+    if code == 65:
+        return (
+            code,
+            "train: not one rollout could be scored, so nothing was learnt; see the reasons above and mend the reward",
+        )
+    if code in (75, 76):
+        return code, f"train: another process is training in this folder; see above. When it has ended, {again}"
     if code == 64:
         return code, f"train: `posttrain {algorithm}` refused its input; see the error above"
     if code < 0:

@@ -8,7 +8,7 @@ the first.
 from __future__ import annotations
 
 import json
-import warnings
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.checkpointing import CheckpointError, check_same_model
+from posttrain.checkpointing.dcp_reading import TensorReader, load_tensors, silence_dcp_warning, tensor_entries
+from posttrain.errors import reason_of
 from posttrain.models.lora import is_adapted
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 from posttrain.policy.checkpoint.contents import MODEL, OPTIMIZER, SCHEDULE, TOKENIZER, WEIGHTS, Contents, describe
@@ -60,7 +61,7 @@ def write(folder: Path, model: nn.Module, saved: Contents, group: ProcessGroup |
         dist.barrier(group)  # the folder exists before other ranks write into it
     # No copies ahead on a stream: in the background there is nothing to copy, and that thread must not call CUDA.
     writer = dcp.FileSystemWriter(folder / OPTIMIZER, per_thread_copy_ahead=0)
-    _silence_dcp_warning()
+    silence_dcp_warning()
     tensors = dict(saved.optimizer)
     dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     if is_first:
@@ -87,17 +88,19 @@ def load(
             f"{folder}: no optimizer state (it was saved with checkpointing.save_optimizer: false), so training cannot go on "
             "from it exactly. Start a new run from its weights with policy.model_name instead."
         )
-    schedule = torch.load(folder / SCHEDULE, weights_only=True)
+    try:
+        schedule = torch.load(folder / SCHEDULE, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{folder / SCHEDULE} cannot be read: {reason_of(error)}") from error
     optimizer.check_kinds(schedule)
-    reader = dcp.FileSystemReader(folder / OPTIMIZER)
-    saved = {
-        key: (tuple(entry.size), entry.properties.dtype)
-        for key, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    tensors = dict(optimizer.empty_like_saved(saved))
-    _silence_dcp_warning()
-    dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    reader = TensorReader(folder / OPTIMIZER)
+    try:
+        entries = tensor_entries(reader.read_metadata())
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(f"{folder / OPTIMIZER / '.metadata'} cannot be read: {reason_of(error)}") from error
+    saved = {key: (tuple(entry.size), entry.properties.dtype) for key, entry in entries.items()}
+    tensors = optimizer.empty_like_saved(saved)
+    load_tensors(tensors, reader, no_dist=not dist.is_initialized())
     optimizer.load_state_tensors(tensors)
     optimizer.load_schedule_state(schedule)
 
@@ -120,11 +123,6 @@ def _adapted_name(saved: str) -> str:
     if ".lora_" in saved:
         return f"{module}.default.{parameter}"
     return f"{module}.modules_to_save.default.{parameter}"
-
-
-def _silence_dcp_warning() -> None:
-    """DCP warns when there is no process group, even with `no_dist`. Filters are global, so no thread may restore them."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 # -- safetensors ---------------------------------------------------------------------------------------------------------

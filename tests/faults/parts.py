@@ -1,0 +1,20 @@
+"""The parts of a campaign, in the order in which they run."""
+
+from __future__ import annotations
+
+from faults import damage, disks, inputs, kills, rewards, sandbox, secrets, server, signals
+
+PARTS = {
+    part.name: part
+    for part in (
+        kills.PART,
+        damage.PART,
+        disks.PART,
+        signals.PART,
+        rewards.PART,
+        secrets.PART,
+        sandbox.PART,
+        server.PART,
+        inputs.PART,
+    )
+}
