@@ -39,7 +39,8 @@ def test_a_folder_that_cannot_be_made(
         "policy.device=cpu",
     )
     assert code == 64
-    assert told.splitlines()[-1] == f"posttrain: error: {folder}: {reason}"
+    assert folder in told.splitlines()[-1]
+    assert reason in told.splitlines()[-1]
 
 
 def test_a_read_only_file_system(capsys: pytest.CaptureFixture[str]) -> None:
