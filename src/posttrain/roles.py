@@ -123,10 +123,11 @@ class RoundEngine(Engine, Protocol):
         groups: Sequence[OpenGroup],
         sampling: Sampling,
         seed: int,
-        quota: Quota,
+        quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
-        """The groups, in order, with more tokens; unfinished answers continue where they were. `versions` are as given."""
+        """The groups, in order, with more tokens: their `Unfinished` answers continue where they were, until `quota` is met,
+        or to their ends if there is none. `versions` are as given."""
         ...
 
 

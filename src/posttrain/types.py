@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -90,6 +90,8 @@ class Completion:
     versions: tuple[tuple[int, int], ...] = ()
     error: str | None = None  # why no answer came (a request to a server failed); such a completion stays unscored
 
+    is_finished: ClassVar[bool] = True
+
     @property
     def trained(self) -> tuple[bool, ...]:
         return self.mask or (True,) * len(self.token_ids)
@@ -107,6 +109,20 @@ class Unfinished:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     versions: tuple[tuple[int, int], ...] = ()  # as in `Completion`
+    is_finished: ClassVar[bool] = False
+
+
+class OpenAnswer(Protocol):
+    """A `Completion`, an `Unfinished` one, or a conversation."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def versions(self) -> Sequence[tuple[int, int]]: ...
+
+    @property
+    def is_finished(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -115,11 +131,11 @@ class OpenGroup:
 
     task: Task
     born: int  # the step in which sampling began; it keys the sampling noise
-    answers: tuple[Completion | Unfinished, ...]  # in sample order
+    answers: tuple[OpenAnswer, ...]  # in sample order
 
     @property
     def is_whole(self) -> bool:
-        return all(isinstance(answer, Completion) for answer in self.answers)
+        return all(answer.is_finished for answer in self.answers)
 
 
 @dataclass(frozen=True)

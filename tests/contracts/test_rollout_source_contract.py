@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from fakes import ScriptedEngine, ScriptedEnvironment, ScriptedRollouts, ScriptedTasks, completion
@@ -12,14 +13,15 @@ from tiny_models import byte_tokenizer
 from posttrain.data.chat import ChatFormat
 from posttrain.environments.turns.interface import TurnItem
 from posttrain.environments.turns.pool import TurnOutcome
-from posttrain.roles import RolloutSource
+from posttrain.roles import Progress, RolloutSource
 from posttrain.rollouts.dynamic_sampling import DynamicSampling
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.multi_turn import MultiTurnRollouts
 from posttrain.rollouts.next_turn import NextTurn
 from posttrain.rollouts.recorded import RecordedRollouts
+from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
 from posttrain.rollouts.surplus import StreamAndSurplus
-from posttrain.types import Completion, NoiseKey, Rollout, Sampling, Score, Task
+from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Rollout, Sampling, Score, Task
 
 NUM_SAMPLES, STEP = 2, 5
 
@@ -83,12 +85,38 @@ def dynamic() -> RolloutSource:
     return DynamicSampling(fresh(stream), StreamAndSurplus(stream), num_per_batch=2, max_batches=5)
 
 
+class WholeAnswers(ScriptedEngine):
+    """Finishes every answer, whatever the quota."""
+
+    def sample_round(
+        self,
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        seed: int,
+        quota: Quota | None = None,
+        progress: Progress | None = None,
+    ) -> list[OpenGroup]:
+        return [
+            replace(g, answers=tuple(answer(g.task, i, NoiseKey(seed, g.born)) for i in range(NUM_SAMPLES)))
+            if not g.is_whole
+            else g
+            for g in groups
+        ]
+
+
+def rounds() -> RolloutSource:
+    stream = tasks()
+    position = StreamAndOpenGroups(stream)
+    return RoundRollouts(fresh(stream), WholeAnswers(answer), position, max_age=1, num_in_flight=5, max_steps=100)
+
+
 SOURCES: dict[str, Callable[[], RolloutSource]] = {
     "fresh": lambda: fresh(tasks()),
     "recorded": lambda: RecordedRollouts(tasks(num_recorded=4), num_recorded=2, seed=1),
     "mixed": lambda: RecordedRollouts(tasks(num_recorded=4), num_recorded=2, seed=1, fresh=fresh(tasks())),
     "several turns": multi_turn,
     "dynamic sampling": dynamic,
+    "rounds": rounds,
     "scripted": lambda: ScriptedRollouts([group(draw, [0.0, 1.0]) for draw in range(20)]),
 }
 
@@ -120,7 +148,7 @@ def test_sampled_completions_have_the_version_of_the_weights(make: Callable[[], 
 
 def test_stages_are_timed_and_groups_are_among_the_sampled(make: Callable[[], RolloutSource]) -> None:
     taken = make().take(4, STEP)
-    assert list(taken.timings_s) == ["generation", "reward_calculation"]
+    assert [stage for stage in taken.timings_s if stage != "data_processing"] == ["generation", "reward_calculation"]
     assert all(seconds >= 0 for seconds in taken.timings_s.values())
     assert {g.task.draw for g in taken.groups} <= {g.task.draw for g in taken.sampled}
 

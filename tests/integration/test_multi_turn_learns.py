@@ -81,6 +81,11 @@ class Talk(TurnEnvironment):
         return Turn((turn + 1, total), f"{len(response)}!", counts={"said": 1})
     def end(self, state, reason):
         return state[1]
+
+class ShortOrLong(Talk):
+    \"\"\"Some tasks end after one turn, others after three.\"\"\"
+    def reset(self, task):
+        return (0 if int(task.reference) % 2 else 2, 0.0)
 """
 
 
@@ -153,6 +158,32 @@ def test_a_resumed_run_of_conversations_is_the_uninterrupted_one(
     assert weights_of(folder / "step_4") == weights_of(whole / "step_4")
     for path in sorted((whole / "rollouts").glob("*")):
         assert (folder / "rollouts" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_conversations_carried_over_between_steps_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:
+    rounds = [
+        f"env.mine.turns={data / 'talk.py'}:ShortOrLong",
+        "grpo.async_grpo.enabled=true",
+        "grpo.async_grpo.max_trajectory_age_steps=2",
+    ]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert run(talking(model, data, whole, *rounds)) == 0
+    assert max(row.get("train/trajectory_age_max", 0) for row in rows_of(whole)) > 0, "conversations are carried over"
+    several = [
+        c for step in (2, 3, 4) for g in groups_of(whole / f"rollouts/step_{step}.jsonl.gz") for c in g["completions"]
+    ]
+    assert any(len(completion["versions"]) > 1 for completion in several), "some by two versions of the weights"
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "step_4")
+    assert run(talking(model, data, resumed, *rounds)) == 0
+    assert results_of(resumed) == results_of(whole)
+    assert weights_of(resumed / "step_4") == weights_of(whole / "step_4")
+
+
+def test_age_0_is_the_synchronous_run_of_conversations(model: Path, data: Path, whole: Path, tmp_path: Path) -> None:
+    rounds = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=0"]
+    assert run(talking(model, data, tmp_path / "run", *rounds)) == 0
+    assert weights_of(tmp_path / "run/step_4") == weights_of(whole / "step_4")
 
 
 def test_packed_conversations_train_like_unpacked_ones(model: Path, data: Path, whole: Path, tmp_path: Path) -> None:

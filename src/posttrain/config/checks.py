@@ -137,9 +137,6 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
     if config.loss_fn.force_on_policy_ratio:
         yield f"{field}: earlier weights sample a part of the tokens; set loss_fn.force_on_policy_ratio=false"
-    for name, environment in config.env.items():
-        if environment.turns is not None:
-            yield f"{field}: conversations (env.{name}.turns) are not carried over from step to step; set it to false"
     num_ranks = config.cluster.num_nodes * config.cluster.gpus_per_node
     if config.grpo.num_prompts_per_step % num_ranks:
         yield (

@@ -97,7 +97,7 @@ class Rank:
         groups: Sequence[OpenGroup],
         sampling: Sampling,
         seed: int,
-        quota: Quota,
+        quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
         assert self.engine is not None, "this rank was built without policy.generation"

@@ -195,13 +195,15 @@ class ShardedEngine:
         groups: Sequence[OpenGroup],
         sampling: Sampling,
         seed: int,
-        quota: Quota,
+        quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
         """Each data-parallel rank has its share of the groups and of the quota, and ends its round on its own."""
         mesh = self.group.mesh
-        assert quota.num_groups % mesh.dp == 0, "checked when the run was built"
-        own = replace(quota, num_groups=quota.num_groups // mesh.dp)
+        own = None
+        if quota is not None:
+            assert quota.num_groups % mesh.dp == 0, "checked when the run was built"
+            own = replace(quota, num_groups=quota.num_groups // mesh.dp)
         callback = progress if self.group.in_process else None
         results = gather(
             "sample_round",

@@ -11,11 +11,11 @@ from posttrain.recipes.recipe import RunParts
 from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.dynamic_sampling import DynamicSampling
 from posttrain.rollouts.fresh import FreshRollouts
-from posttrain.rollouts.rounds import DrawnTasks, RoundRollouts, StreamAndOpenGroups
+from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
 from posttrain.rollouts.surplus import StreamAndSurplus
 
 
-def build_position(config: GrpoRunConfig, stream: DrawnTasks) -> Stateful:
+def build_position(config: GrpoRunConfig, stream: Stateful) -> Stateful:
     """What a checkpoint holds of the data: the position in the stream, and groups for later steps where there are any."""
     if config.grpo.async_grpo.enabled:
         return StreamAndOpenGroups(stream)

@@ -6,15 +6,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from posttrain.algorithms.step_reports import StageClock
-from posttrain.roles import Engine, Environment, ShowProgress, no_progress
-from posttrain.types import Completion, Group, NoiseKey, Rollout, Sampling, Score, TakenGroups, Task
+from posttrain.roles import Engine, Environment, Progress, RoundEngine, ShowProgress, no_progress
+from posttrain.types import (
+    Completion,
+    Group,
+    NoiseKey,
+    OpenAnswer,
+    OpenGroup,
+    Quota,
+    Rollout,
+    Sampling,
+    Score,
+    TakenGroups,
+    Task,
+    Unfinished,
+)
 
 
 class TaskStream(Protocol):
     def take(self, count: int) -> Sequence[Task]: ...
+
+
+@runtime_checkable
+class DrawnTasks(TaskStream, Protocol):
+    def item(self, position: int) -> Task:
+        """The task with this `draw`, for groups of a checkpoint."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -94,6 +114,24 @@ class FreshRollouts:
         """`Completion.versions` of everything sampled in one call: the weights do not change during it."""
         return ((0, step if self.after_step else step - 1),)
 
+    # -- in rounds -----------------------------------------------------------------------------------------------------
+
+    def begin(self, tasks: Sequence[Task], step: int) -> list[OpenGroup]:
+        return [OpenGroup(task, step, (Unfinished(),) * self.num_samples) for task in tasks]
+
+    def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine) -> list[OpenGroup]:
+        """Sample until `quota` is met."""
+        total = quota.num_groups * self.num_samples
+        with self.show_progress(self.label, total) as progress:
+            after = engine.sample_round(groups, self.sampling, self.seed, quota, _up_to(total, progress))
+        return [_with_version(old, new, quota.step - 1) for old, new in zip(groups, after, strict=True)]
+
+    def unscored(self, group: OpenGroup) -> list[UnscoredRollout]:
+        """The answers of a whole group."""
+        return [UnscoredRollout.of(answer) for answer in group.answers if isinstance(answer, Completion)]
+
+    # ------------------------------------------------------------------------------------------------------------------
+
     def score(self, tasks: Sequence[Task], unscored: Sequence[Sequence[UnscoredRollout]]) -> list[Group]:
         flat = [(task, rollout) for task, samples in zip(tasks, unscored, strict=True) for rollout in samples]
         to_judge = [(task, rollout.to_judge) for task, rollout in flat if rollout.to_judge is not None]
@@ -113,3 +151,29 @@ def _rollout(rollout: UnscoredRollout, verdicts: Iterator[Score]) -> Rollout:
         return Rollout(rollout.completion, rollout.with_verdict(next(verdicts)))
     assert rollout.score is not None, "a rollout that is not judged has its score"
     return Rollout(rollout.completion, rollout.score)
+
+
+def _with_version(old: OpenGroup, new: OpenGroup, version: int) -> OpenGroup:
+    """Tokens that the round has added were sampled by `version`."""
+
+    def marked(before: OpenAnswer, after: OpenAnswer) -> OpenAnswer:
+        if len(after.token_ids) == len(before.token_ids):
+            return after
+        assert isinstance(after, Completion | Unfinished)
+        return replace(after, versions=(*before.versions, (len(before.token_ids), version)))
+
+    return replace(new, answers=tuple(map(marked, old.answers, new.answers)))
+
+
+def _up_to(total: int, progress: Progress) -> Progress:
+    """A round may finish answers of groups that stay open; the bar shows no more than the step needs."""
+    num_shown = 0
+
+    def shown(count: int) -> None:
+        nonlocal num_shown
+        count = min(count, total - num_shown)
+        num_shown += count
+        if count:
+            progress(count)
+
+    return shown

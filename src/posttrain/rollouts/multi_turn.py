@@ -1,6 +1,7 @@
 """Rollouts of several turns: the model and an environment take turns until one of them, or a limit, ends the conversation.
 
-In each turn all open conversations of all groups are sampled in one call, then stepped in one call. A conversation is one
+In each turn all open conversations of all groups are sampled in one call, then stepped in one call. In rounds, conversations
+that are at different turns take their next one together, and are carried over between two turns. A conversation is one
 completion: its tokens are everything after the first prompt, and its mask separates the model's from the environment's.
 Sampling noise is keyed by the position of a token in that completion, so it neither repeats in a later turn nor depends on
 the other conversations.
@@ -12,15 +13,27 @@ the judge of its block under `env:`, and added as well. A conversation whose env
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.environments.turns.interface import EndReason, TurnItem, TurnTask
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
 from posttrain.reward_values import NEEDED, is_reward, total
+from posttrain.roles import RoundEngine
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.next_turn import Exchange, NextTurn
-from posttrain.types import Completion, Conversation, FinishReason, NoiseKey, Score, Task, Utterance
+from posttrain.types import (
+    Completion,
+    Conversation,
+    FinishReason,
+    NoiseKey,
+    OpenGroup,
+    Quota,
+    Score,
+    Task,
+    Unfinished,
+    Utterance,
+)
 
 
 @dataclass(eq=False)
@@ -29,6 +42,7 @@ class Dialogue:
 
     task: Task
     sample: int
+    born: int  # the step in which it began; it keys the noise of sampling and of the environment
     state: bytes = b""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -41,8 +55,20 @@ class Dialogue:
     finish_reason: FinishReason = "stop"
     answer: str | None = None
     failure: Score | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
+    is_finished: bool = False
 
-    def add_turn(self, turn: Completion) -> None:
+    def __post_init__(self) -> None:
+        self.parts, self.counts = Counter(self.parts), Counter(self.counts)  # a checkpoint holds plain maps
+
+    @property
+    def num_turns(self) -> int:
+        """Of the model."""
+        return sum(utterance.role == "assistant" for utterance in self.utterances)
+
+    def add_turn(self, turn: Completion, version: int) -> None:
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((len(self.token_ids), version))
         self._add(turn.token_ids, turn.logprobs, "assistant", turn.text, is_model=True)
         self.finish_reason = turn.finish_reason
 
@@ -81,9 +107,7 @@ class Dialogue:
             return Score(None, error=f"the rewards of the turns add up to {reward}: {NEEDED}")
         return Score(reward, parts=dict(self.parts))
 
-    def unscored(
-        self, renderer: NextTurn, versions: tuple[tuple[int, int], ...], *, has_judge: bool
-    ) -> UnscoredRollout:
+    def unscored(self, renderer: NextTurn, *, has_judge: bool) -> UnscoredRollout:
         completion = Completion(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
@@ -91,7 +115,7 @@ class Dialogue:
             finish_reason=self.finish_reason,
             mask=() if all(self.mask) else tuple(self.mask),
             conversation=Conversation(tuple(self.utterances), dict(self.counts)),
-            versions=versions,
+            versions=tuple(self.versions),
         )
         score = self.score()
         if self.answer is None or not score.scored:
@@ -114,38 +138,54 @@ class MultiTurnRollouts(FreshRollouts):
     judged: frozenset[str] = field(kw_only=True)  # environments with a judge for the final answer
 
     def sample(self, tasks: Sequence[Task], step: int) -> list[list[UnscoredRollout]]:
-        key = NoiseKey(self.seed, step)
-        dialogues = [
-            [Dialogue(task, sample) for sample in range(self.num_samples)]
-            if task.environment in self.turns.names
-            else []
-            for task in tasks
-        ]
-        self._reset([group for group in dialogues if group], key)
-        sampled = [place for place, group in enumerate(dialogues) if not group or group[0].failure is None]
-        single: dict[int, list[Completion]] = {}
-        first = self._generate(self.label, [tasks[place] for place in sampled], self.num_samples, key)
-        for place, group in zip(sampled, first, strict=True):
-            single[place] = group
-            for dialogue, turn in zip(dialogues[place], group, strict=False):
-                dialogue.add_turn(turn)
-        self._converse([d for group in dialogues for d in group if d.failure is None], key)
-        return [
-            [self._unscored(dialogue, step) for dialogue in group]
-            if group
-            else [UnscoredRollout.of(c) for c in single[place]]
-            for place, group in enumerate(dialogues)
-        ]
+        key, ((_, version),) = NoiseKey(self.seed, step), self.versions(step)
+        groups, turn = self.begin(tasks, step), 1
 
-    def _unscored(self, dialogue: Dialogue, step: int) -> UnscoredRollout:
-        has_judge = dialogue.task.environment in self.judged
-        return dialogue.unscored(self.renderer, self.versions(step), has_judge=has_judge)
+        def generate(requests: Sequence[OpenGroup]) -> list[list[Completion]]:
+            label = self.label if turn == 1 else f"{self.label}, turn {turn}"
+            num_samples = len(requests[0].answers)  # of all of them, as all are at the same turn
+            return self._generate(label, [request.task for request in requests], num_samples, key)
+
+        while not all(group.is_whole for group in groups):
+            groups = self._take_turn(groups, generate, version)
+            turn += 1
+        return [self.unscored(group) for group in groups]
+
+    def begin(self, tasks: Sequence[Task], step: int) -> list[OpenGroup]:
+        groups = [
+            OpenGroup(task, step, tuple(Dialogue(task, sample, step) for sample in range(self.num_samples)))
+            if task.environment in self.turns.names
+            else group
+            for task, group in zip(tasks, super().begin(tasks, step), strict=True)
+        ]
+        self._reset([dialogues for group in groups if (dialogues := _dialogues(group))])
+        return groups
+
+    def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine) -> list[OpenGroup]:
+        """Turn after turn until `quota` is met. Answers without turns are sampled to their ends."""
+
+        def sample(requests: Sequence[OpenGroup]) -> list[list[Completion]]:
+            with self.show_progress(self.label, sum(len(request.answers) for request in requests)) as progress:
+                sampled = engine.sample_round(requests, self.sampling, self.seed, None, progress)
+            return [[answer for answer in group.answers if isinstance(answer, Completion)] for group in sampled]
+
+        groups = list(groups)
+        born = [group.born for group in groups]
+        while not quota.is_met(born, [group.is_whole for group in groups]):
+            groups = self._take_turn(groups, sample, quota.step - 1)
+        return groups
+
+    def unscored(self, group: OpenGroup) -> list[UnscoredRollout]:
+        if not (dialogues := _dialogues(group)):
+            return super().unscored(group)
+        has_judge = group.task.environment in self.judged
+        return [dialogue.unscored(self.renderer, has_judge=has_judge) for dialogue in dialogues]
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
-    def _reset(self, groups: Sequence[list[Dialogue]], key: NoiseKey) -> None:
+    def _reset(self, groups: Sequence[list[Dialogue]]) -> None:
         """One state for all samples of a task."""
-        calls = [(group[0].task.environment, _reset_item(group[0].task, key)) for group in groups]
+        calls = [(group[0].task.environment, self._reset_item(group[0])) for group in groups]
         for group, outcome in zip(groups, self.turns.ask(calls), strict=True):
             length = len(group[0].task.prompt_ids)
             if length >= self.max_total_tokens:
@@ -158,27 +198,51 @@ class MultiTurnRollouts(FreshRollouts):
                 if isinstance(outcome, TurnOutcome):
                     dialogue.state = outcome.state
                 else:
-                    dialogue.failure = outcome
+                    dialogue.failure, dialogue.is_finished = outcome, True
 
-    def _converse(self, active: list[Dialogue], key: NoiseKey) -> None:
-        """Environment and model take turns until no conversation is open. The model has had its first turn."""
-        for turn in range(1, self.max_turns + 1):
-            limits = [
-                (dialogue, self._continue(dialogue, exchange, turn))
-                for dialogue, exchange in self._step(active, turn, key)
-            ]
-            active = [dialogue for dialogue, reason in limits if reason is None]
-            self._end([(dialogue, reason) for dialogue, reason in limits if reason is not None], key)
-            if not active:
-                return
-            turns = self._generate(f"{self.label}, turn {turn + 1}", [d.next_task() for d in active], 1, key)
-            for dialogue, (answer,) in zip(active, turns, strict=True):
-                dialogue.add_turn(answer)
+    def _take_turn(
+        self,
+        groups: Sequence[OpenGroup],
+        sample: Callable[[Sequence[OpenGroup]], list[list[Completion]]],
+        version: int,
+    ) -> list[OpenGroup]:
+        """One turn of the model in every open conversation, and what the environments answer."""
+        requests: list[OpenGroup] = []
+        speakers: list[list[Dialogue]] = []  # whose turns the answers to a request are; none: a task without turns
+        for group in groups:
+            if group.is_whole:
+                continue
+            talking = [dialogue for dialogue in _dialogues(group) if not dialogue.is_finished]
+            if talking and talking[0].utterances:
+                requests += [OpenGroup(dialogue.next_task(), group.born, (Unfinished(),)) for dialogue in talking]
+                speakers += [[dialogue] for dialogue in talking]
+            else:
+                requests.append(replace(group, answers=(Unfinished(),) * len(group.answers)))
+                speakers.append(talking)
+        single: dict[int, tuple[Completion, ...]] = {}  # by draw
+        for request, dialogues, turns in zip(requests, speakers, sample(requests), strict=True):
+            if not dialogues:
+                single[request.task.draw] = tuple(replace(turn, versions=((0, version),)) for turn in turns)
+            for dialogue, turn in zip(dialogues, turns, strict=bool(dialogues)):
+                dialogue.add_turn(turn, version)
+        self._reply([dialogue for dialogues in speakers for dialogue in dialogues])
+        return [replace(group, answers=single.get(group.task.draw, group.answers)) for group in groups]
 
-    def _step(self, active: Sequence[Dialogue], turn: int, key: NoiseKey) -> list[tuple[Dialogue, Exchange]]:
+    def _reply(self, active: Sequence[Dialogue]) -> None:
+        """Let the environments answer the model's turns; what does not go on is finished."""
+        limits = [(dialogue, self._continue(dialogue, exchange)) for dialogue, exchange in self._step(active)]
+        self._end([(dialogue, reason) for dialogue, reason in limits if reason is not None])
+        going_on = {id(dialogue) for dialogue, reason in limits if reason is None}
+        for dialogue in active:
+            dialogue.is_finished = id(dialogue) not in going_on
+
+    def _step(self, active: Sequence[Dialogue]) -> list[tuple[Dialogue, Exchange]]:
         """Let the environments answer. Returns the conversations that go on, with what the model reads next."""
         calls = [
-            (d.task.environment, TurnItem("step", _noise_key(d, turn, key), None, d.state, d.utterances[-1].text))
+            (
+                d.task.environment,
+                TurnItem("step", self._noise_key(d, d.num_turns), None, d.state, d.utterances[-1].text),
+            )
             for d in active
         ]
         unfinished = []
@@ -194,11 +258,11 @@ class MultiTurnRollouts(FreshRollouts):
             unfinished.append((dialogue, Exchange(outcome.observation)))
         return unfinished
 
-    def _continue(self, dialogue: Dialogue, exchange: Exchange, turn: int) -> EndReason | None:
+    def _continue(self, dialogue: Dialogue, exchange: Exchange) -> EndReason | None:
         """Append the observation, or return the limit that forbids it."""
         if dialogue.finish_reason == "length":  # the turn was cut off
             return "tokens"
-        if turn == self.max_turns:
+        if dialogue.num_turns == self.max_turns:
             return "turns"
         sampled = dialogue.token_ids[len(dialogue.token_ids) - dialogue.utterances[-1].num_tokens :]
         ids = self.renderer.ids(dialogue.task.messages, [*dialogue.exchanges, exchange], sampled)
@@ -208,10 +272,10 @@ class MultiTurnRollouts(FreshRollouts):
         dialogue.add_observation(exchange, ids, self.renderer.role)
         return None
 
-    def _end(self, stopped: Sequence[tuple[Dialogue, EndReason]], key: NoiseKey) -> None:
+    def _end(self, stopped: Sequence[tuple[Dialogue, EndReason]]) -> None:
         """A limit ends conversations that their environments would continue: their rewards so far."""
         calls = [
-            (d.task.environment, TurnItem("end", _noise_key(d, 0, key), None, d.state, reason=reason))
+            (d.task.environment, TurnItem("end", self._noise_key(d, 0), None, d.state, reason=reason))
             for d, reason in stopped
         ]
         for (dialogue, reason), outcome in zip(stopped, self.turns.ask(calls), strict=True):
@@ -221,12 +285,15 @@ class MultiTurnRollouts(FreshRollouts):
             else:
                 dialogue.failure = outcome
 
+    def _reset_item(self, dialogue: Dialogue) -> TurnItem:
+        task = dialogue.task
+        about = TurnTask(task.prompt, [dict(message) for message in task.messages], task.reference, dict(task.metadata))
+        return TurnItem("reset", f"{self.seed}\0{dialogue.born}\0{task.draw}", about)
 
-def _reset_item(task: Task, key: NoiseKey) -> TurnItem:
-    about = TurnTask(task.prompt, [dict(message) for message in task.messages], task.reference, dict(task.metadata))
-    return TurnItem("reset", f"{key.seed}\0{key.step}\0{task.draw}", about)
+    def _noise_key(self, dialogue: Dialogue, turn: int) -> str:
+        """Randomness in an environment is keyed as well, so that a resumed run repeats it."""
+        return f"{self.seed}\0{dialogue.born}\0{dialogue.task.draw}\0{dialogue.sample}\0{turn}"
 
 
-def _noise_key(dialogue: Dialogue, turn: int, key: NoiseKey) -> str:
-    """Randomness in an environment is keyed as well, so that a resumed run repeats it."""
-    return f"{key.seed}\0{key.step}\0{dialogue.task.draw}\0{dialogue.sample}\0{turn}"
+def _dialogues(group: OpenGroup) -> list[Dialogue]:
+    return [answer for answer in group.answers if isinstance(answer, Dialogue)]

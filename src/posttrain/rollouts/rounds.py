@@ -2,8 +2,8 @@
 
 A round samples under one version of the weights. It ends when as many groups are whole as a step trains on; unfinished
 answers keep their tokens, their noise key and the versions that sampled them, and continue in the next round, with keys and
-values recomputed by its weights. Rounds are measured in groups, not in seconds, so which version samples a token follows
-from seed and config, and a resumed run repeats it bit for bit.
+values recomputed by its weights. A conversation is carried over between two of its turns. Rounds are measured in groups,
+not in seconds, so which version samples a token follows from seed and config, and a resumed run repeats it bit for bit.
 
 No group is discarded, and none becomes older than `max_age` steps: a round that would make one older waits for it. Groups
 are trained oldest first. Towards the end of the run no more groups are begun than its steps can train, so that every draw
@@ -14,28 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any
 
 from posttrain.algorithms.step_reports import StageClock
-from posttrain.roles import Progress, RoundEngine, Stateful
-from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
+from posttrain.roles import RoundEngine, Stateful
+from posttrain.rollouts.fresh import DrawnTasks, FreshRollouts
+from posttrain.rollouts.multi_turn import Dialogue
 from posttrain.rollouts.surplus import from_plain, to_plain
-from posttrain.types import Completion, OpenGroup, Quota, TakenGroups, Task, Unfinished
+from posttrain.types import Completion, OpenAnswer, OpenGroup, Quota, TakenGroups, Task, Unfinished
 
 ROUNDS = "rounds"  # key in the checkpoint's state
-
-
-class DrawnTasks(Stateful, Protocol):
-    def item(self, position: int) -> Task:
-        """The task with this `draw`."""
-        ...
 
 
 @dataclass
 class StreamAndOpenGroups:
     """The position in the data and the groups that are being sampled, in the order of their draws."""
 
-    stream: DrawnTasks
+    stream: Stateful
+    tasks: DrawnTasks | None = None  # set by `RoundRollouts`
     open: list[OpenGroup] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, object]:
@@ -49,13 +45,18 @@ class StreamAndOpenGroups:
         self.stream.load_state_dict(state)
         rows = state.get(ROUNDS, [])  # a run that began without rounds has no open group
         assert isinstance(rows, list)
-        self.open = [
-            OpenGroup(self.stream.item(row["draw"]), row["born"], tuple(map(_answer, row["answers"]))) for row in rows
-        ]
+        self.open = [self._group(row) for row in rows]
+
+    def _group(self, row: Mapping[str, Any]) -> OpenGroup:
+        assert self.tasks is not None, "the rollouts are built before a checkpoint is loaded"
+        task = self.tasks.item(row["draw"])
+        return OpenGroup(task, row["born"], tuple(_answer(answer, task) for answer in row["answers"]))
 
 
-def _answer(row: object) -> Completion | Unfinished:
+def _answer(row: object, task: Task) -> OpenAnswer:
     answer = from_plain(row)
+    if isinstance(answer, Dialogue):
+        return replace(answer, task=task)
     assert isinstance(answer, Completion | Unfinished)
     return answer
 
@@ -71,35 +72,32 @@ class RoundRollouts:
     num_in_flight: int  # groups that are sampled at once; (max_age + 1) steps can train them
     max_steps: int  # of the run
 
+    def __post_init__(self) -> None:
+        assert isinstance(self.fresh.stream, DrawnTasks), "rounds are over a stream of training data"
+        self.position.tasks = self.fresh.stream
+
     def take(self, num_groups: int, step: int) -> TakenGroups:
         fresh, clock = self.fresh, StageClock()
         with clock("data_processing"):
-            before = [*self.position.open, *self._begun(num_groups, step)]
+            tasks = self._new_tasks(num_groups, step)
         with clock("generation"):
-            after = self._sampled(before, Quota(num_groups, step, self.max_age))
+            before = [*self.position.open, *fresh.begin(tasks, step)]
+            num_before = _num_tokens(before)
+            after = fresh.advance(before, Quota(num_groups, step, self.max_age), self.engine)
             whole = [place for place, group in enumerate(after) if group.is_whole][:num_groups]
             chosen = [after[place] for place in whole]
             self.position.open = [group for place, group in enumerate(after) if place not in set(whole)]
         with clock("reward_calculation"):
-            groups = tuple(fresh.score([group.task for group in chosen], [list(_unscored(group)) for group in chosen]))
-        return TakenGroups(groups, groups, clock.spans, self._metrics(step, before, after, chosen))
+            groups = tuple(fresh.score([group.task for group in chosen], [fresh.unscored(group) for group in chosen]))
+        metrics = self._metrics(step, chosen) | {"num_generated_tokens": float(_num_tokens(after) - num_before)}
+        return TakenGroups(groups, groups, clock.spans, metrics)
 
-    def _begun(self, num_groups: int, step: int) -> list[OpenGroup]:
-        """New groups, but no more than the rest of the run trains on."""
+    def _new_tasks(self, num_groups: int, step: int) -> Sequence[Task]:
+        """No more than the rest of the run trains on."""
         wanted = min(self.num_in_flight, (self.max_steps - step + 1) * num_groups)
-        tasks = self.fresh.stream.take(max(wanted - len(self.position.open), 0))
-        return [OpenGroup(task, step, (Unfinished(),) * self.fresh.num_samples) for task in tasks]
+        return self.fresh.stream.take(max(wanted - len(self.position.open), 0))
 
-    def _sampled(self, groups: Sequence[OpenGroup], quota: Quota) -> list[OpenGroup]:
-        fresh, total = self.fresh, quota.num_groups * self.fresh.num_samples
-        with fresh.show_progress(fresh.label, total) as progress:
-            sampled = self.engine.sample_round(groups, fresh.sampling, fresh.seed, quota, _up_to(total, progress))
-        version = quota.step - 1
-        return [_with_version(old, new, version) for old, new in zip(groups, sampled, strict=True)]
-
-    def _metrics(
-        self, step: int, before: Sequence[OpenGroup], after: Sequence[OpenGroup], chosen: Sequence[OpenGroup]
-    ) -> dict[str, float]:
+    def _metrics(self, step: int, chosen: Sequence[OpenGroup]) -> dict[str, float]:
         ages = [step - group.born for group in chosen]
         tokens = [
             (step - 1 - version, count)
@@ -109,7 +107,6 @@ class RoundRollouts:
         ]
         num_tokens = sum(count for _, count in tokens)
         return {
-            "num_generated_tokens": float(_num_tokens(after) - _num_tokens(before)),
             "trajectory_age_mean": sum(ages) / len(ages),
             "trajectory_age_max": float(max(ages)),
             "stale_token_fraction": sum(count for age, count in tokens if age > 0) / max(num_tokens, 1),
@@ -118,44 +115,11 @@ class RoundRollouts:
         }
 
 
-def _with_version(old: OpenGroup, new: OpenGroup, version: int) -> OpenGroup:
-    """Tokens that the round has added were sampled by `version`."""
-    return replace(
-        new,
-        answers=tuple(
-            replace(after, versions=(*before.versions, (len(before.token_ids), version)))
-            if len(after.token_ids) > len(before.token_ids)
-            else after
-            for before, after in zip(old.answers, new.answers, strict=True)
-        ),
-    )
-
-
-def _tokens_by_version(answer: Completion | Unfinished) -> Iterator[tuple[int, int]]:
+def _tokens_by_version(answer: OpenAnswer) -> Iterator[tuple[int, int]]:
     ends = [first for first, _ in answer.versions[1:]] + [len(answer.token_ids)]
     for (first, version), end in zip(answer.versions, ends, strict=True):
         yield version, end - first
 
 
-def _unscored(group: OpenGroup) -> Iterator[UnscoredRollout]:
-    for answer in group.answers:
-        assert isinstance(answer, Completion), "the group is whole"
-        yield UnscoredRollout.of(answer)
-
-
 def _num_tokens(groups: Sequence[OpenGroup]) -> int:
     return sum(len(answer.token_ids) for group in groups for answer in group.answers)
-
-
-def _up_to(total: int, progress: Progress) -> Progress:
-    """A round may finish answers of groups that stay open; the bar shows no more than the step needs."""
-    num_shown = 0
-
-    def shown(count: int) -> None:
-        nonlocal num_shown
-        count = min(count, total - num_shown)
-        num_shown += count
-        if count:
-            progress(count)
-
-    return shown

@@ -1,7 +1,8 @@
 """Groups that a step has left over for the next one, as a part of a checkpoint.
 
-A checkpoint holds plain values. A value of another kind (a dataset may have anything as its expected answer) is saved as
-its text, as in the run's files. A task's recorded answers are not saved with it: they are rollouts of the group by now.
+A checkpoint holds plain values: numbers, texts, bytes, lists and maps. A value of another kind (a dataset may have anything as
+its expected answer) is saved as its text, as in the run's files. A task's recorded answers are not saved with it: they are
+rollouts of the group by now.
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from posttrain.errors import InputError
 from posttrain.roles import Stateful
+from posttrain.rollouts.multi_turn import Dialogue
+from posttrain.rollouts.next_turn import Exchange
 from posttrain.types import Completion, Conversation, Group, Rollout, Score, Task, Unfinished, Utterance
 
 SURPLUS = "dynamic_sampling"  # key in the checkpoint's state
 UNKNOWN_VERSION = -1  # of groups in a checkpoint from before versions were saved
 
-CLASSES = {cls.__name__: cls for cls in (Group, Task, Rollout, Completion, Unfinished, Score, Conversation, Utterance)}
+CLASSES = {
+    cls.__name__: cls
+    for cls in (
+        Group, Task, Rollout, Completion, Unfinished, Score, Conversation, Utterance, Dialogue, Exchange,
+    )
+}  # fmt: skip
 CLASS = "class"  # the key that names the class of a map
-NOT_SAVED = ("recorded",)
+# Fields that are not saved, and what stands for them in a loaded value. A dialogue's task is read from the data again.
+NOT_SAVED: dict[str, dict[str, object]] = {"Task": {"recorded": ()}, "Dialogue": {"task": None}}
 # Fields that older checkpoints hold. The score of a conversation's turns is in the rollout's score as well.
 NO_LONGER_READ = {"Conversation": ("score", "to_judge")}
 
@@ -55,11 +64,12 @@ def _with_versions(group: Group) -> Group:
 
 def to_plain(value: object) -> object:
     """Numbers, texts, tuples, lists and maps, from which `from_plain` makes an equal value."""
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     if is_dataclass(value) and type(value).__name__ in CLASSES:
-        own = {f.name: to_plain(getattr(value, f.name)) for f in fields(value) if f.name not in NOT_SAVED}
-        return {CLASS: type(value).__name__, **own}
+        name = type(value).__name__
+        kept = [f.name for f in fields(value) if f.name not in NOT_SAVED.get(name, ())]
+        return {CLASS: name, **{field: to_plain(getattr(value, field)) for field in kept}}
     if isinstance(value, Mapping):
         return {"map": [(to_plain(key), to_plain(item)) for key, item in value.items()]}
     if isinstance(value, tuple):
@@ -88,4 +98,4 @@ def from_plain(value: object) -> object:
             f"the checkpoint's groups were saved by another version of posttrain: {name} has no {', '.join(unknown)}"
         )
     build: Callable[..., object] = CLASSES[name]
-    return build(**{key: from_plain(item) for key, item in given.items()})
+    return build(**NOT_SAVED.get(name, {}), **{key: from_plain(item) for key, item in given.items()})

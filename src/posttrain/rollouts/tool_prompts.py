@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from posttrain.data.chat import ChatFormat
-from posttrain.rollouts.fresh import TaskStream
+from posttrain.rollouts.fresh import DrawnTasks, TaskStream
 from posttrain.types import Message, Task
 
 Tools = Sequence[Mapping[str, object]]  # JSON schemas, OpenAI's format
@@ -31,6 +31,10 @@ class ToolPrompts:
 
     def take(self, count: int) -> list[Task]:
         return [self._with_tools(task) for task in self.stream.take(count)]
+
+    def item(self, position: int) -> Task:
+        assert isinstance(self.stream, DrawnTasks), "rounds are over a stream of training data"
+        return self._with_tools(self.stream.item(position))
 
     def _with_tools(self, task: Task) -> Task:
         name = task.environment

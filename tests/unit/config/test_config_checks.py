@@ -14,7 +14,6 @@ REFUSED = [
     ([ASYNC, "loss_fn.force_on_policy_ratio=true"], ["grpo.async_grpo.enabled", "force_on_policy_ratio=false"]),
     ([ASYNC, "grpo.async_grpo.groups_in_flight=2.5"], ["groups_in_flight = 2.5", "max_trajectory_age_steps + 1 = 2"]),
     ([ASYNC, "cluster.gpus_per_node=3"], ["num_prompts_per_step = 32", "3 ranks"]),
-    ([ASYNC, "grpo.max_rollout_turns=2", "env.math.turns=calculator"], ["env.math.turns", "not carried over"]),
     (["policy.train_global_batch_size=7"], ["num_prompts_per_step", "train_global_batch_size", "512"]),
     (["policy.train_global_batch_size=1024"], ["num_generations_per_prompt", "is larger than"]),
     (["grpo.num_generations_per_prompt=1"], ["num_generations_per_prompt", "grpo.normalize_rewards=false"]),

@@ -36,9 +36,10 @@ class TokenByToken(ScriptedEngine):
         groups: Sequence[OpenGroup],
         sampling: Sampling,
         seed: int,
-        quota: Quota,
+        quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
+        assert quota is not None
         groups = list(groups)
         while not quota.is_met([g.born for g in groups], [g.is_whole for g in groups]):
             groups = [self._grown(group) for group in groups]

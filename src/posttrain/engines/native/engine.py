@@ -139,10 +139,10 @@ class NativeEngine:
         groups: Sequence[OpenGroup],
         sampling: Sampling,
         seed: int,
-        quota: Quota,
+        quota: Quota | None = None,
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
-        """Sample until `quota` is met. The keys and values of unfinished answers are recomputed with the current weights."""
+        """Sample until `quota` is met, or all is finished. The keys and values of answers that continue are recomputed."""
         _check(sampling, 1)
         stop, sampler = self._rules(sampling)
         requests: dict[int, Request] = {}  # by place in `groups`
@@ -159,7 +159,9 @@ class NativeEngine:
         born = [group.born for group in groups]
 
         def is_over() -> bool:
-            return quota.is_met(born, [not (at in requests and requests[at].unfinished) for at in range(len(groups))])
+            return quota is not None and quota.is_met(
+                born, [not (at in requests and requests[at].unfinished) for at in range(len(groups))]
+            )
 
         if requests and not is_over():
             with evaluation_mode(self.model):
@@ -175,6 +177,7 @@ class NativeEngine:
         for sample in request.samples:
             place = sample.index - group.task.first_sample
             before = answers[place]
+            assert isinstance(before, Unfinished)
             if sample.finish_reason is None:
                 after: Completion | Unfinished = Unfinished(tuple(sample.token_ids), tuple(sample.logprobs))
             else:
