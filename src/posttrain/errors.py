@@ -1,4 +1,4 @@
-"""Errors that end a command with a message instead of a traceback, and the exit code of each."""
+"""Errors that end a command with a message, and the exit code of each. Only `HardwareError` shows a traceback above it."""
 
 from __future__ import annotations
 
@@ -47,6 +47,20 @@ class Superseded(RuntimeError):
     """A newer attempt of this run has begun elsewhere, so this one writes nothing any more."""
 
     exit_code = 76
+
+
+class HardwareError(RuntimeError):
+    """Memory, network or a machine failed. The message names the rank, the stage, the cause and what to do."""
+
+    exit_code = 1
+
+
+class OutOfGpuMemoryError(HardwareError):
+    """`stage` is the operation of the rank; `gpu_bytes` the memory of its GPU, 0 where it is not known."""
+
+    def __init__(self, message: str, stage: str = "", gpu_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.stage, self.gpu_bytes = stage, gpu_bytes
 
 
 def reason_of(error: BaseException) -> str:

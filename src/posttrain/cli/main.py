@@ -31,7 +31,7 @@ from posttrain.cli import (
 )
 from posttrain.cli.console import ConsoleStream, surviving_console, unwritten
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
-from posttrain.errors import InputError, Superseded, path_error, printable
+from posttrain.errors import HardwareError, InputError, Superseded, path_error, printable
 
 EXIT_DONE = 0
 EXIT_CRASH = 1
@@ -150,6 +150,11 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
     except KeyboardInterrupt:
         print(f"posttrain: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except HardwareError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print("\n".join([f"posttrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        return EXIT_CRASH
     except OSError as error:
         if (readable := path_error(error)) is None:
             traceback.print_exc()

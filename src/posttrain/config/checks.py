@@ -236,8 +236,17 @@ def _stopping(config: GrpoRunConfig) -> Iterator[str]:
 
 
 def _micro_batches(config: RunConfig, is_set: IsSetByUser) -> Iterator[str]:
-    """A micro-batch size that was typed must divide its batch. One that was not is only an upper bound."""
-    unit = "pairs" if config.step_sizes().num_answers_per_unit == 2 else "examples"
+    """A micro-batch size that was typed must divide its batch. One that was not is only an upper bound. A pack of pairs must
+    hold two of the longest sequences."""
+    is_paired = config.step_sizes().num_answers_per_unit == 2
+    unit = "pairs" if is_paired else "examples"
+    packing, longest = config.policy.sequence_packing, config.policy.max_total_sequence_length
+    room = packing.train_mb_tokens
+    if is_paired and packing.enabled and room is not None and room < 2 * longest:
+        yield (
+            f"policy.sequence_packing.train_mb_tokens = {room} is less than twice policy.max_total_sequence_length = {longest}: "
+            f"a pack must hold both answers of a pair; set it to {2 * longest} or more"
+        )
     whole, part = config.policy.train_global_batch_size, config.policy.train_micro_batch_size
     if whole % part and is_set("policy.train_micro_batch_size"):
         yield (

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.config.errors import ConfigError
 from posttrain.config.tree import Path, Tree, Values, dotted, leaves
+from posttrain.redaction import shown_setting
 
 MISSING = "???"
 MAX_EXPANDED = 100_000  # characters of one value, with every reference written out
@@ -122,4 +123,4 @@ def _explain(tree: Tree, error: OmegaConfBaseException) -> str:
     reason = str(getattr(error, "msg", None) or error).split("\n")[0]
     if not key:
         return f"cannot be resolved: {reason:.200}"
-    return f"{tree.origin(path)}: `{key}` = {tree.get(path)!r:.200} cannot be resolved: {reason:.200}"
+    return f"{tree.origin(path)}: `{key}` = {shown_setting(key, tree.get(path)):.200} cannot be resolved: {reason:.200}"

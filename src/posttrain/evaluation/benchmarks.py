@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec
+from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec, unreadable
 from posttrain.data.shuffling import keyed_order
 from posttrain.data.sources import Row
 from posttrain.environments.math_answers import last_boxed
@@ -44,6 +44,7 @@ class Benchmark:
     choices: Callable[[Row, int], Choices] | None = None  # of the row and the seed; None: the answer is free
     judge: Judge = "math"
     about: str = ""
+    is_gated: bool = False  # the hub gives it only to those who have accepted its terms
 
 
 def boxed_in_solution(row: Row) -> str:
@@ -114,6 +115,7 @@ def _gpqa(variant: str, *aliases: str) -> Benchmark:
         choices=shuffled_choices,
         judge="multilingual_multichoice",
         about=f"graduate-level science, four choices ({variant})",
+        is_gated=True,
     )
 
 
@@ -192,6 +194,8 @@ def find_benchmark(name: str) -> Benchmark | None:
 
 
 def unknown_benchmark(name: str) -> DataError:
+    if (reason := unreadable(name)) is not None:
+        return DataError(f"data.dataset_name: {name!r}: {reason}")
     names = [benchmark.name for benchmark in BENCHMARKS]
     hint = nearest(name, [*names, *(alias for benchmark in BENCHMARKS for alias in benchmark.aliases)])
     return DataError(
