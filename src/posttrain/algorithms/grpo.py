@@ -10,6 +10,7 @@ failed is left out of the group's statistics and of the loss, instead of countin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -164,6 +165,8 @@ def _mean_over_updates(updates: Sequence[UpdateReport]) -> dict[str, float]:
             means[name] = max(values)
         else:
             means[name] = total(values) / len(values)
+    if 0 < (square := means.pop("sampling_importance_square", 0.0)) < math.inf:
+        means["sampling_effective_sample_size"] = means["sampling_importance_ratio"] ** 2 / square
     return means
 
 

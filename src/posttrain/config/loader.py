@@ -51,6 +51,8 @@ from posttrain.redaction import Replace, hide, name_credentials, shown_setting
 
 C = TypeVar("C", bound=Section)
 BATCH_SIZE = ("policy", "train_global_batch_size")
+PRECISION = ("policy", "generation", "native_cfg", "precision")
+CORRECTION = ("loss_fn", "use_importance_sampling_correction")
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     )
     _refuse_unknown(known, tree)
     _forget_unfitting_validation(tree)
+    _correct_for_quantised_sampling(known, tree)
     resolved = _resolved_with_fitting_batch(known, tree)
     name_credentials(resolved)
     values, foreign = separate(known, resolved)
@@ -164,8 +167,7 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     notices = [*substitutions(own_values, foreign), *notices]
 
     def is_set(key: str) -> bool:
-        origin = tree.origin(tuple(key.split(".")))
-        return origin != DEFAULT and not is_preset_origin(origin)
+        return _is_set_by_user(tree, tuple(key.split(".")))
 
     errors += check_run(config, is_set)
     if errors:
@@ -177,6 +179,11 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
         warnings=[*warnings, *notices, *cautions(config, is_set)],
         expressions={dotted(key): value for key, value in leaves(tree.values) if _is_expression(value)},
     )
+
+
+def _is_set_by_user(tree: Tree, path: Path) -> bool:
+    origin = tree.origin(path)
+    return origin != DEFAULT and not is_preset_origin(origin)
 
 
 def _with_aligner_names(own: Tree, overrides: Sequence[str], warnings: list[str]) -> list[str]:
@@ -261,6 +268,12 @@ def _forget_unfitting_validation(tree: Tree) -> None:
     is_list = isinstance(tree.get(("data", "train")), list)
     if is_list or any(tree.origin(key) != DEFAULT for key in chosen if tree.get(key) is not None):
         tree.put(validation, None, DEFAULT)
+
+
+def _correct_for_quantised_sampling(kind: Kind, tree: Tree) -> None:
+    """A sampler in FP8 is another policy than the one that is trained: its samples are weighted, unless the user says no."""
+    if kind == "grpo" and tree.get(PRECISION) == "fp8" and not _is_set_by_user(tree, CORRECTION):
+        tree.put(CORRECTION, True, f"{dotted(PRECISION)}: fp8")
 
 
 def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:
