@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.errors import DataError
 from posttrain.data.sources import Row
-from posttrain.types import Message
+
+if TYPE_CHECKING:  # the command line reads names of datasets without torch
+    from posttrain.types import Message
 
 
 def is_conversation(value: Any) -> bool:
