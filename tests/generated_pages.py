@@ -10,7 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.data.named_datasets import PREFERENCE_DATASETS, RESPONSE_DATASETS, PreferenceSpec, ResponseSpec
+from posttrain.data.named_datasets import (
+    PREFERENCE_DATASETS,
+    REFUSED_DATASETS,
+    RESPONSE_DATASETS,
+    PreferenceSpec,
+    ResponseSpec,
+)
 from posttrain.models.loading import REFUSED_FAMILIES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -80,6 +86,8 @@ def datasets_table() -> str:
         + table((*_DATASET, "question", "answer"), [(*_place(spec), *_fields(spec)) for spec in RESPONSE_DATASETS])
         + "\nPreferences (DPO, reward models):\n\n"
         + table(_DATASET, map(_place, PREFERENCE_DATASETS))
+        + "\nNames of NeMo RL that are refused:\n\n"
+        + table(("name", "reason"), [(f"`{name}`", reason) for name, reason in REFUSED_DATASETS.items()])
     )
 
 
