@@ -98,6 +98,10 @@ class SchedulerSection(Section):
     kueue_queue: str | None = Field(default=None, description="LocalQueue of Kueue that admits the run; null is none.")
     queue: str | None = Field(default=None, description="Queue of Volcano; null is nodes.pool.")
     priority_class: str | None = Field(default=None, description="PriorityClass of the pods; null is the default.")
+    topology: list[str] = Field(
+        default_factory=list,
+        description="Labels of nodes, the widest first, by which Kueue places a run close together; its machines must exist.",
+    )
 
     _names = field_validator("kueue_queue", "queue", "priority_class")(_subdomain)
 
@@ -107,6 +111,8 @@ class SchedulerSection(Section):
             raise ValueError("kueue_queue with kind volcano: two queues would each wait for the other; choose one")
         if self.queue is not None and self.kind != "volcano":
             raise ValueError(f"queue is for kind volcano, not for {self.kind}; for Kueue set kueue_queue")
+        if self.topology and self.kueue_queue is None:
+            raise ValueError("topology is for Kueue: set kueue_queue")
         return self
 
 

@@ -46,7 +46,7 @@ def config_map(request: RunRequest) -> Object:
 
 def pod_template(request: RunRequest, *, head_host: str, role: str | None = None, rank_offset: int = 0) -> Object:
     """`role` is given where the scheduler does not number pods; `rank_offset` is added to the number that it gives."""
-    profile, fabric = request.profile, request.fabric
+    profile = request.profile
     spec: Object = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": request.grace_s,
@@ -66,8 +66,10 @@ def pod_template(request: RunRequest, *, head_host: str, role: str | None = None
     if request.num_nodes > 1:
         spec["affinity"] = _one_pod_per_machine(request)
     annotations = {"karpenter.sh/do-not-disrupt": "true"} if profile.cluster.kind == "eks" else {}
+    if profile.scheduler.topology:
+        annotations["kueue.x-k8s.io/podset-preferred-topology"] = profile.scheduler.topology[0]
     metadata: Object = {"labels": labels_of(request)}
-    if annotations := {**annotations, **fabric.annotations}:
+    if annotations := {**annotations, **request.fabric.annotations}:
         metadata["annotations"] = annotations
     return {"metadata": metadata, "spec": {key: value for key, value in spec.items() if value not in ({}, [])}}
 

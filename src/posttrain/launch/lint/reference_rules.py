@@ -12,7 +12,7 @@ from posttrain.launch.instances import GPU_RESOURCE
 from posttrain.launch.lint.findings import Findings, Place
 from posttrain.launch.lint.kueue_rules import GROUP as KUEUE
 from posttrain.launch.lint.reading import get, is_kind, is_volcano_job, job_specs, list_of, map_of, number, pods_of, quantity
-from posttrain.launch.lint.storage_rules import FSX, is_fsx_size
+from posttrain.launch.lint.storage_rules import check_size
 from posttrain.launch.manifest_files import Manifest
 
 RULES = {
@@ -24,7 +24,6 @@ RULES = {
 }
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-_GIB = 1024**3
 
 
 class _Index:
@@ -117,8 +116,8 @@ def _check_volumes(manifest: Manifest, index: _Index) -> Findings:
         yield from index.check(root.at("volumeName"), "", "PersistentVolume", spec.get("volumeName"))
         storage = index.find("storage.k8s.io", "StorageClass", str(spec.get("storageClassName")))
         size = get(spec, "resources", "requests", "storage")
-        if storage is not None and storage.body.get("provisioner") == FSX and not is_fsx_size((quantity(size) or 0) / _GIB):
-            yield root.at("resources", "requests", "storage").error("storage-size", size, "FSx has 1200Gi, or multiples of 2400Gi")
+        if storage is not None:
+            yield from check_size(root.at("resources", "requests", "storage"), size, storage.body)
 
 
 def _check_queues(manifest: Manifest, index: _Index) -> Findings:
@@ -149,6 +148,16 @@ def _check_quota(manifest: Manifest, place: Place, queue: str, index: _Index) ->
     cluster = index.find(KUEUE, "ClusterQueue", str(get(local.body, "spec", "clusterQueue"))) if local is not None else None
     if cluster is None:
         return
+    covered = {
+        str(name) for group in list_of(cluster.body, "spec", "resourceGroups") for name in list_of(group, "coveredResources")
+    }
+    for pods in pods_of(manifest):
+        for here, container in pods.containers("containers"):
+            for name in map_of(container, "resources", "requests"):
+                if name not in covered:
+                    yield here.at("resources", "requests", str(name)).error(
+                        "kueue-coverage", name, f"ClusterQueue {cluster.name} has no quota of it: the run is never admitted"
+                    )
     needed = sum(pods.count * pods.limit(GPU_RESOURCE) for pods in pods_of(manifest))
     quota = sum(
         quantity(get(resource, "nominalQuota")) or 0

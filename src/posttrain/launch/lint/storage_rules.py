@@ -14,7 +14,7 @@ RULES = {
     "storage-throughput": "throughput is one of the tiers 125, 250, 500 and 1000",
     "storage-volume": "a static volume names its file system as the driver wants it",
     "storage-flock": "FSx is mounted with flock",
-    "storage-size": "sizes are those that FSx sells: 1200Gi, or multiples of 2400Gi",
+    "storage-size": "sizes are those of the file system: FSx 1200Gi or multiples of 2400Gi, Managed Lustre by its tier",
     "storage-access": "a claim that several machines mount is ReadWriteMany",
     "config-size": "a ConfigMap has at most 1 MiB, and no secrets",
 }
@@ -70,7 +70,7 @@ def _check_volume(place: Place, spec: dict[str, Any]) -> Findings:
                 yield csi.at("volumeAttributes", key).error("storage-volume", attributes.get(key), "is required by FSx")
         if "flock" not in list_of(spec, "mountOptions"):
             yield place.at("mountOptions").warning("storage-flock", spec.get("mountOptions"), "locks of files do not work", "[flock]")
-        yield from _check_fsx_size(place.at("capacity", "storage"), get(spec, "capacity", "storage"))
+        yield from check_size(place.at("capacity", "storage"), get(spec, "capacity", "storage"), {"provisioner": FSX})
     elif driver == LUSTRE:
         if not _LUSTRE_HANDLE.fullmatch(str(handle)):
             yield csi.at("volumeHandle").error("storage-volume", handle, "must be project/zone/instance")
@@ -81,14 +81,27 @@ def _check_volume(place: Place, spec: dict[str, Any]) -> Findings:
         yield place.at("accessModes").error("storage-access", spec.get("accessModes"), "one machine alone could mount it", "[ReadWriteMany]")
 
 
-def _check_fsx_size(place: Place, size: Any) -> Findings:
+def check_size(place: Place, size: Any, storage_class: dict[str, Any]) -> Findings:
+    """A size that the driver of the class can make."""
     gib = (quantity(size) or 0) / _GIB
-    if not is_fsx_size(gib):
+    if storage_class.get("provisioner") == FSX and not is_fsx_size(gib):
         yield place.error("storage-size", size, "FSx has 1200Gi, or multiples of 2400Gi")
+    tier = str(get(storage_class, "parameters", "perUnitStorageThroughput"))
+    if storage_class.get("provisioner") == LUSTRE and tier in _TIERS and not is_lustre_size(gib, int(tier)):
+        yield place.error("storage-size", size, f"Managed Lustre of {tier} MB/s per TiB has multiples of {lustre_step_gib(int(tier))}Gi")
 
 
 def is_fsx_size(gib: float) -> bool:
     return gib == 1200 or (gib > 0 and gib % 2400 == 0)
+
+
+def lustre_step_gib(tier: int) -> int:
+    """The least size of Managed Lustre, and the step to the next: the slower the tier, the larger."""
+    return 9_000_000 // tier
+
+
+def is_lustre_size(gib: float, tier: int) -> bool:
+    return gib > 0 and gib % lustre_step_gib(tier) == 0
 
 
 def _check_config_map(root: Place, body: dict[str, Any]) -> Findings:
