@@ -16,7 +16,7 @@ from posttrain.errors import InputError
 if TYPE_CHECKING:
     from posttrain.config.cluster_profile import ClusterProfile
     from posttrain.launch.lint.check import LintReport
-    from posttrain.launch.run_request import RunRequest
+    from posttrain.launch.launch_request import LaunchRequest
 
 SUMMARY = "a run on Kubernetes: render its manifests, check anybody's, prepare a cluster"
 EPILOG = """\
@@ -78,8 +78,8 @@ def _profile(path: Path) -> ClusterProfile:
     return load_standalone(ClusterProfile, path)
 
 
-def _request(args: argparse.Namespace) -> RunRequest:
-    from posttrain.launch.run_request import request_run
+def _request(args: argparse.Namespace) -> LaunchRequest:
+    from posttrain.launch.launch_request import request_run
 
     words = list(args.words)
     kind = words.pop(0) if words and words[0] in KINDS else None

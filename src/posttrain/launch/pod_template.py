@@ -9,7 +9,7 @@ import base64
 from typing import Any
 
 from posttrain.launch.instances import EFA_RESOURCE, GPU_RESOURCE
-from posttrain.launch.run_request import CONFIG_FILE, CONFIG_FOLDER, RunRequest
+from posttrain.launch.launch_request import CONFIG_FILE, CONFIG_FOLDER, LaunchRequest
 
 Object = dict[str, Any]
 
@@ -22,11 +22,11 @@ USER = 1000
 NODE_COMMAND = ["posttrain", "node"]
 
 
-def labels_of(request: RunRequest) -> dict[str, str]:
+def labels_of(request: LaunchRequest) -> dict[str, str]:
     return {"app.kubernetes.io/name": "posttrain", "app.kubernetes.io/managed-by": "posttrain", RUN_LABEL: request.name}
 
 
-def config_map(request: RunRequest) -> Object:
+def config_map(request: LaunchRequest) -> Object:
     """Resolved config and the files that it names. Keys have no folders; the volume's items put them back."""
     texts, binary = {"config.yaml": request.config_text}, {}
     for key, content in zip(_file_keys(request).values(), request.files.values(), strict=True):
@@ -44,7 +44,7 @@ def config_map(request: RunRequest) -> Object:
     }
 
 
-def pod_template(request: RunRequest, *, head_host: str, role: str | None = None, rank_offset: int = 0) -> Object:
+def pod_template(request: LaunchRequest, *, head_host: str | None, role: str | None = None, rank_offset: int = 0) -> Object:
     """`role` is given where the scheduler does not number pods; `rank_offset` is added to the number that it gives."""
     profile = request.profile
     spec: Object = {
@@ -74,7 +74,7 @@ def pod_template(request: RunRequest, *, head_host: str, role: str | None = None
     return {"metadata": metadata, "spec": {key: value for key, value in spec.items() if value not in ({}, [])}}
 
 
-def node_selector(request: RunRequest) -> dict[str, str]:
+def node_selector(request: LaunchRequest) -> dict[str, str]:
     nodes, kind = request.profile.nodes, request.profile.cluster.kind
     labels = dict(nodes.selector)
     if nodes.instance_type is not None:
@@ -90,7 +90,7 @@ def node_selector(request: RunRequest) -> dict[str, str]:
     return labels
 
 
-def tolerations(request: RunRequest) -> list[Object]:
+def tolerations(request: LaunchRequest) -> list[Object]:
     """Taints of GPU and Spot nodes. Never that of a node which is about to end."""
     found: list[Object] = [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}]
     if request.profile.nodes.capacity == "spot":
@@ -101,7 +101,7 @@ def tolerations(request: RunRequest) -> list[Object]:
     return found
 
 
-def resources_of(request: RunRequest) -> Object:
+def resources_of(request: LaunchRequest) -> Object:
     instance = request.instance
     devices: Object = {GPU_RESOURCE: request.gpus_per_node}
     if instance.efa and request.num_nodes > 1:
@@ -110,7 +110,7 @@ def resources_of(request: RunRequest) -> Object:
     return {"requests": amounts, "limits": dict(amounts)}
 
 
-def _container(request: RunRequest, head_host: str, role: str | None, rank_offset: int) -> Object:
+def _container(request: LaunchRequest, head_host: str | None, role: str | None, rank_offset: int) -> Object:
     storage = request.profile.storage
     mounts: list[Object] = [
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
@@ -135,7 +135,7 @@ def _container(request: RunRequest, head_host: str, role: str | None, rank_offse
     }
 
 
-def environment(request: RunRequest, *, head_host: str, role: str | None, rank_offset: int) -> list[Object]:
+def environment(request: LaunchRequest, *, head_host: str | None, role: str | None, rank_offset: int) -> list[Object]:
     profile, instance = request.profile, request.instance
     notice = {"eks": "aws", "gke": "gce"}.get(profile.cluster.kind, "none")
     own = {
@@ -148,11 +148,11 @@ def environment(request: RunRequest, *, head_host: str, role: str | None, rank_o
         "POSTTRAIN_EFA_DEVICES": str(instance.efa if request.num_nodes > 1 else 0),
         "POSTTRAIN_SHM_GIB": str(instance.shm_gib),
         "POSTTRAIN_MOUNT": profile.storage.mount,
-        "POSTTRAIN_HEAD_HOST": head_host,
         "POSTTRAIN_RAY_PORT": str(RAY_PORT),
         "POSTTRAIN_CONTROL_PORT": str(CONTROL_PORT),
         "POSTTRAIN_GRACE_S": str(request.grace_s),
         "POSTTRAIN_NOTICE": notice if profile.nodes.capacity == "spot" else "none",
+        **({"POSTTRAIN_HEAD_HOST": head_host} if head_host is not None else {}),
         **({"POSTTRAIN_ROLE": role} if role is not None else {}),
         **({"POSTTRAIN_RANK_OFFSET": str(rank_offset)} if rank_offset else {}),
     }
@@ -165,7 +165,7 @@ def environment(request: RunRequest, *, head_host: str, role: str | None, rank_o
     return [*({"name": name, "value": value} for name, value in plain.items()), *secrets]
 
 
-def _volumes(request: RunRequest) -> list[Object]:
+def _volumes(request: LaunchRequest) -> list[Object]:
     items = [{"key": "config.yaml", "path": "config.yaml"}]
     items += [{"key": key, "path": path} for path, key in _file_keys(request).items()]
     volumes: list[Object] = [
@@ -181,7 +181,7 @@ def _volumes(request: RunRequest) -> list[Object]:
     return volumes
 
 
-def _file_keys(request: RunRequest) -> dict[str, str]:
+def _file_keys(request: LaunchRequest) -> dict[str, str]:
     return {path: f"file-{number}" for number, path in enumerate(request.files)}
 
 
@@ -189,7 +189,7 @@ def _volume_name(path: str) -> str:
     return f"host-{path.rpartition('/')[2]}"
 
 
-def _one_pod_per_machine(request: RunRequest) -> Object:
+def _one_pod_per_machine(request: LaunchRequest) -> Object:
     selector = {"labelSelector": {"matchLabels": {RUN_LABEL: request.name}}}
     affinity: Object = {
         "podAntiAffinity": {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from posttrain.launch.log_shipping import with_log_shipping
 from posttrain.launch.pod_template import (
     CONTAINER,
     DASHBOARD_PORT,
@@ -24,7 +25,7 @@ from posttrain.launch.pod_template import (
     labels_of,
     pod_template,
 )
-from posttrain.launch.run_request import RunRequest
+from posttrain.launch.launch_request import LaunchRequest
 
 INTERRUPTED, BAD_INPUT, NO_PROGRESS = 85, 64, 65
 MAX_RESTARTS = 20  # of failures that are not interruptions; `posttrain node` ends a run that makes no progress earlier
@@ -35,24 +36,24 @@ OVERWRITE_COMMAND = "ray.io/overwrite-container-cmd"  # else KubeRay puts a shel
 REPLICATED_JOB = "node"
 
 
-def render_run(request: RunRequest) -> list[Object]:
+def render_run(request: LaunchRequest) -> list[Object]:
     """The objects of one run, in the order in which they are created."""
     return [config_map(request), *_RENDERERS[request.profile.scheduler.kind](request)]
 
 
-def _metadata(request: RunRequest) -> Object:
+def _metadata(request: LaunchRequest) -> Object:
     labels = labels_of(request)
     if request.profile.scheduler.kueue_queue is not None:
         labels[KUEUE_QUEUE] = request.profile.scheduler.kueue_queue
     return {"name": request.name, "namespace": request.profile.cluster.namespace, "labels": labels}
 
 
-def _suspended(request: RunRequest) -> Object:
+def _suspended(request: LaunchRequest) -> Object:
     """Kueue admits what is suspended, and starts it."""
     return {"suspend": True} if request.profile.scheduler.kueue_queue is not None else {}
 
 
-def _indexed_job(request: RunRequest, head_host: str, failure_rules: list[Object]) -> Object:
+def _indexed_job(request: LaunchRequest, head_host: str, failure_rules: list[Object]) -> Object:
     return {
         "completionMode": "Indexed",
         "completions": request.num_nodes,
@@ -75,7 +76,7 @@ _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 # -- the schedulers ------------------------------------------------------------------------------------------------------
 
 
-def _job(request: RunRequest) -> list[Object]:
+def _job(request: LaunchRequest) -> list[Object]:
     job = _indexed_job(
         request,
         f"{request.name}-0.{request.name}",
@@ -108,12 +109,12 @@ def _job(request: RunRequest) -> list[Object]:
     ]
 
 
-def _ports(request: RunRequest) -> list[Object]:
-    container = pod_template(request, head_host="")["spec"]["containers"][0]
+def _ports(request: LaunchRequest) -> list[Object]:
+    container = pod_template(request, head_host=None)["spec"]["containers"][0]
     return [{"name": port["name"], "port": port["containerPort"]} for port in container["ports"]]
 
 
-def _jobset(request: RunRequest) -> list[Object]:
+def _jobset(request: LaunchRequest) -> list[Object]:
     job = _indexed_job(
         request,
         f"{request.name}-{REPLICATED_JOB}-0-0.{request.name}",
@@ -156,7 +157,7 @@ def _jobset(request: RunRequest) -> list[Object]:
     ]
 
 
-def _volcano(request: RunRequest) -> list[Object]:
+def _volcano(request: LaunchRequest) -> list[Object]:
     """Rank 0 is a task of its own: its end is the end of the run."""
     head_host = f"{request.name}-head-0.{request.name}"
     ends = [{"exitCode": code, "action": "AbortJob"} for code in (BAD_INPUT, NO_PROGRESS)]
@@ -185,12 +186,11 @@ def _volcano(request: RunRequest) -> list[Object]:
     return [{"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": _metadata(request), "spec": spec}]
 
 
-def ray_cluster_spec(request: RunRequest) -> Object:
+def ray_cluster_spec(request: LaunchRequest) -> Object:
     """Head and workers are machines of the same type; the head is rank 0."""
 
     def template(role: str) -> Object:
-        # KubeRay names the head's Service; `posttrain node` reads it from FQ_RAY_IP.
-        made = pod_template(request, head_host="$(FQ_RAY_IP)" if role == "worker" else "localhost", role=role)
+        made = pod_template(request, head_host=None, role=role)  # KubeRay tells it to workers, in FQ_RAY_IP
         made["metadata"].setdefault("annotations", {})[OVERWRITE_COMMAND] = "true"
         container = made["spec"]["containers"][0]
         if role == "head":
@@ -222,7 +222,7 @@ def ray_cluster_spec(request: RunRequest) -> Object:
     }
 
 
-def _rayjob(request: RunRequest) -> list[Object]:
+def _rayjob(request: LaunchRequest) -> list[Object]:
     spec: Object = {
         **_suspended(request),
         "entrypoint": " ".join([*NODE_COMMAND, "driver"]),
@@ -235,9 +235,7 @@ def _rayjob(request: RunRequest) -> list[Object]:
     return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": _metadata(request), "spec": spec}]
 
 
-def _raycluster(request: RunRequest) -> list[Object]:
-    from posttrain.launch.log_shipping import with_log_shipping
-
+def _raycluster(request: LaunchRequest) -> list[Object]:
     cluster = {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -247,7 +245,7 @@ def _raycluster(request: RunRequest) -> list[Object]:
     return with_log_shipping(request, cluster)
 
 
-_RENDERERS: dict[str, Callable[[RunRequest], list[Object]]] = {
+_RENDERERS: dict[str, Callable[[LaunchRequest], list[Object]]] = {
     "job": _job,
     "jobset": _jobset,
     "volcano": _volcano,

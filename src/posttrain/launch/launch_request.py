@@ -32,7 +32,7 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")
 
 
 @dataclass(frozen=True)
-class RunRequest:
+class LaunchRequest:
     name: str
     kind: str
     profile: ClusterProfile
@@ -56,7 +56,7 @@ class RunRequest:
         return {"gke": 15, "eks": 110}.get(self.profile.cluster.kind, 30)
 
 
-def request_run(loaded: LoadedConfig[Any], profile: ClusterProfile, name: str | None = None) -> RunRequest:
+def request_run(loaded: LoadedConfig[Any], profile: ClusterProfile, name: str | None = None) -> LaunchRequest:
     config, instance = loaded.config, find_instance(profile.nodes, profile.cluster.kind)
     mount = PurePosixPath(profile.storage.mount)
     _check_on_mount("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir, mount)
@@ -68,7 +68,7 @@ def request_run(loaded: LoadedConfig[Any], profile: ClusterProfile, name: str | 
             f"{instance.gpus} GPUs; set cluster.gpus_per_node={instance.gpus} and more nodes, or another nodes.instance_type"
         )
     text, files = _config_and_files(loaded, profile)
-    return RunRequest(
+    return LaunchRequest(
         name=_checked_name(name) if name is not None else _name_from(loaded.kind, config.checkpointing.checkpoint_dir),
         kind=loaded.kind,
         profile=profile,
