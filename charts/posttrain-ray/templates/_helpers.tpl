@@ -53,7 +53,9 @@ spec:
       command:
         {{- toYaml $values.command | nindent 8 }}
       env:
-        {{- range $name, $value := merge (dict) .env $values.env }}
+        - name: POSTTRAIN_ROLE
+          value: {{ .role }}
+        {{- range $name, $value := $values.env }}
         - name: {{ $name }}
           value: {{ $value | quote }}
         {{- end }}
@@ -67,7 +69,7 @@ spec:
       ports:
         - {name: ray, containerPort: 6379}
         - {name: control, containerPort: 6390}
-        {{- if .isHead }}
+        {{- if eq .role "head" }}
         - {name: dashboard, containerPort: 8265}
         {{- end }}
       resources:

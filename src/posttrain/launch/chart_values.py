@@ -17,15 +17,6 @@ def chart_values(request: LaunchRequest) -> Object:
     cluster, config, profile = objects[-1], objects[0], request.profile
     spec, head = cluster["spec"], cluster["spec"]["headGroupSpec"]["template"]
     pod, container = head["spec"], head["spec"]["containers"][0]
-    env = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-    groups = spec["workerGroupSpecs"]
-    worker = {
-        entry["name"]: entry["value"]
-        for group in groups
-        for entry in group["template"]["spec"]["containers"][0]["env"]
-        if "value" in entry
-    }
-    shared = {name: value for name, value in env.items() if not worker or worker.get(name) == value}
     log_config = objects[1]["data"]["fluent-bit.conf"] if profile.log_image is not None else ""
     return {
         "name": request.name,
@@ -47,9 +38,7 @@ def chart_values(request: LaunchRequest) -> Object:
         "nodeSelector": pod.get("nodeSelector", {}),
         "tolerations": pod.get("tolerations", []),
         "affinity": pod.get("affinity", {}),
-        "env": shared,
-        "headEnv": {name: value for name, value in env.items() if name not in shared},
-        "workerEnv": {name: value for name, value in worker.items() if name not in shared},
+        "env": {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry and entry["name"] != "POSTTRAIN_ROLE"},
         "secretEnv": {name: {"secret": ref.secret, "key": ref.key} for name, ref in profile.secrets.items()},
         "storage": {"claim": profile.storage.claim, "mount": profile.storage.mount},
         "shmSize": f"{request.instance.shm_gib}Gi",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,12 @@ def _files(path: Path) -> list[Path]:
 
 def _read(text: str, name: str) -> list[Manifest]:
     try:
-        documents = list(yaml.load_all(text, Loader=_StrictLoader))  # noqa: S506 - a SafeLoader
+        if name.endswith(".json"):  # far faster than as YAML
+            documents = [json.loads(text)]
+        else:
+            documents = list(yaml.load_all(text, Loader=_StrictLoader))  # noqa: S506 - a SafeLoader
+    except json.JSONDecodeError as error:
+        raise InputError(f"{name}:{error.lineno}: not JSON: {error.msg}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark is not None else ""
