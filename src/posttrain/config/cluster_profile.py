@@ -210,10 +210,8 @@ class ClusterProfile(Section):
 
     @field_validator("secrets", mode="before")
     @classmethod
-    def _are_references(cls, secrets: object) -> object:
-        for name, value in secrets.items() if isinstance(secrets, dict) else ():
-            if isinstance(value, str):
-                raise ValueError(f"{name} must be {{secret: NAME, key: KEY}}, a reference to a Secret, not the value itself")
+    def _name_variables(cls, secrets: object) -> object:
+        for name in secrets if isinstance(secrets, dict) else ():
             if not _VARIABLE.fullmatch(str(name)):
                 raise ValueError(f"{name!r} cannot name an environment variable")
         return secrets

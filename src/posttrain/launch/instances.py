@@ -151,6 +151,6 @@ def fabric_of(instance: Instance, num_nodes: int) -> Fabric:
                     [{"interfaceName": name, "network": network} for name, network in interfaces]
                 ),
             },
-            host_paths={"/usr/local/nvidia": "/home/kubernetes/bin/nvidia", "/usr/local/gib": "/home/kubernetes/bin/gib"},
+            host_paths={"/usr/local/gib": "/home/kubernetes/bin/gib", "/usr/local/nvidia": "/home/kubernetes/bin/nvidia"},
         )
     return Fabric(env={"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"} if instance.provider == "gcp" else {})

@@ -106,8 +106,8 @@ def _name_from(kind: str, checkpoint_dir: str) -> str:
 
 
 def _config_and_files(loaded: LoadedConfig[Any], profile: ClusterProfile) -> tuple[str, dict[str, bytes]]:
-    text, credentials = loaded.to_yaml_and_credentials()
-    if credentials:
+    text, found = loaded.to_yaml_and_credentials()
+    if credentials := [name for name in found if name in text]:  # not those that stand there as a reference
         raise InputError(
             f"the config contains {len(credentials)} credential{'s' if len(credentials) > 1 else ''}, which would be readable in "
             "the cluster: put each into a Secret, name it in the profile (secrets: {NAME: {secret: …, key: …}}), and write "
