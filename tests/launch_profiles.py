@@ -41,7 +41,9 @@ def make_profile(folder: Path, values: dict[str, Any], *overrides: str) -> Clust
     return load_standalone(ClusterProfile, write_profile(folder, values), overrides)
 
 
-def make_request(folder: Path, values: dict[str, Any], *overrides: str, nodes: int = 2, run: tuple[str, ...] = ()) -> LaunchRequest:
+def make_request(
+    folder: Path, values: dict[str, Any], *overrides: str, nodes: int = 2, run: tuple[str, ...] = ()
+) -> LaunchRequest:
     settings = [f"cluster.num_nodes={nodes}", "cluster.gpus_per_node=8", "checkpointing.checkpoint_dir=/shared/math"]
     loaded = load_config("grpo", None, [*settings, *run])
     return request_run(loaded, make_profile(folder, values, *overrides))

@@ -15,8 +15,8 @@ from posttrain.errors import InputError
 
 if TYPE_CHECKING:
     from posttrain.config.cluster_profile import ClusterProfile
-    from posttrain.launch.lint.check import LintReport
     from posttrain.launch.launch_request import LaunchRequest
+    from posttrain.launch.lint.check import LintReport
 
 SUMMARY = "a run on Kubernetes: render its manifests, check anybody's, prepare a cluster"
 EPILOG = """\
@@ -41,8 +41,12 @@ def add_parser(commands: Subparsers) -> None:
     render.set_defaults(run=_render)
     check = add_command(actions, "check", "check manifests, folders of them and Helm charts")
     check.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML or JSON file, folder, or Helm chart")
-    check.add_argument("--crds", type=Path, metavar="FOLDER", help="CustomResourceDefinitions of the cluster's operators")
-    check.add_argument("--values", type=Path, action="append", default=[], metavar="FILE", help="values for the Helm charts")
+    check.add_argument(
+        "--crds", type=Path, metavar="FOLDER", help="CustomResourceDefinitions of the cluster's operators"
+    )
+    check.add_argument(
+        "--values", type=Path, action="append", default=[], metavar="FILE", help="values for the Helm charts"
+    )
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     check.add_argument("--rules", action="store_true", help="list the rules")
     check.set_defaults(run=_check)
@@ -67,8 +71,12 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_profile(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="config of the run")
-    parser.add_argument("--name", metavar="NAME", help="name of the run in the cluster; else from its checkpoint folder")
-    parser.add_argument("words", nargs="*", metavar="KIND key=value", help=f"{', '.join(KINDS)}, then settings over the file's")
+    parser.add_argument(
+        "--name", metavar="NAME", help="name of the run in the cluster; else from its checkpoint folder"
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="KIND key=value", help=f"{', '.join(KINDS)}, then settings over the file's"
+    )
 
 
 def _profile(path: Path) -> ClusterProfile:
@@ -108,12 +116,16 @@ def _setup(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(args: argparse.Namespace, objects: list[dict[str, Any]], what: str, texts: dict[str, str | None] | None = None) -> None:
+def _write(
+    args: argparse.Namespace, objects: list[dict[str, Any]], what: str, texts: dict[str, str | None] | None = None
+) -> None:
     """Checks the objects as any others, then writes or prints them."""
     from posttrain.launch.lint.check import CustomSchemas, check_manifests
     from posttrain.launch.manifest_files import read_text, to_yaml, write_manifests
 
-    report = check_manifests(read_text(to_yaml(objects), what), CustomSchemas(args.crds) if args.crds is not None else None)
+    report = check_manifests(
+        read_text(to_yaml(objects), what), CustomSchemas(args.crds) if args.crds is not None else None
+    )
     for finding in report.findings:
         print(finding, file=sys.stderr)
     if report.errors:

@@ -44,13 +44,18 @@ def add_parser(commands: Subparsers) -> None:
         "plan",
         summary,
         epilog=EPILOG,
-        usage=f"posttrain plan [{'|'.join(KINDS)}] [--config FILE] [--gpu NAME] [--on PROFILE] [--run FOLDER] [options] [key=value …]",
+        usage=f"posttrain plan [{'|'.join(KINDS)}] [--config FILE] [--gpu NAME] [--on PROFILE] [--run FOLDER] [options] "
+        "[key=value …]",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
     parser.add_argument(
-        "--gpu", metavar="NAME", help="h200 (default), h100, a100-80gb, a100-40gb, b200 or l40s; with --on that of the machine"
+        "--gpu",
+        metavar="NAME",
+        help="h200 (default), h100, a100-80gb, a100-40gb, b200 or l40s; with --on that of the machine",
     )
-    parser.add_argument("--on", type=Path, metavar="PROFILE", help="cluster profile (docs/launch.md): shows what the run costs there")
+    parser.add_argument(
+        "--on", type=Path, metavar="PROFILE", help="cluster profile (docs/launch.md): shows what the run costs there"
+    )
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", dest="run_folder", help="a run's folder: compare with what it measured"
     )

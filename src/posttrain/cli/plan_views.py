@@ -45,7 +45,10 @@ def show_plan(
         console.print("\nproposed", style="bright_black")
         for line in _proposal_lines(found, proposal):
             console.print(line)
-    for title, lines in (("cost", cost_lines), ("cost on the cluster", on_cluster.lines() if on_cluster is not None else [])):
+    for title, lines in (
+        ("cost", cost_lines),
+        ("cost on the cluster", on_cluster.lines() if on_cluster is not None else []),
+    ):
         if lines:
             console.print(f"\n{title}", style="bright_black")
         for line in lines:

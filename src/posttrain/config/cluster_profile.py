@@ -30,11 +30,14 @@ def _subdomain(name: str | None) -> str | None:
 
 
 class ClusterSection(Section):
-    kind: Literal["eks", "gke", "kubernetes"] = Field(description="Who runs the cluster; decides fabric, Spot and storage.")
+    kind: Literal["eks", "gke", "kubernetes"] = Field(
+        description="Who runs the cluster; decides fabric, Spot and storage."
+    )
     context: str | None = Field(default=None, description="Context of the kubeconfig; null is the current one.")
     namespace: str = Field(default="default", description="Namespace of everything that a run creates.")
     name: str | None = Field(
-        default=None, description="Name of an EKS cluster: `setup` finds subnets and security groups by its discovery tag."
+        default=None,
+        description="Name of an EKS cluster: `setup` finds subnets and security groups by its discovery tag.",
     )
 
     @field_validator("namespace")
@@ -71,7 +74,9 @@ class NodesSection(Section):
     memory_gib: PositiveFloat | None = Field(default=None, description="Its allocatable memory, GiB.")
     selector: dict[str, str] = Field(default_factory=dict, description="Labels of nodes, beside those of the type.")
     max_nodes: PositiveInt = Field(default=8, description="Machines that `setup` lets Karpenter and quotas have.")
-    pool: str = Field(default="posttrain", description="Name of the node pool, node class, queue and flavor of `setup`.")
+    pool: str = Field(
+        default="posttrain", description="Name of the node pool, node class, queue and flavor of `setup`."
+    )
     role: str | None = Field(default=None, description="IAM role of EKS nodes; null is KarpenterNodeRole-CLUSTER.")
     grace_s: PositiveInt | None = Field(
         default=None,
@@ -125,7 +130,9 @@ class StorageSection(Section):
         description="An existing file system: fs-… of FSx, project/zone/instance of Managed Lustre; null makes a new one.",
     )
     address: str | None = Field(default=None, description="DNS name (FSx) or IP (Lustre) of the existing file system.")
-    export_name: str | None = Field(default=None, description="Mount name (FSx) or filesystem (Lustre) of the existing one.")
+    export_name: str | None = Field(
+        default=None, description="Mount name (FSx) or filesystem (Lustre) of the existing one."
+    )
     throughput: Literal[125, 250, 500, 1000] = Field(default=250, description="MB/s per TiB of a new file system.")
     subnet: str | None = Field(default=None, description="Subnet of a new FSx file system, subnet-….")
     security_group: str | None = Field(default=None, description="Security group of a new FSx file system, sg-….")
@@ -180,15 +187,23 @@ class PriceSection(Section):
 
 class CostSection(Section):
     price: PriceSection | None = Field(default=None, description="Your prices; null takes the built-in table.")
-    storage_per_gib_month: NonNegativeFloat = Field(default=0.14, description="Price of the file system, USD per GiB-month.")
-    storage_months: NonNegativeFloat = Field(default=0.5, description="Months of the file system that one run pays for.")
+    storage_per_gib_month: NonNegativeFloat = Field(
+        default=0.14, description="Price of the file system, USD per GiB-month."
+    )
+    storage_months: NonNegativeFloat = Field(
+        default=0.5, description="Months of the file system that one run pays for."
+    )
     other: NonNegativeFloat = Field(default=0.0, description="What else a run costs, such as object storage, USD.")
     runs_per_year: PositiveInt = Field(default=24, description="Runs in a year, for the yearly figure.")
-    boot_s: NonNegativeFloat = Field(default=600.0, description="Seconds from a machine's start to the first step; it is billed.")
+    boot_s: NonNegativeFloat = Field(
+        default=600.0, description="Seconds from a machine's start to the first step; it is billed."
+    )
     node_mtbf_hours: PositiveFloat | None = Field(
         default=None, description="Mean hours between interruptions of one Spot machine; null shows a range."
     )
-    notice_share: Fraction = Field(default=0.0, description="Share of interruptions that a notice lets the run save before.")
+    notice_share: Fraction = Field(
+        default=0.0, description="Share of interruptions that a notice lets the run save before."
+    )
     restart_s: NonNegativeFloat = Field(default=360.0, description="Seconds from an interruption to the next step.")
     save_s: PositiveFloat = Field(default=21.5, description="Seconds that training stands still for one save.")
 

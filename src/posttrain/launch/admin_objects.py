@@ -33,7 +33,9 @@ def render_setup(profile: ClusterProfile) -> list[Object]:
 def _karpenter(profile: ClusterProfile, instance: Instance) -> list[Object]:
     nodes, pool = profile.nodes, profile.nodes.pool
     if profile.cluster.name is None:
-        raise InputError("cluster.name is missing: `setup` finds subnets and security groups by the tag karpenter.sh/discovery: NAME")
+        raise InputError(
+            "cluster.name is missing: `setup` finds subnets and security groups by the tag karpenter.sh/discovery: NAME"
+        )
     discovered = [{"tags": {"karpenter.sh/discovery": profile.cluster.name}}]
     node_class: Object = {
         "apiVersion": "karpenter.k8s.aws/v1",
@@ -132,7 +134,9 @@ def _kueue(profile: ClusterProfile, instance: Instance) -> list[Object]:
     objects: list[Object] = []
     if profile.scheduler.topology:
         levels = [{"nodeLabel": label} for label in profile.scheduler.topology]
-        objects.append({"apiVersion": KUEUE_VERSION, "kind": "Topology", "metadata": {"name": pool}, "spec": {"levels": levels}})
+        objects.append(
+            {"apiVersion": KUEUE_VERSION, "kind": "Topology", "metadata": {"name": pool}, "spec": {"levels": levels}}
+        )
         flavor["topologyName"] = pool
     resources = [{"name": name, "nominalQuota": amount} for name, amount in quota.items()]
     return [
@@ -144,7 +148,9 @@ def _kueue(profile: ClusterProfile, instance: Instance) -> list[Object]:
             "metadata": {"name": pool},
             "spec": {
                 "namespaceSelector": {},
-                "resourceGroups": [{"coveredResources": list(quota), "flavors": [{"name": pool, "resources": resources}]}],
+                "resourceGroups": [
+                    {"coveredResources": list(quota), "flavors": [{"name": pool, "resources": resources}]}
+                ],
             },
         },
         {
@@ -207,7 +213,9 @@ def _storage_class(profile: ClusterProfile, on_aws: bool) -> Object:
     storage = profile.storage
     if on_aws:
         if storage.subnet is None or storage.security_group is None:
-            raise InputError("a new FSx file system needs storage.subnet and storage.security_group; or name one in storage.file_system")
+            raise InputError(
+                "a new FSx file system needs storage.subnet and storage.security_group; or name one in storage.file_system"
+            )
         parameters = {
             "subnetId": storage.subnet,
             "securityGroupIds": storage.security_group,
@@ -233,7 +241,8 @@ def _storage_class(profile: ClusterProfile, on_aws: bool) -> Object:
 
 def _static_volume(profile: ClusterProfile, on_aws: bool) -> Object:
     storage = profile.storage
-    assert storage.address is not None and storage.export_name is not None
+    assert storage.address is not None
+    assert storage.export_name is not None
     if on_aws:
         attributes = {"dnsname": storage.address, "mountname": storage.export_name}
     else:
@@ -249,6 +258,10 @@ def _static_volume(profile: ClusterProfile, on_aws: bool) -> Object:
             "storageClassName": "",
             **({"mountOptions": ["flock"]} if on_aws else {}),
             "claimRef": {"namespace": profile.cluster.namespace, "name": storage.claim},
-            "csi": {"driver": FSX if on_aws else LUSTRE, "volumeHandle": storage.file_system, "volumeAttributes": attributes},
+            "csi": {
+                "driver": FSX if on_aws else LUSTRE,
+                "volumeHandle": storage.file_system,
+                "volumeAttributes": attributes,
+            },
         },
     }

@@ -11,7 +11,8 @@ from posttrain.launch.workloads import KUEUE_QUEUE, OVERWRITE_COMMAND, render_ru
 def chart_values(request: LaunchRequest) -> Object:
     if request.profile.scheduler.kind != "raycluster":
         raise InputError(
-            f"scheduler.kind = {request.profile.scheduler.kind!r}: the chart is a long-lived Ray cluster; set raycluster in the profile"
+            f"scheduler.kind = {request.profile.scheduler.kind!r}: the chart is a long-lived Ray cluster; "
+            "set raycluster in the profile"
         )
     objects = render_run(request)
     cluster, config, profile = objects[-1], objects[0], request.profile
@@ -22,7 +23,9 @@ def chart_values(request: LaunchRequest) -> Object:
         "name": request.name,
         "labels": {name: value for name, value in cluster["metadata"]["labels"].items() if name != KUEUE_QUEUE},
         "podLabels": head["metadata"]["labels"],
-        "podAnnotations": {name: value for name, value in head["metadata"]["annotations"].items() if name != OVERWRITE_COMMAND},
+        "podAnnotations": {
+            name: value for name, value in head["metadata"]["annotations"].items() if name != OVERWRITE_COMMAND
+        },
         "kueueQueue": profile.scheduler.kueue_queue or "",
         "image": container["image"],
         "pullSecret": profile.image.pull_secret or "",
@@ -38,7 +41,11 @@ def chart_values(request: LaunchRequest) -> Object:
         "nodeSelector": pod.get("nodeSelector", {}),
         "tolerations": pod.get("tolerations", []),
         "affinity": pod.get("affinity", {}),
-        "env": {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry and entry["name"] != "POSTTRAIN_ROLE"},
+        "env": {
+            entry["name"]: entry["value"]
+            for entry in container["env"]
+            if "value" in entry and entry["name"] != "POSTTRAIN_ROLE"
+        },
         "secretEnv": {name: {"secret": ref.secret, "key": ref.key} for name, ref in profile.secrets.items()},
         "storage": {"claim": profile.storage.claim, "mount": profile.storage.mount},
         "shmSize": f"{request.instance.shm_gib}Gi",

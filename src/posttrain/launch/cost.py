@@ -79,7 +79,9 @@ def interruptions_of(profile: ClusterProfile, num_nodes: int, node_mtbf_hours: f
     return Interruptions(node_mtbf_hours * 3600, num_nodes, cost.save_s, cost.notice_share, cost.restart_s)
 
 
-def launch_cost(profile: ClusterProfile, *, hours: float, num_nodes: int, node_price: float, overhead: float) -> LaunchCost:
+def launch_cost(
+    profile: ClusterProfile, *, hours: float, num_nodes: int, node_price: float, overhead: float
+) -> LaunchCost:
     cost = profile.cost
     storage = profile.storage.size_gib * cost.storage_per_gib_month * cost.storage_months
     return LaunchCost(hours, num_nodes, node_price, overhead, cost.boot_s, storage, cost.other)

@@ -41,8 +41,8 @@ class CostReport:
     def lines(self) -> list[str]:
         where = f" in {self.price.region}" if self.price.region else ""
         lines = [
-            f"  {self.num_steps:,} steps of {self.step_s:.1f} s ({self.step_source}): {self.hours:,.1f} hours on {self.num_nodes} "
-            f"machine{'s' if self.num_nodes > 1 else ''}",
+            f"  {self.num_steps:,} steps of {self.step_s:.1f} s ({self.step_source}): {self.hours:,.1f} hours on "
+            f"{self.num_nodes} machine{'s' if self.num_nodes > 1 else ''}",
             f"  price{where} of {self.price.as_of}, {self.price.source}",
             f"  {'':<34}{'wasted':>8}{'a run':>20}{self.runs_per_year:>8} runs",
         ]
@@ -53,7 +53,9 @@ class CostReport:
             yearly = _span(row.low.in_all * self.runs_per_year, row.high.in_all * self.runs_per_year)
             lines.append(f"  {name:<34}{row.overhead:>8.1%}{_span(row.low.in_all, row.high.in_all):>20}{yearly:>24}")
         first = self.rows[0].low
-        lines.append(f"  in each run: start {_usd(first.start)}, storage {_usd(first.storage)}, other {_usd(first.other)}")
+        lines.append(
+            f"  in each run: start {_usd(first.start)}, storage {_usd(first.storage)}, other {_usd(first.other)}"
+        )
         if self.best_save_period is not None and len(self.rows) > 1:
             lines.append(
                 f"  best checkpointing.save_period on Spot: {self.best_save_period} (this config: {self.save_period})"
@@ -84,7 +86,14 @@ class CostReport:
 
 
 def report_cost(
-    profile: ClusterProfile, *, num_nodes: int, num_steps: int, step_s: float, step_source: str, save_period: int, today: date
+    profile: ClusterProfile,
+    *,
+    num_nodes: int,
+    num_steps: int,
+    step_s: float,
+    step_source: str,
+    save_period: int,
+    today: date,
 ) -> CostReport:
     instance = find_instance(profile.nodes, profile.cluster.kind)
     price = price_of(instance.name, profile.cost.price)
@@ -95,7 +104,8 @@ def report_cost(
 
     def row(capacity: str, mtbf: float | None, overhead: float, prices: tuple[float, float]) -> CostRow:
         low, high = (
-            launch_cost(profile, hours=hours, num_nodes=num_nodes, node_price=node_price, overhead=overhead) for node_price in prices
+            launch_cost(profile, hours=hours, num_nodes=num_nodes, node_price=node_price, overhead=overhead)
+            for node_price in prices
         )
         return CostRow(capacity, mtbf, overhead, low, high)
 
@@ -105,13 +115,17 @@ def report_cost(
             rows.append(row("spot", mtbf, interruptions_of(profile, num_nodes, mtbf).overhead(interval_s), spot))
         best = interruptions_of(profile, num_nodes, mtbf_hours[len(mtbf_hours) // 2]).steps_between_saves(step_s)
         if given is None:
-            warnings.append("how often a Spot machine is lost is not known: three cases are shown; give cost.node_mtbf_hours")
+            warnings.append(
+                "how often a Spot machine is lost is not known: three cases are shown; give cost.node_mtbf_hours"
+            )
     if (on_demand := price.range_of("on_demand")) is not None:
         rows.append(row("on_demand", None, profile.cost.save_s / interval_s, on_demand))
     if (old := age_warning(price, today)) is not None:
         warnings.append(old)
     if num_nodes > 1 and step_source == "planned":
-        warnings.append("the planner does not count traffic between machines: the time is a lower bound until a run is measured")
+        warnings.append(
+            "the planner does not count traffic between machines: the time is a lower bound until a run is measured"
+        )
     return CostReport(
         rows, price, num_nodes, num_steps, step_s, step_source, save_period, best, profile.cost.runs_per_year, warnings
     )

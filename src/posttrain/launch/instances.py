@@ -98,7 +98,9 @@ _PROVIDER_OF_KIND = {"eks": "aws", "gke": "gcp"}
 def find_instance(nodes: NodesSection, cluster_kind: str) -> Instance:
     """The machine that a profile names or describes."""
     if nodes.instance_type is None:
-        assert nodes.gpus is not None and nodes.cpu is not None and nodes.memory_gib is not None
+        assert nodes.gpus is not None
+        assert nodes.cpu is not None
+        assert nodes.memory_gib is not None
         return Instance("", "other", "", nodes.gpus, nodes.cpu, int(nodes.memory_gib * 1024))
     found = INSTANCES.get(nodes.instance_type)
     if found is None:
@@ -111,7 +113,9 @@ def find_instance(nodes: NodesSection, cluster_kind: str) -> Instance:
     expected = _PROVIDER_OF_KIND.get(cluster_kind)
     if expected is not None and found.provider != expected:
         fitting = ", ".join(name for name, other in INSTANCES.items() if other.provider == expected)
-        raise InputError(f"nodes.instance_type = {found.name!r} does not exist on cluster.kind = {cluster_kind!r}; it has {fitting}")
+        raise InputError(
+            f"nodes.instance_type = {found.name!r} does not exist on cluster.kind = {cluster_kind!r}; it has {fitting}"
+        )
     return found
 
 
@@ -128,7 +132,11 @@ def fabric_of(instance: Instance, num_nodes: int) -> Fabric:
             }
         )
     if instance.rdma:
-        interfaces = [("eth0", "default"), ("eth1", "gvnic-1"), *((f"eth{index + 2}", f"rdma-{index}") for index in range(8))]
+        interfaces = [
+            ("eth0", "default"),
+            ("eth1", "gvnic-1"),
+            *((f"eth{index + 2}", f"rdma-{index}") for index in range(8)),
+        ]
         return Fabric(
             env={
                 "NCCL_NET": "gIB",  # without RDMA the run fails, instead of using TCP
@@ -151,6 +159,11 @@ def fabric_of(instance: Instance, num_nodes: int) -> Fabric:
                     [{"interfaceName": name, "network": network} for name, network in interfaces]
                 ),
             },
-            host_paths={"/usr/local/gib": "/home/kubernetes/bin/gib", "/usr/local/nvidia": "/home/kubernetes/bin/nvidia"},
+            host_paths={
+                "/usr/local/gib": "/home/kubernetes/bin/gib",
+                "/usr/local/nvidia": "/home/kubernetes/bin/nvidia",
+            },
         )
-    return Fabric(env={"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"} if instance.provider == "gcp" else {})
+    return Fabric(
+        env={"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"} if instance.provider == "gcp" else {}
+    )

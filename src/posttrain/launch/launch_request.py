@@ -124,7 +124,9 @@ def _config_and_files(loaded: LoadedConfig[Any], profile: ClusterProfile) -> tup
     for number, named in enumerate(_local_files(loaded, profile)):
         folder = f"files/{number}"
         for path, inner in zip(named.files, named.names, strict=True):
-            files[f"{folder}/{inner or path.name}"] = path.read_bytes() if path.stat().st_size <= MAX_CONFIG_BYTES else b""
+            files[f"{folder}/{inner or path.name}"] = (
+                path.read_bytes() if path.stat().st_size <= MAX_CONFIG_BYTES else b""
+            )
             _check_size(named, path, files, text, profile)
         single = named.names == ("",)
         new = f"{CONFIG_FOLDER}/{folder}/{named.files[0].name}" if single else f"{CONFIG_FOLDER}/{folder}"
@@ -143,8 +145,8 @@ def _local_files(loaded: LoadedConfig[Any], profile: ClusterProfile) -> list[Nam
         if named.part and not os.path.isfile(os.path.expanduser(named.text.rpartition(":")[0])):
             if named.files[0].is_relative_to(Path.cwd()):
                 raise InputError(
-                    f"{named.key} = {named.text!r}: the module is a file here, {named.files[0]}, and not in the image; write it as "
-                    f"{os.path.relpath(named.files[0])}:{named.part}, then it travels with the config"
+                    f"{named.key} = {named.text!r}: the module is a file here, {named.files[0]}, and not in the image; write it "
+                    f"as {os.path.relpath(named.files[0])}:{named.part}, then it travels with the config"
                 )
             continue  # an installed package: the image has it, or the run says what is missing
         found.append(named)
@@ -157,8 +159,8 @@ def _check_size(named: Named, path: Path, files: Mapping[str, bytes], text: str,
     if max(size, total) > MAX_CONFIG_BYTES:
         raise InputError(
             f"{named.key} = {named.text!r}: {path} has {size / 1024:,.0f} KiB; config and files together may have "
-            f"{MAX_CONFIG_BYTES // 1024} KiB. Copy it to the shared file system and set {named.key}={profile.storage.mount}/…, or "
-            "name a dataset or model of the hub"
+            f"{MAX_CONFIG_BYTES // 1024} KiB. Copy it to the shared file system and set {named.key}={profile.storage.mount}/…, "
+            "or name a dataset or model of the hub"
         )
 
 

@@ -21,7 +21,9 @@ def fluent_bit_config(profile: ClusterProfile) -> str:
     if kind == "eks" and zone is None:
         raise InputError("log_image on EKS needs nodes.zone: CloudWatch wants the region")
     output = _OUTPUTS[kind].replace("{region}", (zone or "")[:-1])
-    inputs = "[INPUT]\n    Name tail\n    Path /tmp/ray/session_latest/logs/*\n    Exclude_Path *debug_state*\n    Tag ray\n"
+    inputs = (
+        "[INPUT]\n    Name tail\n    Path /tmp/ray/session_latest/logs/*\n    Exclude_Path *debug_state*\n    Tag ray\n"
+    )
     return f"[SERVICE]\n    Flush 5\n{inputs}{output}"
 
 
@@ -38,7 +40,10 @@ def with_log_shipping(request: LaunchRequest, cluster: Object) -> list[Object]:
             {
                 "name": "fluent-bit",
                 "image": image,
-                "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"cpu": "1", "memory": "512Mi"}},
+                "resources": {
+                    "requests": {"cpu": "500m", "memory": "512Mi"},
+                    "limits": {"cpu": "1", "memory": "512Mi"},
+                },
                 "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
                 "volumeMounts": [
                     {"name": "log-config", "mountPath": "/fluent-bit/etc", "readOnly": True},

@@ -51,9 +51,11 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if str(key) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
             seen.add(str(key))
         return super().construct_mapping(node, deep)
 
@@ -85,7 +87,7 @@ def _read(text: str, name: str) -> list[Manifest]:
         if name.endswith(".json"):  # far faster than as YAML
             documents = [json.loads(text)]
         else:
-            documents = list(yaml.load_all(text, Loader=_StrictLoader))  # noqa: S506 - a SafeLoader
+            documents = list(yaml.load_all(text, Loader=_StrictLoader))
     except json.JSONDecodeError as error:
         raise InputError(f"{name}:{error.lineno}: not JSON: {error.msg}") from error
     except yaml.YAMLError as error:

@@ -37,14 +37,20 @@ def config_map(request: LaunchRequest) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": f"{request.name}-config", "namespace": request.profile.cluster.namespace, "labels": labels_of(request)},
+        "metadata": {
+            "name": f"{request.name}-config",
+            "namespace": request.profile.cluster.namespace,
+            "labels": labels_of(request),
+        },
         "immutable": True,
         "data": texts,
         **({"binaryData": binary} if binary else {}),
     }
 
 
-def pod_template(request: LaunchRequest, *, head_host: str | None, role: str | None = None, rank_offset: int = 0) -> Object:
+def pod_template(
+    request: LaunchRequest, *, head_host: str | None, role: str | None = None, rank_offset: int = 0
+) -> Object:
     """`role` is given where the scheduler does not number pods; `rank_offset` is added to the number that it gives."""
     profile = request.profile
     spec: Object = {
@@ -94,7 +100,9 @@ def tolerations(request: LaunchRequest) -> list[Object]:
     """Taints of GPU and Spot nodes. Never that of a node which is about to end."""
     found: list[Object] = [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}]
     if request.profile.nodes.capacity == "spot":
-        key = {"gke": "cloud.google.com/gke-spot", "eks": "karpenter.sh/capacity-type"}.get(request.profile.cluster.kind)
+        key = {"gke": "cloud.google.com/gke-spot", "eks": "karpenter.sh/capacity-type"}.get(
+            request.profile.cluster.kind
+        )
         value = "true" if request.profile.cluster.kind == "gke" else "spot"
         if key is not None:
             found.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
@@ -198,6 +206,8 @@ def _one_pod_per_machine(request: LaunchRequest) -> Object:
     }
     if request.profile.nodes.zone is None:  # the fabric does not cross zones: follow the first pod
         affinity["podAffinity"] = {
-            "requiredDuringSchedulingIgnoredDuringExecution": [{**selector, "topologyKey": "topology.kubernetes.io/zone"}]
+            "requiredDuringSchedulingIgnoredDuringExecution": [
+                {**selector, "topologyKey": "topology.kubernetes.io/zone"}
+            ]
         }
     return affinity

@@ -42,7 +42,9 @@ PRICES = {
     "a3-highgpu-8g": Price(87.83, (52.70, 52.70), *_GCP),
     "a3-megagpu-8g": Price(92.21, (55.32, 55.32), *_GCP),
     "a3-ultragpu-8g": Price(86.76, (50.38, 50.38), *_GCP),
-    "a4-highgpu-8g": Price(90.22, (39.63, 39.63), _GCP[0], _GCP[1], "skypilot-catalog v8; its host row is 0: least certain"),
+    "a4-highgpu-8g": Price(
+        90.22, (39.63, 39.63), _GCP[0], _GCP[1], "skypilot-catalog v8; its host row is 0: least certain"
+    ),
 }
 
 
@@ -53,7 +55,8 @@ def price_of(instance_type: str, own: PriceSection | None) -> Price:
         return Price(own.on_demand, spot, "", own.as_of, own.source)
     if instance_type not in PRICES:
         raise InputError(
-            f"no price is known for {instance_type or 'a machine without a type'}; give cost.price with on_demand or spot, and as_of"
+            f"no price is known for {instance_type or 'a machine without a type'}; give cost.price with as_of, "
+            "and on_demand or spot"
         )
     return PRICES[instance_type]
 

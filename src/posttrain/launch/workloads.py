@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from posttrain.launch.launch_request import LaunchRequest
 from posttrain.launch.log_shipping import with_log_shipping
 from posttrain.launch.pod_template import (
     CONTAINER,
@@ -25,7 +26,6 @@ from posttrain.launch.pod_template import (
     labels_of,
     pod_template,
 )
-from posttrain.launch.launch_request import LaunchRequest
 
 INTERRUPTED, BAD_INPUT, NO_PROGRESS = 85, 64, 65
 MAX_RESTARTS = 20  # of failures that are not interruptions; `posttrain node` ends a run that makes no progress earlier

@@ -57,7 +57,8 @@ def test_24_gpus_for_4_to_6_hours(
 
 def test_100_steps_on_16_b200() -> None:
     hours, price = 100 * STEP_S / 3600, PRICES["a4-highgpu-8g"]
-    assert price.spot is not None and price.on_demand is not None
+    assert price.spot is not None
+    assert price.on_demand is not None
     assert round(LaunchCost(hours, 2, price.spot[0]).in_all) == 271  # 270 with $4.95 a GPU, which is rounded
     assert round(LaunchCost(hours, 2, 8 * 4.95).in_all) == 270
     assert round(LaunchCost(hours, 2, price.on_demand).in_all) == 616
@@ -84,7 +85,9 @@ def simulated_overhead(case: Interruptions, interval_s: float, num_interruptions
     return elapsed / work - 1
 
 
-@pytest.mark.parametrize("case", [Interruptions(240 * 3600, 3, 21.5, 0.0, 360), Interruptions(240 * 3600, 3, 1.0, 0.9, 360)])
+@pytest.mark.parametrize(
+    "case", [Interruptions(240 * 3600, 3, 21.5, 0.0, 360), Interruptions(240 * 3600, 3, 1.0, 0.9, 360)]
+)
 def test_formula_of_interruptions_agrees_with_a_simulation(case: Interruptions) -> None:
     interval = case.best_interval_s
     assert simulated_overhead(case, interval, 20_000, seed=3) == pytest.approx(case.overhead(interval), rel=0.03)
@@ -93,24 +96,40 @@ def test_formula_of_interruptions_agrees_with_a_simulation(case: Interruptions) 
 def test_total_time_agrees_with_a_simulation_where_machines_are_lost_often() -> None:
     case = gang(21.5, 0.0)
     interval = case.best_interval_s
-    assert 1 + simulated_overhead(case, interval, 20_000, seed=4) == pytest.approx(1 + case.overhead(interval), rel=0.03)
+    assert 1 + simulated_overhead(case, interval, 20_000, seed=4) == pytest.approx(
+        1 + case.overhead(interval), rel=0.03
+    )
 
 
 def test_report_has_spot_beside_on_demand_and_names_its_price(tmp_path: Path) -> None:
     profile = make_profile(tmp_path, EKS, "cost.node_mtbf_hours=24")
     found = report_cost(
-        profile, num_nodes=3, num_steps=100, step_s=STEP_S, step_source="measured", save_period=10, today=date(2026, 9, 1)
+        profile,
+        num_nodes=3,
+        num_steps=100,
+        step_s=STEP_S,
+        step_source="measured",
+        save_period=10,
+        today=date(2026, 9, 1),
     )
     assert [row.capacity for row in found.rows] == ["spot", "on_demand"]
     assert found.rows[0].low.in_all < found.rows[1].low.in_all
     text = "\n".join(found.lines())
-    assert "2026-08-22" in text and "us-east-2" in text and "this config: 10" in text
+    assert "2026-08-22" in text
+    assert "us-east-2" in text
+    assert "this config: 10" in text
     assert found.warnings == []
 
 
 def test_unknown_rate_of_interruptions_is_shown_as_a_range(tmp_path: Path) -> None:
     found = report_cost(
-        make_profile(tmp_path, EKS), num_nodes=3, num_steps=100, step_s=60, step_source="planned", save_period=10, today=date(2026, 12, 1)
+        make_profile(tmp_path, EKS),
+        num_nodes=3,
+        num_steps=100,
+        step_s=60,
+        step_source="planned",
+        save_period=10,
+        today=date(2026, 12, 1),
     )
     assert [row.node_mtbf_hours for row in found.rows] == [12, 24, 72, None]
     assert any("node_mtbf_hours" in warning for warning in found.warnings)
@@ -121,7 +140,8 @@ def test_unknown_rate_of_interruptions_is_shown_as_a_range(tmp_path: Path) -> No
 def test_price_of_the_profile_replaces_the_table(tmp_path: Path) -> None:
     profile = make_profile(tmp_path, EKS, "cost.price={spot: 20.0, as_of: 2026-11-01, source: contract}")
     price = price_of("p5en.48xlarge", profile.cost.price)
-    assert price.spot == (20.0, 20.0) and price.on_demand is None
+    assert price.spot == (20.0, 20.0)
+    assert price.on_demand is None
     assert age_warning(price, date(2026, 11, 20)) is None
     with pytest.raises(InputError, match=r"cost\.price"):
         price_of("", None)

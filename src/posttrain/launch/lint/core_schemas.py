@@ -29,11 +29,15 @@ def is_of_kubernetes(manifest: Manifest) -> bool:
 def check_core_schema(manifest: Manifest) -> Findings:
     validator = _validator(manifest.kind.lower(), str(manifest.body.get("apiVersion", "")))
     if validator is None:
-        yield Place(manifest).at("kind").error(
-            RULE,
-            f"{manifest.body.get('apiVersion')} {manifest.kind}",
-            f"Kubernetes {VERSION} has no such kind",
-            "correct apiVersion and kind",
+        yield (
+            Place(manifest)
+            .at("kind")
+            .error(
+                RULE,
+                f"{manifest.body.get('apiVersion')} {manifest.kind}",
+                f"Kubernetes {VERSION} has no such kind",
+                "correct apiVersion and kind",
+            )
         )
         return
     yield from findings_of(manifest, validator.iter_errors(manifest.body))
@@ -60,7 +64,9 @@ def _definitions() -> Any:
     from kubernetes_validate.utils import schema_contents
     from referencing import Resource
 
-    return Resource.from_contents(schema_contents(f"kubernetes-json-schema/v{VERSION}-local-strict/_definitions.json", VERSION))
+    return Resource.from_contents(
+        schema_contents(f"kubernetes-json-schema/v{VERSION}-local-strict/_definitions.json", VERSION)
+    )
 
 
 def findings_of(manifest: Manifest, errors: Iterable[Any]) -> Findings:
@@ -81,7 +87,9 @@ def finding_of(manifest: Manifest, error: Any) -> Finding:
             return place.at(str(unknown[0])).error(RULE, None, "unknown field", _nearest(str(unknown[0]), list(known)))
     if error.validator == "required":
         missing = [key for key in error.validator_value if key not in error.instance]
-        return place.at(missing[0]).error(RULE, None, "is required") if missing else place.error(RULE, None, error.message)
+        return (
+            place.at(missing[0]).error(RULE, None, "is required") if missing else place.error(RULE, None, error.message)
+        )
     if error.validator == "type":
         wanted = error.validator_value
         names = " or ".join(wanted) if isinstance(wanted, list) else wanted

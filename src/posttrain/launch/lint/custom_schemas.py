@@ -19,6 +19,10 @@ from posttrain.launch.manifest_files import Manifest, read_manifests
 
 RULE = "crd-schema"
 CEL_RULE = "crd-cel"
+_KEPT = (
+    "type", "enum", "required", "pattern", "format", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
+    "minProperties", "maxProperties", "uniqueItems", "multipleOf", "additionalProperties",
+)  # fmt: skip
 
 
 class CustomSchemas:
@@ -26,7 +30,9 @@ class CustomSchemas:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise InputError(f"--crds {folder}: no such folder; expected CustomResourceDefinitions as .json or .yaml files")
+            raise InputError(
+                f"--crds {folder}: no such folder; expected CustomResourceDefinitions as .json or .yaml files"
+            )
         self.schemas: dict[tuple[str, str, str], dict[str, Any]] = {}
         for manifest in read_manifests([folder]):
             if manifest.kind != "CustomResourceDefinition":
@@ -36,7 +42,9 @@ class CustomSchemas:
                 key = (spec["group"], version["name"], spec["names"]["kind"])
                 self.schemas[key] = version["schema"]["openAPIV3Schema"]
         if not self.schemas:
-            raise InputError(f"--crds {folder}: no CustomResourceDefinition in it; `kubectl get crd -o json` writes them")
+            raise InputError(
+                f"--crds {folder}: no CustomResourceDefinition in it; `kubectl get crd -o json` writes them"
+            )
         self._validators: dict[tuple[str, str, str], Any] = {}
 
     def _key(self, manifest: Manifest) -> tuple[str, str, str]:
@@ -51,8 +59,15 @@ class CustomSchemas:
         key = self._key(manifest)
         if key not in self.schemas:
             versions = sorted({f"{group}/{version} {kind}" for group, version, kind in self.schemas if group == key[0]})
-            yield Place(manifest).at("apiVersion").error(
-                RULE, manifest.body.get("apiVersion"), f"no {key[2]} of this version", f"served: {', '.join(versions)}"
+            yield (
+                Place(manifest)
+                .at("apiVersion")
+                .error(
+                    RULE,
+                    manifest.body.get("apiVersion"),
+                    f"no {key[2]} of this version",
+                    f"served: {', '.join(versions)}",
+                )
             )
             return
         if key not in self._validators:
@@ -84,8 +99,7 @@ def _closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
             result[key] = _closed(value)
         elif key in ("anyOf", "allOf", "oneOf"):
             result[key] = [{**part} for part in value]  # conditions on what is described elsewhere: not closed
-        elif key in ("type", "enum", "required", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
-                     "minProperties", "maxProperties", "format", "additionalProperties", "uniqueItems", "multipleOf"):  # fmt: skip
+        elif key in _KEPT:
             result[key] = value
     if schema.get("x-kubernetes-int-or-string"):
         result.pop("type", None)
@@ -144,4 +158,3 @@ class _Cel:
 def _find(text: str, pattern: str) -> str:
     match = re.search(pattern, text)
     return match[0] if match else ""
-

@@ -46,13 +46,17 @@ def _check_limits(pods: Pods) -> Findings:
                 continue
             here = place.at("resources", "requests", str(name))
             if name not in limits:
-                yield here.error("device-limits", value, "limit must be set for devices", f"add limits: {{{name}: {value}}}")
+                yield here.error(
+                    "device-limits", value, "limit must be set for devices", f"add limits: {{{name}: {value}}}"
+                )
             elif quantity(limits[name]) != quantity(value):
                 yield here.error("device-limits", value, f"must be equal to the limit of {limits[name]}")
         for name in _DEVICES:
             amount = quantity(limits.get(name)) if name in limits else 0.0
             if amount is not None and amount != int(amount):
-                yield place.at("resources", "limits", name).error("device-limits", limits[name], "must be a whole number")
+                yield place.at("resources", "limits", name).error(
+                    "device-limits", limits[name], "must be a whole number"
+                )
 
 
 def _check_machine(pods: Pods) -> Findings:
@@ -75,7 +79,10 @@ def _check_machine(pods: Pods) -> Findings:
                 key = "requests" if name in requests else "limits"
                 shown = f"{most / 1024**3:,.0f}Gi" if name == "memory" else f"{most:g}"
                 yield place.at("resources", key, name).error(
-                    "device-count", value, f"{instance.name} has {shown}: no machine fits", "ask for less, or another machine"
+                    "device-count",
+                    value,
+                    f"{instance.name} has {shown}: no machine fits",
+                    "ask for less, or another machine",
                 )
                 break
 
@@ -143,18 +150,30 @@ def _check_rdma(pods: Pods) -> Findings:
             return
         rdma = [network for network in networks if "rdma" in network]
         if len(set(rdma)) < _RDMA_INTERFACES and uses_gib:
-            yield here.error("rdma-interfaces", networks, f"{len(set(rdma))} networks of RDMA, {_RDMA_INTERFACES} are needed")
+            yield here.error(
+                "rdma-interfaces", networks, f"{len(set(rdma))} networks of RDMA, {_RDMA_INTERFACES} are needed"
+            )
         if len(set(names)) != len(names):
             yield here.error("rdma-interfaces", names, "an interface stands twice")
         if pods.annotations.get("networking.gke.io/default-interface") not in names:
             yield pods.place.at("metadata", "annotations", "networking.gke.io/default-interface").error(
-                "rdma-interfaces", pods.annotations.get("networking.gke.io/default-interface"), "names none of the interfaces"
+                "rdma-interfaces",
+                pods.annotations.get("networking.gke.io/default-interface"),
+                "names none of the interfaces",
             )
     elif uses_gib:
-        yield here.error("rdma-interfaces", None, "NCCL_NET=gIB without interfaces: NCCL finds no network", "put the annotation on the pod")
+        yield here.error(
+            "rdma-interfaces",
+            None,
+            "NCCL_NET=gIB without interfaces: NCCL finds no network",
+            "put the annotation on the pod",
+        )
     elif pods.instance is not None and pods.instance.rdma and pods.gang_size > 1:
         yield here.error(
-            "rdma-interfaces", None, f"{pods.gang_size} machines would use TCP", "put the annotation on the pod, and set NCCL_NET=gIB"
+            "rdma-interfaces",
+            None,
+            f"{pods.gang_size} machines would use TCP",
+            "put the annotation on the pod, and set NCCL_NET=gIB",
         )
     if uses_gib:
         place, container = next(iter(pods.containers("containers")))
@@ -175,5 +194,8 @@ def _check_placement(pods: Pods) -> Findings:
     whole = instance is not None and pods.limit(GPU_RESOURCE) == instance.gpus
     if not whole and not map_of(pods.spec, "affinity", "podAntiAffinity"):
         yield pods.spec_place.at("affinity").warning(
-            "gang-spread", None, "two pods may share a machine", "add podAntiAffinity with topologyKey kubernetes.io/hostname"
+            "gang-spread",
+            None,
+            "two pods may share a machine",
+            "add podAntiAffinity with topologyKey kubernetes.io/hostname",
         )

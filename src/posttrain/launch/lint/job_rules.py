@@ -27,7 +27,13 @@ RULES = {
 }
 
 _ACTIONS = ("FailJob", "FailIndex", "Ignore", "Count")
-_SET_ACTIONS = ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob", "RestartJobAndIgnoreMaxRestarts")
+_SET_ACTIONS = (
+    "FailJobSet",
+    "RestartJobSet",
+    "RestartJobSetAndIgnoreMaxRestarts",
+    "RestartJob",
+    "RestartJobAndIgnoreMaxRestarts",
+)
 _STRATEGIES = ("Recreate", "BlockingRecreate", "InPlaceRestart")
 _REASONS = ("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy")
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -46,8 +52,15 @@ def check_jobs(manifest: Manifest) -> Findings:
     if is_kind(manifest, "batch", "Job"):
         longest = len(manifest.name) + 1 + len(str(number(get(manifest.body, "spec", "completions"), 1)))
         if longest > _MAX_LABEL or (manifest.name and not _DNS_LABEL.fullmatch(manifest.name)):
-            yield Place(manifest).at("metadata", "name").error(
-                "job-name", manifest.name, "is no host name with an index behind it", f"at most {_MAX_LABEL - 5} of a-z, 0-9, '-'"
+            yield (
+                Place(manifest)
+                .at("metadata", "name")
+                .error(
+                    "job-name",
+                    manifest.name,
+                    "is no host name with an index behind it",
+                    f"at most {_MAX_LABEL - 5} of a-z, 0-9, '-'",
+                )
             )
     if is_kind(manifest, "jobset.x-k8s.io", "JobSet"):
         yield from _check_jobset(manifest)
@@ -75,7 +88,9 @@ def _check_shape(place: Place, spec: dict[str, Any], has_gpus: bool) -> Findings
             if spec.get(key) is not None:
                 yield place.at(key).error("needs-indexed", spec[key], "requires indexed completion mode")
     elif spec.get("maxFailedIndexes") is not None and spec.get("backoffLimitPerIndex") is None:
-        yield place.at("maxFailedIndexes").error("needs-indexed", spec["maxFailedIndexes"], "needs backoffLimitPerIndex")
+        yield place.at("maxFailedIndexes").error(
+            "needs-indexed", spec["maxFailedIndexes"], "needs backoffLimitPerIndex"
+        )
     succeeded = list_of(spec, "successPolicy", "rules")
     for index, rule in enumerate(succeeded):
         text = get(rule, "succeededIndexes")
@@ -97,9 +112,13 @@ def _check_failure_policy(place: Place, spec: dict[str, Any]) -> Findings:
         )
     if spec.get("podReplacementPolicy") not in (None, "Failed"):
         yield place.at("podReplacementPolicy").error(
-            "failure-policy-restart", spec["podReplacementPolicy"], 'must be "Failed" when podFailurePolicy is specified'
+            "failure-policy-restart",
+            spec["podReplacementPolicy"],
+            'must be "Failed" when podFailurePolicy is specified',
         )
-    containers = [get(c, "name") for key in ("containers", "initContainers") for c in list_of(spec, "template", "spec", key)]
+    containers = [
+        get(c, "name") for key in ("containers", "initContainers") for c in list_of(spec, "template", "spec", key)
+    ]
     for index, rule in enumerate(list_of(policy, "rules")):
         yield from _check_failure_rule(place.at("podFailurePolicy", "rules", index), rule, containers, spec)
 
@@ -122,10 +141,14 @@ def _check_failure_rule(place: Place, rule: Any, containers: list[Any], spec: di
         if operator == "In" and 0 in values:
             yield place.at("onExitCodes", "values").error(name, values, "0 is success, and forbidden with In")
         if codes.get("containerName") is not None and codes["containerName"] not in containers:
-            yield place.at("onExitCodes", "containerName").error(name, codes["containerName"], "the pod has no such container")
+            yield place.at("onExitCodes", "containerName").error(
+                name, codes["containerName"], "the pod has no such container"
+            )
     for number_, condition in enumerate(conditions if isinstance(conditions, list) else []):
         if not isinstance(get(condition, "status"), str | None):
-            yield place.at("onPodConditions", number_, "status").error(name, get(condition, "status"), 'must be a text: "True"')
+            yield place.at("onPodConditions", number_, "status").error(
+                name, get(condition, "status"), 'must be a text: "True"'
+            )
 
 
 def _check_gang_end(place: Place, spec: dict[str, Any], is_spot: bool) -> Findings:
@@ -138,12 +161,16 @@ def _check_gang_end(place: Place, spec: dict[str, Any], is_spot: bool) -> Findin
         yield (here.error if spec.get("backoffLimit") == 0 else here.warning)("workers-fail-job", None, message, remedy)
     rules = list_of(spec, "podFailurePolicy", "rules")
     ignored = any(
-        get(rule, "action") == "Ignore" and any(get(c, "type") == "DisruptionTarget" for c in list_of(rule, "onPodConditions"))
+        get(rule, "action") == "Ignore"
+        and any(get(c, "type") == "DisruptionTarget" for c in list_of(rule, "onPodConditions"))
         for rule in rules
     )
     if is_spot and not ignored:
         yield place.at("podFailurePolicy").warning(
-            "interruptions-count", None, "each interruption uses up backoffLimit", "add a rule: Ignore, DisruptionTarget"
+            "interruptions-count",
+            None,
+            "each interruption uses up backoffLimit",
+            "add a rule: Ignore, DisruptionTarget",
         )
 
 
@@ -163,7 +190,9 @@ def _check_jobset(manifest: Manifest) -> Findings:
         pods = number(get(job, "template", "spec", "completions"), 1)
         longest = f"{manifest.name}-{names[index]}-{max(0, number(get(job, 'replicas'), 1) - 1)}-{pods - 1}"
         if len(longest) > _MAX_LABEL or not _DNS_LABEL.fullmatch(longest):
-            yield here.error("jobset-names", longest, f"is the host name of a pod and must be one of at most {_MAX_LABEL} characters")
+            yield here.error(
+                "jobset-names", longest, f"is the host name of a pod and must be one of at most {_MAX_LABEL} characters"
+            )
         for number_, other in enumerate(list_of(job, "dependsOn")):
             if get(other, "name") not in names[:index]:
                 yield root.at("replicatedJobs", index, "dependsOn", number_, "name").error(
@@ -171,19 +200,25 @@ def _check_jobset(manifest: Manifest) -> Findings:
                 )
     for index, name in enumerate(list_of(spec, "successPolicy", "targetReplicatedJobs")):
         if name not in names:
-            yield root.at("successPolicy", "targetReplicatedJobs", index).error("jobset-names", name, f"has {', '.join(names)}")
+            yield root.at("successPolicy", "targetReplicatedJobs", index).error(
+                "jobset-names", name, f"has {', '.join(names)}"
+            )
     pods_in_all = sum(pods.count for pods in pods_of(manifest))
     if pods_in_all > 1 and get(spec, "network", "enableDNSHostnames") is False:
         yield root.at("network", "enableDNSHostnames").error("jobset-dns", False, "pods do not find rank 0", "set true")
     if pods_in_all > 1 and get(spec, "network", "publishNotReadyAddresses") is False:
-        yield root.at("network", "publishNotReadyAddresses").warning("jobset-dns", False, "rank 0 is found late", "set true")
+        yield root.at("network", "publishNotReadyAddresses").warning(
+            "jobset-dns", False, "rank 0 is found late", "set true"
+        )
     yield from _check_set_failures(root.at("failurePolicy"), map_of(spec, "failurePolicy"), names)
 
 
 def _check_set_failures(place: Place, policy: dict[str, Any], names: list[str]) -> Findings:
     rule_id = "jobset-failure-policy"
     if policy.get("restartStrategy") not in (None, *_STRATEGIES):
-        yield place.at("restartStrategy").error(rule_id, policy["restartStrategy"], f"must be one of {', '.join(_STRATEGIES)}")
+        yield place.at("restartStrategy").error(
+            rule_id, policy["restartStrategy"], f"must be one of {', '.join(_STRATEGIES)}"
+        )
     seen: list[Any] = []
     for index, rule in enumerate(list_of(policy, "rules")):
         here, name = place.at("rules", index), get(rule, "name")
@@ -194,7 +229,9 @@ def _check_set_failures(place: Place, policy: dict[str, Any], names: list[str]) 
         seen.append(name)
         for number_, reason in enumerate(list_of(rule, "onJobFailureReasons")):
             if reason not in _REASONS:
-                yield here.at("onJobFailureReasons", number_).error(rule_id, reason, f"must be one of {', '.join(_REASONS)}")
+                yield here.at("onJobFailureReasons", number_).error(
+                    rule_id, reason, f"must be one of {', '.join(_REASONS)}"
+                )
         for number_, pattern in enumerate(list_of(rule, "onJobFailureMessagePatterns")):
             try:
                 re.compile(str(pattern))

@@ -29,15 +29,25 @@ def check_kueue(manifest: Manifest) -> Findings:
     root, spec = Place(manifest).at("spec"), map_of(manifest.body, "spec")
     version = str(manifest.body.get("apiVersion", "")).rpartition("/")[2]
     if version == "v1beta1":
-        yield Place(manifest).at("apiVersion").warning("kueue-version", manifest.body["apiVersion"], "is deprecated", f"use {GROUP}/v1beta2")
+        yield (
+            Place(manifest)
+            .at("apiVersion")
+            .warning("kueue-version", manifest.body["apiVersion"], "is deprecated", f"use {GROUP}/v1beta2")
+        )
     elif version != "v1beta2":
-        yield Place(manifest).at("apiVersion").error("kueue-version", manifest.body.get("apiVersion"), f"use {GROUP}/v1beta2")
+        yield (
+            Place(manifest)
+            .at("apiVersion")
+            .error("kueue-version", manifest.body.get("apiVersion"), f"use {GROUP}/v1beta2")
+        )
     if manifest.kind == "ClusterQueue":
         yield from _check_cluster_queue(root, spec, version)
     elif manifest.kind == "LocalQueue" and not spec.get("clusterQueue"):
         yield root.at("clusterQueue").error("kueue-queue", spec.get("clusterQueue"), "is required")
     elif manifest.kind == "ResourceFlavor" and spec.get("topologyName") and not map_of(spec, "nodeLabels"):
-        yield root.at("nodeLabels").error("kueue-flavor", None, "at least one nodeLabel is required when topology is set")
+        yield root.at("nodeLabels").error(
+            "kueue-flavor", None, "at least one nodeLabel is required when topology is set"
+        )
     elif manifest.kind == "Topology":
         yield from _check_topology(root, spec)
 
@@ -47,7 +57,9 @@ def _check_cluster_queue(root: Place, spec: dict[str, Any], version: str) -> Fin
         if version == "v1beta2" and old in spec:
             yield root.at(old).error("kueue-renamed", spec[old], "unknown field in v1beta2", f"write {new}")
     if spec.get("namespaceSelector") is None:
-        yield root.at("namespaceSelector").error("kueue-namespaces", None, "no namespace is admitted", "write {} for all")
+        yield root.at("namespaceSelector").error(
+            "kueue-namespaces", None, "no namespace is admitted", "write {} for all"
+        )
     covered_in_all: set[Any] = set()
     for index, group in enumerate(list_of(spec, "resourceGroups")):
         place = root.at("resourceGroups", index)
@@ -57,13 +69,21 @@ def _check_cluster_queue(root: Place, spec: dict[str, Any], version: str) -> Fin
             listed = [get(resource, "name") for resource in list_of(flavor, "resources")]
             here = place.at("flavors", number_, "resources")
             if listed != covered:
-                yield here.error("kueue-resources", listed, f"must be the coveredResources in their order: {', '.join(map(str, covered))}")
+                yield here.error(
+                    "kueue-resources",
+                    listed,
+                    f"must be the coveredResources in their order: {', '.join(map(str, covered))}",
+                )
             for third, resource in enumerate(list_of(flavor, "resources")):
                 if quantity(get(resource, "nominalQuota")) is None:
-                    yield here.at(third, "nominalQuota").error("kueue-resources", get(resource, "nominalQuota"), "is no amount")
+                    yield here.at(third, "nominalQuota").error(
+                        "kueue-resources", get(resource, "nominalQuota"), "is no amount"
+                    )
     if any("gpu" in name for name in covered_in_all) and not {"cpu", "memory"} <= covered_in_all:
         missing = sorted({"cpu", "memory"} - covered_in_all)
-        yield root.at("resourceGroups").error("kueue-coverage", None, f"pods also ask for {' and '.join(missing)}: none is admitted", "cover them")
+        yield root.at("resourceGroups").error(
+            "kueue-coverage", None, f"pods also ask for {' and '.join(missing)}: none is admitted", "cover them"
+        )
 
 
 def _check_topology(root: Place, spec: dict[str, Any]) -> Findings:

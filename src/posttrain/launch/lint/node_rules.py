@@ -64,14 +64,22 @@ def _check_pool(place: Place, spec: dict[str, Any]) -> Findings:
         yield from _check_requirement(inner_place.at("requirements", index), requirement)
     for index, taint in enumerate(list_of(inner, "taints")):
         if not get(taint, "key") or get(taint, "effect") not in _EFFECTS:
-            yield inner_place.at("taints", index).error("nodepool-taints", taint, f"needs a key and an effect of {', '.join(_EFFECTS)}")
+            yield inner_place.at("taints", index).error(
+                "nodepool-taints", taint, f"needs a key and an effect of {', '.join(_EFFECTS)}"
+            )
     if not spec.get("limits"):
-        yield place.at("limits").warning("nodepool-limits", None, "nothing bounds what is bought", "add limits of nvidia.com/gpu")
+        yield place.at("limits").warning(
+            "nodepool-limits", None, "nothing bounds what is bought", "add limits of nvidia.com/gpu"
+        )
     else:
         for key, value in map_of(spec, "limits").items():
             if quantity(value) is None:
                 yield place.at("limits", str(key)).error("nodepool-limits", value, "is no amount")
-    values = {str(get(r, "key")): (index, list_of(r, "values")) for index, r in enumerate(requirements) if get(r, "operator") == "In"}
+    values = {
+        str(get(r, "key")): (index, list_of(r, "values"))
+        for index, r in enumerate(requirements)
+        if get(r, "operator") == "In"
+    }
     zones, types = values.get(ZONE_LABEL, (0, [])), values.get(INSTANCE_LABEL, (0, []))
     if len(zones[1]) > 1:
         yield inner_place.at("requirements", zones[0], "values").warning(
@@ -79,7 +87,10 @@ def _check_pool(place: Place, spec: dict[str, Any]) -> Findings:
         )
     if values.get(KARPENTER_CAPACITY, (0, []))[1] == ["spot"] and len(types[1]) == 1:
         yield inner_place.at("requirements", types[0], "values").warning(
-            "nodepool-one-type", types[1], "one type of Spot machine may be sold out", "have a pool of another type or zone ready"
+            "nodepool-one-type",
+            types[1],
+            "one type of Spot machine may be sold out",
+            "have a pool of another type or zone ready",
         )
     expiry = inner.get("expireAfter")
     if expiry != "Never":
@@ -91,7 +102,9 @@ def _check_pool(place: Place, spec: dict[str, Any]) -> Findings:
 def _check_disruption(place: Place, spec: dict[str, Any], inner_place: Place, inner: dict[str, Any]) -> Findings:
     for key in ("disruption", "consolidationPolicy", "consolidateAfter"):
         if key in inner:
-            yield inner_place.at(key).error("nodepool-disruption", inner[key], "stands in the wrong place", "move it to spec.disruption")
+            yield inner_place.at(key).error(
+                "nodepool-disruption", inner[key], "stands in the wrong place", "move it to spec.disruption"
+            )
     if "disruption" not in spec:
         return
     disruption = map_of(spec, "disruption")
@@ -103,7 +116,9 @@ def _check_disruption(place: Place, spec: dict[str, Any], inner_place: Place, in
     if after is None:
         yield place.at("disruption", "consolidateAfter").error("nodepool-disruption", None, "is required", "write 5m")
     elif not isinstance(after, str) or not _DURATION.fullmatch(after):
-        yield place.at("disruption", "consolidateAfter").error("nodepool-disruption", after, "must be a time like 5m, or Never")
+        yield place.at("disruption", "consolidateAfter").error(
+            "nodepool-disruption", after, "must be a time like 5m, or Never"
+        )
     if policy in ("WhenEmptyOrUnderutilized", "Balanced"):
         yield place.at("disruption", "consolidationPolicy").warning(
             "nodepool-disruption", policy, "nodes with pods may be replaced", "WhenEmpty for training"
@@ -115,7 +130,9 @@ def _check_requirement(place: Place, requirement: Any) -> Findings:
     name = "nodepool-requirements"
     if not key:
         yield place.at("key").error(name, key, "is required")
-    elif key == "kubernetes.io/hostname" or (str(key).partition("/")[0].endswith("karpenter.sh") and key != KARPENTER_CAPACITY):
+    elif key == "kubernetes.io/hostname" or (
+        str(key).partition("/")[0].endswith("karpenter.sh") and key != KARPENTER_CAPACITY
+    ):
         yield place.at("key").error(name, key, "this label is restricted")
     if operator not in _OPERATORS:
         yield place.at("operator").error(name, operator, f"must be one of {', '.join(_OPERATORS)}")
@@ -132,7 +149,9 @@ def _check_class(place: Place, spec: dict[str, Any]) -> Findings:
         if not list_of(spec, key):
             yield place.at(key).error("nodeclass-required", spec.get(key), "needs at least one term")
     if bool(spec.get("role")) == bool(spec.get("instanceProfile")):
-        yield place.at("role").error("nodeclass-required", spec.get("role"), "must specify exactly one of role and instanceProfile")
+        yield place.at("role").error(
+            "nodeclass-required", spec.get("role"), "must specify exactly one of role and instanceProfile"
+        )
     hops = get(spec, "metadataOptions", "httpPutResponseHopLimit")
     if number(hops, 1) < 2:
         yield place.at("metadataOptions", "httpPutResponseHopLimit").warning(
@@ -141,5 +160,8 @@ def _check_class(place: Place, spec: dict[str, Any]) -> Findings:
     disks = [quantity(get(mapping, "ebs", "volumeSize")) or 0 for mapping in list_of(spec, "blockDeviceMappings")]
     if spec.get("instanceStorePolicy") != "RAID0" and max(disks, default=0) < _LARGE_DISK:
         yield place.at("blockDeviceMappings").warning(
-            "nodeclass-disk", None, "17Gi are left for images and files by default", "instanceStorePolicy: RAID0, or 500Gi of gp3"
+            "nodeclass-disk",
+            None,
+            "17Gi are left for images and files by default",
+            "instanceStorePolicy: RAID0, or 500Gi of gp3",
         )

@@ -40,7 +40,9 @@ def check_ray(manifest: Manifest) -> Findings:
             "ray-name", manifest.name, f"must be a DNS name, a letter first, of at most {longest} characters"
         )
     if manifest.body.get("apiVersion") != "ray.io/v1":
-        yield root.at("apiVersion").warning("ray-version", manifest.body.get("apiVersion"), "is deprecated", "use ray.io/v1")
+        yield root.at("apiVersion").warning(
+            "ray-version", manifest.body.get("apiVersion"), "is deprecated", "use ray.io/v1"
+        )
     names: list[Any] = []
     for place, group, is_head in ray_groups(manifest):
         yield from _check_group(place, group, is_head)
@@ -61,12 +63,20 @@ def _check_group(place: Place, group: dict[str, Any], is_head: bool) -> Findings
     params, resources = map_of(group, "rayStartParams"), map_of(group, "resources")
     for key, value in params.items():
         if not isinstance(value, str):
-            yield place.at("rayStartParams", str(key)).error("ray-start-params", value, "must be a text", f'write "{value}"')
+            yield place.at("rayStartParams", str(key)).error(
+                "ray-start-params", value, "must be a text", f'write "{value}"'
+            )
     for key in {"num-gpus", "num-cpus", "memory", "resources"} & set(params):
         if resources:
-            yield place.at("rayStartParams", key).error("ray-start-params", params[key], "the group has resources of its own", "keep one")
+            yield place.at("rayStartParams", key).error(
+                "ray-start-params", params[key], "the group has resources of its own", "keep one"
+            )
     if not is_head:
-        least, count, most = number(group.get("minReplicas"), 0), number(group.get("replicas"), 0), number(group.get("maxReplicas"), 2**31)
+        least, count, most = (
+            number(group.get("minReplicas"), 0),
+            number(group.get("replicas"), 0),
+            number(group.get("maxReplicas"), 2**31),
+        )
         if least > most:
             yield place.at("minReplicas").error("ray-replicas", least, f"is above maxReplicas {most}")
         elif group.get("replicas") is not None and not least <= count <= most:
@@ -81,31 +91,48 @@ def _check_group(place: Place, group: dict[str, Any], is_head: bool) -> Findings
     with_gpus = [index for index, c in enumerate(containers) if quantity(get(c, "resources", "limits", GPU_RESOURCE))]
     if with_gpus and with_gpus[0] != 0:
         yield place.at("template", "spec", "containers", 0).error(
-            "ray-first-container", containers[0].get("name"), "KubeRay starts Ray in the first container", "put that of the GPUs first"
+            "ray-first-container",
+            containers[0].get("name"),
+            "KubeRay starts Ray in the first container",
+            "put that of the GPUs first",
         )
 
 
 def _check_token(place: Place, spec: dict[str, Any]) -> Findings:
     version = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion", "")))
-    if get(spec, "authOptions", "mode") == "token" and (version is None or (int(version[1]), int(version[2])) < (2, 52)):
-        yield place.at("rayVersion").error("ray-token", spec.get("rayVersion"), "tokens need Ray 2.52", "use a newer Ray")
+    if get(spec, "authOptions", "mode") == "token" and (
+        version is None or (int(version[1]), int(version[2])) < (2, 52)
+    ):
+        yield place.at("rayVersion").error(
+            "ray-token", spec.get("rayVersion"), "tokens need Ray 2.52", "use a newer Ray"
+        )
 
 
 def _check_job(place: Place, spec: dict[str, Any]) -> Findings:
-    selector, cluster, mode = spec.get("clusterSelector"), spec.get("rayClusterSpec"), spec.get("submissionMode", "K8sJobMode")
+    selector, cluster, mode = (
+        spec.get("clusterSelector"),
+        spec.get("rayClusterSpec"),
+        spec.get("submissionMode", "K8sJobMode"),
+    )
     if bool(selector) == bool(cluster):
-        yield place.at("rayClusterSpec").error("rayjob-cluster", None, "needs rayClusterSpec or clusterSelector, and not both")
+        yield place.at("rayClusterSpec").error(
+            "rayjob-cluster", None, "needs rayClusterSpec or clusterSelector, and not both"
+        )
     name = "rayjob-settings"
     if mode not in _MODES:
         yield place.at("submissionMode").error(name, mode, f"must be one of {', '.join(_MODES)}")
     if not spec.get("entrypoint") and mode != "InteractiveMode":
         yield place.at("entrypoint").error(name, spec.get("entrypoint"), "is empty")
     if number(spec.get("ttlSecondsAfterFinished"), 0) > 0 and not spec.get("shutdownAfterJobFinishes"):
-        yield place.at("ttlSecondsAfterFinished").error(name, spec["ttlSecondsAfterFinished"], "needs shutdownAfterJobFinishes: true")
+        yield place.at("ttlSecondsAfterFinished").error(
+            name, spec["ttlSecondsAfterFinished"], "needs shutdownAfterJobFinishes: true"
+        )
     if get(spec, "deletionStrategy", "deletionRules") and spec.get("shutdownAfterJobFinishes"):
         yield place.at("shutdownAfterJobFinishes").error(name, True, "deletionRules exclude it")
     if number(spec.get("backoffLimit"), 0) > 0 and (selector or mode == "InteractiveMode"):
-        yield place.at("backoffLimit").error(name, spec["backoffLimit"], "a retry needs a new cluster: not with clusterSelector or InteractiveMode")
+        yield place.at("backoffLimit").error(
+            name, spec["backoffLimit"], "a retry needs a new cluster: not with clusterSelector or InteractiveMode"
+        )
     if spec.get("submitterPodTemplate") and mode in ("SidecarMode", "HTTPMode"):
         yield place.at("submitterPodTemplate").error(name, None, f"{mode} has no pod that submits", "remove it")
     if spec.get("activeDeadlineSeconds") is not None and number(spec["activeDeadlineSeconds"], 0) <= 0:
@@ -120,9 +147,15 @@ def _check_kueue(manifest: Manifest, names: list[Any]) -> Findings:
                 "ray-kueue", get(manifest.body, "spec", "shutdownAfterJobFinishes"), "Kueue requires it", "set true"
             )
         if get(manifest.body, "spec", "clusterSelector"):
-            yield root.at("spec", "clusterSelector").error("ray-kueue", None, "Kueue admits jobs with clusters of their own")
+            yield root.at("spec", "clusterSelector").error(
+                "ray-kueue", None, "Kueue admits jobs with clusters of their own"
+            )
     if spec.get("enableInTreeAutoscaling") is True:
-        yield root.at(*RAY_SPECS[manifest.kind], "enableInTreeAutoscaling").error("ray-kueue", True, "Kueue admits a fixed size")
+        yield root.at(*RAY_SPECS[manifest.kind], "enableInTreeAutoscaling").error(
+            "ray-kueue", True, "Kueue admits a fixed size"
+        )
     if "head" in names:
         index = names.index("head")
-        yield root.at(*RAY_SPECS[manifest.kind], "workerGroupSpecs", index, "groupName").error("ray-kueue", "head", "is reserved")
+        yield root.at(*RAY_SPECS[manifest.kind], "workerGroupSpecs", index, "groupName").error(
+            "ray-kueue", "head", "is reserved"
+        )

@@ -176,7 +176,9 @@ def pods_of(manifest: Manifest) -> list[Pods]:
             found.append((place, get(task, "template"), number(get(task, "replicas"), 1), False))
     elif manifest.group == "ray.io":
         for place, group, is_head in ray_groups(manifest):
-            found.append((place.at("template"), group.get("template"), 1 if is_head else number(group.get("replicas"), 0), False))
+            found.append(
+                (place.at("template"), group.get("template"), 1 if is_head else number(group.get("replicas"), 0), False)
+            )
     else:
         for place, spec in job_specs(manifest):
             count = number(spec.get("parallelism"), number(spec.get("completions"), 1))

@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from posttrain.launch.instances import GPU_RESOURCE
 from posttrain.launch.lint.findings import Findings, Place
 from posttrain.launch.lint.kueue_rules import GROUP as KUEUE
-from posttrain.launch.lint.reading import get, is_kind, is_volcano_job, job_specs, list_of, map_of, number, pods_of, quantity
+from posttrain.launch.lint.reading import (
+    get,
+    is_kind,
+    is_volcano_job,
+    job_specs,
+    list_of,
+    map_of,
+    number,
+    pods_of,
+    quantity,
+)
 from posttrain.launch.lint.storage_rules import check_size
 from posttrain.launch.manifest_files import Manifest
 
@@ -46,9 +56,13 @@ class _Index:
             return
         elsewhere = self.find(group, kind, str(name))
         if elsewhere is not None:
-            yield place.error("namespace", name, f"{kind} {name} is in namespace {elsewhere.namespace}, this in {namespace}")
+            yield place.error(
+                "namespace", name, f"{kind} {name} is in namespace {elsewhere.namespace}, this in {namespace}"
+            )
         else:
-            yield place.error("reference", name, f"no {kind} of this name", f"there is {', '.join(m.name for m in known)}")
+            yield place.error(
+                "reference", name, f"no {kind} of this name", f"there is {', '.join(m.name for m in known)}"
+            )
 
 
 def check_references(manifests: Sequence[Manifest]) -> Findings:
@@ -84,15 +98,21 @@ def _check_services(manifest: Manifest, index: _Index) -> Findings:
             continue
         root, own = Place(service).at("spec"), map_of(service.body, "spec")
         if own.get("clusterIP") != "None":
-            yield root.at("clusterIP").error("headless-service", own.get("clusterIP"), "the Service has one address", "None")
+            yield root.at("clusterIP").error(
+                "headless-service", own.get("clusterIP"), "the Service has one address", "None"
+            )
         labels = {**pods.labels, "job-name": manifest.name, "batch.kubernetes.io/job-name": manifest.name}
         for key, value in map_of(own, "selector").items():
             if labels.get(key) != value:
-                yield root.at("selector", key).error("headless-service", value, f"pods of Job {manifest.name} do not have this label")
+                yield root.at("selector", key).error(
+                    "headless-service", value, f"pods of Job {manifest.name} do not have this label"
+                )
         if not map_of(own, "selector"):
             yield root.at("selector").error("headless-service", None, "selects no pods")
         if own.get("publishNotReadyAddresses") is not True:
-            yield root.at("publishNotReadyAddresses").warning("headless-service", None, "rank 0 is found late", "set true")
+            yield root.at("publishNotReadyAddresses").warning(
+                "headless-service", None, "rank 0 is found late", "set true"
+            )
 
 
 def _check_volumes(manifest: Manifest, index: _Index) -> Findings:
@@ -109,10 +129,14 @@ def _check_volumes(manifest: Manifest, index: _Index) -> Findings:
                 keys = {**map_of(found.body, "data"), **map_of(found.body, "binaryData")}
                 for third, item in enumerate(list_of(volume, "configMap", "items")):
                     if get(item, "key") not in keys:
-                        yield place.at("configMap", "items", third, "key").error("reference", get(item, "key"), "ConfigMap lacks it")
+                        yield place.at("configMap", "items", third, "key").error(
+                            "reference", get(item, "key"), "ConfigMap lacks it"
+                        )
     if is_kind(manifest, "", "PersistentVolumeClaim"):
         spec, root = map_of(manifest.body, "spec"), Place(manifest).at("spec")
-        yield from index.check(root.at("storageClassName"), "storage.k8s.io", "StorageClass", spec.get("storageClassName"))
+        yield from index.check(
+            root.at("storageClassName"), "storage.k8s.io", "StorageClass", spec.get("storageClassName")
+        )
         yield from index.check(root.at("volumeName"), "", "PersistentVolume", spec.get("volumeName"))
         storage = index.find("storage.k8s.io", "StorageClass", str(spec.get("storageClassName")))
         size = get(spec, "resources", "requests", "storage")
@@ -133,30 +157,40 @@ def _check_queues(manifest: Manifest, index: _Index) -> Findings:
         yield from index.check(place, KUEUE, "LocalQueue", queue, manifest.namespace)
         yield from _check_quota(manifest, place, str(queue), index)
     if is_kind(manifest, KUEUE, "LocalQueue"):
-        yield from index.check(root.at("spec", "clusterQueue"), KUEUE, "ClusterQueue", get(manifest.body, "spec", "clusterQueue"))
+        yield from index.check(
+            root.at("spec", "clusterQueue"), KUEUE, "ClusterQueue", get(manifest.body, "spec", "clusterQueue")
+        )
     elif is_kind(manifest, KUEUE, "ClusterQueue"):
         for first, group in enumerate(list_of(manifest.body, "spec", "resourceGroups")):
             for second, flavor in enumerate(list_of(group, "flavors")):
                 place = root.at("spec", "resourceGroups", first, "flavors", second, "name")
                 yield from index.check(place, KUEUE, "ResourceFlavor", get(flavor, "name"))
     elif is_kind(manifest, KUEUE, "ResourceFlavor"):
-        yield from index.check(root.at("spec", "topologyName"), KUEUE, "Topology", get(manifest.body, "spec", "topologyName"))
+        yield from index.check(
+            root.at("spec", "topologyName"), KUEUE, "Topology", get(manifest.body, "spec", "topologyName")
+        )
 
 
 def _check_quota(manifest: Manifest, place: Place, queue: str, index: _Index) -> Findings:
     local = index.find(KUEUE, "LocalQueue", queue, manifest.namespace)
-    cluster = index.find(KUEUE, "ClusterQueue", str(get(local.body, "spec", "clusterQueue"))) if local is not None else None
+    cluster = (
+        index.find(KUEUE, "ClusterQueue", str(get(local.body, "spec", "clusterQueue"))) if local is not None else None
+    )
     if cluster is None:
         return
     covered = {
-        str(name) for group in list_of(cluster.body, "spec", "resourceGroups") for name in list_of(group, "coveredResources")
+        str(name)
+        for group in list_of(cluster.body, "spec", "resourceGroups")
+        for name in list_of(group, "coveredResources")
     }
     for pods in pods_of(manifest):
         for here, container in pods.containers("containers"):
             for name in map_of(container, "resources", "requests"):
                 if name not in covered:
                     yield here.at("resources", "requests", str(name)).error(
-                        "kueue-coverage", name, f"ClusterQueue {cluster.name} has no quota of it: the run is never admitted"
+                        "kueue-coverage",
+                        name,
+                        f"ClusterQueue {cluster.name} has no quota of it: the run is never admitted",
                     )
     needed = sum(pods.count * pods.limit(GPU_RESOURCE) for pods in pods_of(manifest))
     quota = sum(
@@ -167,7 +201,11 @@ def _check_quota(manifest: Manifest, place: Place, queue: str, index: _Index) ->
         if get(resource, "name") == GPU_RESOURCE
     )
     if needed > quota and not get(cluster.body, "spec", "cohortName"):
-        yield place.error("quota-too-small", queue, f"the run needs {needed:g} GPUs, and the queue has {quota:g}: it is never admitted")
+        yield place.error(
+            "quota-too-small",
+            queue,
+            f"the run needs {needed:g} GPUs, and the queue has {quota:g}: it is never admitted",
+        )
 
 
 def _check_classes(manifest: Manifest, index: _Index) -> Findings:
@@ -178,13 +216,21 @@ def _check_classes(manifest: Manifest, index: _Index) -> Findings:
     if reference.get("kind") not in (None, "EC2NodeClass") or not reference.get("name"):
         return
     if not index.of("karpenter.k8s.aws", "EC2NodeClass"):
-        yield place.warning("reference", reference["name"], "no EC2NodeClass in these files", "the cluster must have it")
+        yield place.warning(
+            "reference", reference["name"], "no EC2NodeClass in these files", "the cluster must have it"
+        )
     yield from index.check(place, "karpenter.k8s.aws", "EC2NodeClass", reference["name"])
     limits, size = map_of(manifest.body, "spec", "limits"), 0
     for other in index.manifests:
         size = max(size, sum(number(pods.count, 0) * int(pods.limit(GPU_RESOURCE)) for pods in pods_of(other)))
     most = quantity(limits.get(GPU_RESOURCE))
     if most is not None and size > most:
-        yield Place(manifest).at("spec", "limits", GPU_RESOURCE).error(
-            "quota-too-small", limits[GPU_RESOURCE], f"a run in these files needs {size} GPUs: its machines are never bought"
+        yield (
+            Place(manifest)
+            .at("spec", "limits", GPU_RESOURCE)
+            .error(
+                "quota-too-small",
+                limits[GPU_RESOURCE],
+                f"a run in these files needs {size} GPUs: its machines are never bought",
+            )
         )

@@ -35,7 +35,9 @@ def check_storage(manifest: Manifest) -> Findings:
     elif is_kind(manifest, "", "PersistentVolumeClaim"):
         modes = list_of(body, "spec", "accessModes")
         if "ReadWriteMany" not in modes:
-            yield root.at("spec", "accessModes").error("storage-access", modes, "one machine alone could mount it", "[ReadWriteMany]")
+            yield root.at("spec", "accessModes").error(
+                "storage-access", modes, "one machine alone could mount it", "[ReadWriteMany]"
+            )
         if quantity(get(body, "spec", "resources", "requests", "storage")) is None:
             value = get(body, "spec", "resources", "requests", "storage")
             yield root.at("spec", "resources", "requests", "storage").error("storage-size", value, "is no amount")
@@ -47,7 +49,9 @@ def _check_class(root: Place, body: dict[str, Any]) -> Findings:
     parameters = map_of(body, "parameters")
     for key, value in parameters.items():
         if not isinstance(value, str):
-            yield root.at("parameters", str(key)).error("storage-parameters", value, "must be a text", f'write "{value}"')
+            yield root.at("parameters", str(key)).error(
+                "storage-parameters", value, "must be a text", f'write "{value}"'
+            )
     tier, place = parameters.get("perUnitStorageThroughput"), root.at("parameters", "perUnitStorageThroughput")
     if body.get("provisioner") in (FSX, LUSTRE) and tier is not None and str(tier) not in _TIERS:
         yield place.error("storage-throughput", tier, f"must be one of {', '.join(_TIERS)} MB/s per TiB")
@@ -56,7 +60,9 @@ def _check_class(root: Place, body: dict[str, Any]) -> Findings:
             if not parameters.get(key):
                 yield root.at("parameters", key).error("storage-parameters", parameters.get(key), "is required by FSx")
     if body.get("provisioner") == LUSTRE and len(str(parameters.get("filesystem", ""))) > 8:
-        yield root.at("parameters", "filesystem").error("storage-parameters", parameters["filesystem"], "at most 8 characters")
+        yield root.at("parameters", "filesystem").error(
+            "storage-parameters", parameters["filesystem"], "at most 8 characters"
+        )
 
 
 def _check_volume(place: Place, spec: dict[str, Any]) -> Findings:
@@ -69,16 +75,22 @@ def _check_volume(place: Place, spec: dict[str, Any]) -> Findings:
             if not attributes.get(key):
                 yield csi.at("volumeAttributes", key).error("storage-volume", attributes.get(key), "is required by FSx")
         if "flock" not in list_of(spec, "mountOptions"):
-            yield place.at("mountOptions").warning("storage-flock", spec.get("mountOptions"), "locks of files do not work", "[flock]")
+            yield place.at("mountOptions").warning(
+                "storage-flock", spec.get("mountOptions"), "locks of files do not work", "[flock]"
+            )
         yield from check_size(place.at("capacity", "storage"), get(spec, "capacity", "storage"), {"provisioner": FSX})
     elif driver == LUSTRE:
         if not _LUSTRE_HANDLE.fullmatch(str(handle)):
             yield csi.at("volumeHandle").error("storage-volume", handle, "must be project/zone/instance")
         for key in ("ip", "filesystem"):
             if not attributes.get(key):
-                yield csi.at("volumeAttributes", key).error("storage-volume", attributes.get(key), "is required by Managed Lustre")
+                yield csi.at("volumeAttributes", key).error(
+                    "storage-volume", attributes.get(key), "is required by Managed Lustre"
+                )
     if "ReadWriteMany" not in list_of(spec, "accessModes"):
-        yield place.at("accessModes").error("storage-access", spec.get("accessModes"), "one machine alone could mount it", "[ReadWriteMany]")
+        yield place.at("accessModes").error(
+            "storage-access", spec.get("accessModes"), "one machine alone could mount it", "[ReadWriteMany]"
+        )
 
 
 def check_size(place: Place, size: Any, storage_class: dict[str, Any]) -> Findings:
@@ -88,7 +100,11 @@ def check_size(place: Place, size: Any, storage_class: dict[str, Any]) -> Findin
         yield place.error("storage-size", size, "FSx has 1200Gi, or multiples of 2400Gi")
     tier = str(get(storage_class, "parameters", "perUnitStorageThroughput"))
     if storage_class.get("provisioner") == LUSTRE and tier in _TIERS and not is_lustre_size(gib, int(tier)):
-        yield place.error("storage-size", size, f"Managed Lustre of {tier} MB/s per TiB has multiples of {lustre_step_gib(int(tier))}Gi")
+        yield place.error(
+            "storage-size",
+            size,
+            f"Managed Lustre of {tier} MB/s per TiB has multiples of {lustre_step_gib(int(tier))}Gi",
+        )
 
 
 def is_fsx_size(gib: float) -> bool:

@@ -51,7 +51,9 @@ def _check_gang(root: Place, spec: dict[str, Any], tasks: list[Any]) -> Findings
     total = sum(number(task.get("replicas"), 1) for task in tasks)
     least = spec.get("minAvailable")
     if isinstance(least, int) and least > total:
-        yield root.at("minAvailable").error("volcano-gang", least, f"is above the {total} pods of all tasks: it never starts")
+        yield root.at("minAvailable").error(
+            "volcano-gang", least, f"is above the {total} pods of all tasks: it never starts"
+        )
     elif total > 1 and number(least, 0) < total:
         yield root.at("minAvailable").warning("volcano-gang", least, f"{total} pods need each other", f"set {total}")
     if spec.get("schedulerName") not in (None, "volcano"):
@@ -72,9 +74,19 @@ def _check_plugins(root: Place, spec: dict[str, Any], tasks: list[Any]) -> Findi
     plugins = map_of(spec, "plugins")
     for name in plugins:
         if name not in _PLUGINS:
-            yield root.at("plugins", str(name)).error("volcano-plugins", name, f"no such plugin; known: {', '.join(_PLUGINS)}")
-    if sum(number(task.get("replicas"), 1) for task in tasks) > 1 and not {"svc", "pytorch", "mpi", "ray", "tensorflow"} & set(plugins):
-        yield root.at("plugins").error("volcano-plugins", plugins, "pods have no names to find each other by", "add svc: []")
+            yield root.at("plugins", str(name)).error(
+                "volcano-plugins", name, f"no such plugin; known: {', '.join(_PLUGINS)}"
+            )
+    if sum(number(task.get("replicas"), 1) for task in tasks) > 1 and not {
+        "svc",
+        "pytorch",
+        "mpi",
+        "ray",
+        "tensorflow",
+    } & set(plugins):
+        yield root.at("plugins").error(
+            "volcano-plugins", plugins, "pods have no names to find each other by", "add svc: []"
+        )
     for argument in list_of(plugins, "pytorch"):
         name, _, value = str(argument).partition("=")
         if name == "--master" and value not in [task.get("name") for task in tasks]:
@@ -101,7 +113,9 @@ def _check_policies(place: Place, policies: list[Any]) -> Findings:
         if "*" in events and len(events) > 1:
             yield here.at("events").error(name, events, "* stands alone")
         if code is not None and matches_all:
-            yield here.at("exitCode").error("volcano-policy-order", code, "a policy before it matches every failure", "move it up")
+            yield here.at("exitCode").error(
+                "volcano-policy-order", code, "a policy before it matches every failure", "move it up"
+            )
         matches_all = matches_all or bool({"*", "PodFailed"} & set(events))
 
 
@@ -114,10 +128,15 @@ def _check_restarts(root: Place, spec: dict[str, Any], tasks: list[Any]) -> Find
     total = sum(number(task.get("replicas"), 1) for task in tasks)
     if total > 1 and not restarts:
         yield root.at("policies").warning(
-            "volcano-no-restart", None, "an evicted pod leaves the others waiting", "add {event: PodEvicted, action: RestartJob}"
+            "volcano-no-restart",
+            None,
+            "an evicted pod leaves the others waiting",
+            "add {event: PodEvicted, action: RestartJob}",
         )
     if restarts and number(spec.get("maxRetry"), 3) < 10:
-        yield root.at("maxRetry").warning("volcano-retries", spec.get("maxRetry"), "evictions count, and 3 is the default", "set 1000")
+        yield root.at("maxRetry").warning(
+            "volcano-retries", spec.get("maxRetry"), "evictions count, and 3 is the default", "set 1000"
+        )
 
 
 def _check_queue(manifest: Manifest) -> Findings:
@@ -126,4 +145,6 @@ def _check_queue(manifest: Manifest) -> Findings:
     if weight is not None and number(weight, 0) < 1:
         yield root.at("spec", "weight").error("volcano-queue", weight, "must be a whole number of at least 1")
     if get(manifest.body, "metadata", "namespace") is not None:
-        yield root.at("metadata", "namespace").warning("volcano-queue", manifest.namespace, "queues have no namespace", "remove it")
+        yield root.at("metadata", "namespace").warning(
+            "volcano-queue", manifest.namespace, "queues have no namespace", "remove it"
+        )
