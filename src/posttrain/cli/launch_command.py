@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from posttrain.launch.launch_request import LaunchRequest
     from posttrain.launch.lint.check import LintReport
 
-SUMMARY = "a run on Kubernetes: render its manifests, check anybody's, prepare a cluster"
+SUMMARY = "a run on Kubernetes: render its manifests, check others, prepare a cluster"
 EPILOG = """\
 examples:
   posttrain launch render --on eks.yaml grpo --config my.yaml --to manifests/     the run's objects, checked, as files

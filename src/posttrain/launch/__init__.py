@@ -7,7 +7,7 @@
 | `pod_template.py`, `workloads.py` | the pod, and Job, JobSet, Volcano Job, RayJob or RayCluster around it |
 | `admin_objects.py`, `chart_values.py` | what an administrator creates once; values of the Helm chart |
 | `manifest_files.py` | YAML of objects, written to and read from files |
-| `lint/` | layers of checks of anybody's manifests |
+| `lint/` | checks of manifests, from here or elsewhere, in layers |
 | `cost.py` | hours, dollars, interruptions |
 
 Nothing here imports torch, and nothing talks to a cluster.

@@ -15,7 +15,7 @@ from posttrain.errors import InputError, reason_of
 
 @dataclass(frozen=True)
 class Manifest:
-    """One object of a file. `body` may be anything that YAML can hold: it is anybody's."""
+    """One object of a file. `body` may be anything that YAML can hold: the file may be from elsewhere."""
 
     file: str
     number: int  # of the document in the file, from 1

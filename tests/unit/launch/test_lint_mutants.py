@@ -181,7 +181,7 @@ MUTANTS: list[tuple[str, str, str, Any, str, str]] = [
     ("setup", "ResourceFlavor", "spec.nodeLabels", DELETE, "kueue-flavor", ""),
     ("setup", "ResourceFlavor", "spec.topologyName", "racks", "reference", ""),
     ("setup", "Topology", "spec.levels[0].nodeLabel", "kubernetes.io/hostname", "kueue-topology", ""),
-    ("rayjob-kueue", "RayJob", "metadata.labels['kueue.x-k8s.io/queue-name']", "nobody", "reference", ""),
+    ("rayjob-kueue", "RayJob", "metadata.labels['kueue.x-k8s.io/queue-name']", "other", "reference", ""),
     ("rayjob-kueue", "LocalQueue", "metadata.namespace", "other", "namespace", "metadata.labels['kueue.x-k8s.io/queue-name']"),
     ("rayjob-kueue", "ClusterQueue", "spec.resourceGroups[0].flavors[0].resources[2].nominalQuota", 8, "quota-too-small",
      "metadata.labels['kueue.x-k8s.io/queue-name']"),

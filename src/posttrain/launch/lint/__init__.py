@@ -1,4 +1,4 @@
-"""Checks of Kubernetes manifests, ours or anybody's, without a cluster.
+"""Checks of Kubernetes manifests, from here or elsewhere, without a cluster.
 
 | file | what |
 |---|---|
