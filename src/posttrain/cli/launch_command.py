@@ -95,9 +95,10 @@ def _request(args: argparse.Namespace) -> LaunchRequest:
         raise ConfigError(f"give the kind of run ({', '.join(KINDS)}), or --config FILE")
     profile = _profile(args.on)
     loaded = load_config(kind or guess_kind(args.config), args.config, words)
-    for warning in loaded.warnings:
+    request = request_run(loaded, profile, args.name)
+    for warning in [*loaded.warnings, *request.warnings]:
         print(f"warning: {warning}", file=sys.stderr)
-    return request_run(loaded, profile, args.name)
+    return request
 
 
 def _render(args: argparse.Namespace) -> int:

@@ -80,8 +80,8 @@ class NodesSection(Section):
     role: str | None = Field(default=None, description="IAM role of EKS nodes; null is KarpenterNodeRole-CLUSTER.")
     grace_s: PositiveInt | None = Field(
         default=None,
-        description="Seconds between the signal to end and the kill; null is what the provider leaves. "
-        "On GKE Spot at most 15 unless the node pool raises it.",
+        description="Seconds between the signal to end and the kill; null is what the provider leaves, "
+        "on GKE Spot 15 unless the node pool raises it.",
     )
 
     _pool = field_validator("pool")(_subdomain)

@@ -47,6 +47,18 @@ class LaunchRequest:
         return fabric_of(self.instance, self.num_nodes)
 
     @property
+    def warnings(self) -> list[str]:
+        found = []
+        idle = self.instance.gpus - self.gpus_per_node
+        if idle:
+            found.append(
+                f"cluster.gpus_per_node = {self.gpus_per_node}: the other {idle} GPUs of each machine are paid for, and not used"
+            )
+        if self.num_nodes > 1 and self.instance.provider == "gcp" and not self.instance.rdma:
+            found.append(f"{self.instance.name}: its fabric is not set up here, and machines talk over TCP")
+        return found
+
+    @property
     def grace_s(self) -> int:
         """Seconds between SIGTERM and SIGKILL: what the provider leaves of its notice, or enough for a step and a save."""
         if self.profile.nodes.grace_s is not None:

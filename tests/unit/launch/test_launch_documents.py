@@ -23,7 +23,11 @@ _ROW = re.compile(r"^\| `([\w-]+)` \| `([^`]+)` \|", re.MULTILINE)
 
 
 def test_printed_manifests_have_exactly_the_errors_that_are_listed() -> None:
-    blocks = re.findall(r"```yaml as-printed\n(.*?)```\n\n\| rule \| path \| \|\n\|---\|---\|---\|\n(.*?)\n\n", GUIDES + "\n\n", re.DOTALL)
+    blocks = re.findall(
+        r"```yaml as-printed\n(.*?)```\n\n\| rule \| path \| \|\n\|---\|---\|---\|\n(.*?)\n\n",
+        GUIDES + "\n\n",
+        re.DOTALL,
+    )
     assert len(blocks) == GUIDES.count("```yaml as-printed") == 5
     for text, table in blocks:
         found = {(error.rule, error.path) for error in check_manifests(read_text(text, "guide")).errors}

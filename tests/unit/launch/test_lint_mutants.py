@@ -25,6 +25,7 @@ SET_JOB = "spec.replicatedJobs[0].template.spec"
 TASK = "spec.tasks[1].template.spec"
 POOL = "spec.template.spec"
 GPU = "['nvidia.com/gpu']"
+OVERCOMMIT = 'actions: "enqueue, allocate"\ntiers:\n- plugins:\n  - name: overcommit\n'
 EFA = "['vpc.amazonaws.com/efa']"
 
 # scene, kind, path that is changed, new value, rule, path of the finding ("" if it is the changed path)
@@ -123,6 +124,7 @@ MUTANTS: list[tuple[str, str, str, Any, str, str]] = [
      "spec.policies[1].exitCode"),
     ("volcano", "Job", "spec.schedulerName", "default-scheduler", "volcano-scheduler", ""),
     ("volcano", "Job", "spec.queue", "training-queue", "reference", ""),
+    ("volcano", "ConfigMap", "data['volcano-scheduler.conf']", OVERCOMMIT, "volcano-deadlock", ""),
     ("volcano", "Queue", "spec.weight", 0, "volcano-queue", ""),
     # KubeRay
     ("rayjob", "RayJob", "metadata.name", "g" * 48, "ray-name", ""),

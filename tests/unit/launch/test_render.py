@@ -301,6 +301,12 @@ def test_run_and_profile_must_fit(
         make_request(tmp_path, EKS, *overrides, run=run)
 
 
+def test_idle_gpus_and_a_fabric_that_is_not_set_up_are_said(tmp_path: Path) -> None:
+    assert make_request(tmp_path, EKS).warnings == []
+    assert "other 6 GPUs" in make_request(tmp_path, EKS, run=("cluster.gpus_per_node=2",)).warnings[0]
+    assert "TCP" in make_request(tmp_path, GKE, "nodes.instance_type=a3-megagpu-8g").warnings[0]
+
+
 def test_small_files_travel_and_large_ones_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = tmp_path / "rows.jsonl"

@@ -6,6 +6,7 @@ A name that is missing is an error where the files contain objects of that kind,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from posttrain.launch.instances import GPU_RESOURCE
@@ -29,10 +30,12 @@ RULES = {
     "headless-service": "ranks of an Indexed Job find each other by a headless Service with the name of their subdomain",
     "reference": "queues, claims, classes, flavors and ConfigMaps that are named exist in the same files",
     "twice": "an object stands once in the files",
+    "volcano-deadlock": "Volcano creates pods before there are machines, as Karpenter buys them for waiting pods",
     "quota-too-small": "a run fits the quota of its queue",
     "namespace": "objects that name each other are in one namespace",
 }
 
+VOLCANO_CONFIG = "volcano-scheduler.conf"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
@@ -77,6 +80,7 @@ def check_references(manifests: Sequence[Manifest]) -> Findings:
         yield from _check_volumes(manifest, index)
         yield from _check_queues(manifest, index)
         yield from _check_classes(manifest, index)
+        yield from _check_volcano_config(manifest, index)
 
 
 def _check_services(manifest: Manifest, index: _Index) -> Findings:
@@ -206,6 +210,26 @@ def _check_quota(manifest: Manifest, place: Place, queue: str, index: _Index) ->
             queue,
             f"the run needs {needed:g} GPUs, and the queue has {quota:g}: it is never admitted",
         )
+
+
+def _check_volcano_config(manifest: Manifest, index: _Index) -> Findings:
+    """Volcano's own configuration, a YAML text in a ConfigMap."""
+    text = get(manifest.body, "data", VOLCANO_CONFIG) if is_kind(manifest, "", "ConfigMap") else None
+    if not isinstance(text, str):
+        return
+    actions = re.search(r"^actions:\s*[\"']?([^\"'\n]*)", text, re.MULTILINE)
+    if actions is None or "enqueue" not in actions[1] or not re.search(r"name:\s*overcommit", text):
+        return
+    place = Place(manifest).at("data", VOLCANO_CONFIG)
+    message = "a gang larger than the machines that exist is not enqueued, so no pods wait, and Karpenter buys nothing"
+    has_pools = bool(index.of("karpenter.sh", "NodePool"))
+    finding = place.error if has_pools else place.warning
+    yield finding(
+        "volcano-deadlock",
+        actions[1].strip(),
+        message,
+        "leave enqueue out of actions, or overcommit out of the plugins",
+    )
 
 
 def _check_classes(manifest: Manifest, index: _Index) -> Findings:
