@@ -207,6 +207,49 @@ MUTANTS: list[tuple[str, str, str, Any, str, str]] = [
 ]  # fmt: skip
 
 
+ZONES = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [
+    {"key": "topology.kubernetes.io/zone", "operator": "In", "values": ["a", "b"]}]}]}}  # fmt: skip
+
+# The same for what works and is unwise.
+UNWISE: list[tuple[str, str, str, Any, str, str]] = [
+    ("job", "Job", f"{BOX}.env[1].name", "POSTTRAIN_RUN", "env-twice", ""),
+    ("job", "Job", f"{BOX}.resources.limits.cpu", DELETE, "no-limits", f"{BOX}.resources.limits"),
+    ("job", "Job", f"{BOX}.command", ["bash", "-c", "posttrain node"], "shell-as-first-process", ""),
+    ("job", "Job", f"{BOX}.args", ["pip install posttrain"], "installs-at-start", ""),
+    ("job", "Job", f"{BOX}.image", "posttrain:latest", "image-tag", ""),
+    ("job", "Job", f"{BOX}.securityContext.privileged", True, "privileged", ""),
+    ("job", "Job", f"{POD}.hostNetwork", True, "privileged", ""),
+    ("job", "Job", f"{POD}.volumes[4]", {"name": "left", "emptyDir": {}}, "volume-unused", f"{POD}.volumes[4].name"),
+    ("job", "Job", f"{POD}.terminationGracePeriodSeconds", 300, "grace-period", ""),
+    (
+        "job",
+        "Job",
+        f"{POD}.tolerations[0]",
+        {"operator": "Exists"},
+        "impending-termination",
+        f"{POD}.tolerations[0].operator",
+    ),
+    ("job", "Job", "spec.podFailurePolicy", DELETE, "interruptions-count", ""),
+    ("job", "Service", "spec.publishNotReadyAddresses", DELETE, "headless-service", ""),
+    ("job-any-zone", "Job", f"{POD}.affinity.nodeAffinity", ZONES, "several-zones", ""),
+    ("one-gpu", "Job", f"{POD}.affinity", DELETE, "gang-spread", ""),
+    ("volcano", "Job", "spec.minAvailable", 1, "volcano-gang", ""),
+    ("volcano", "Job", "spec.maxRetry", 3, "volcano-retries", ""),
+    ("volcano", "Job", "evictions", DELETE, "volcano-no-restart", "spec.policies"),
+    ("volcano", "Queue", "metadata.namespace", "training", "volcano-queue", ""),
+    ("raycluster", "RayCluster", "apiVersion", "ray.io/v1alpha1", "ray-version", ""),
+    ("setup", "NodePool", "spec.limits", DELETE, "nodepool-limits", ""),
+    ("setup", "NodePool", f"{POOL}.requirements[2].values", ["us-east-2a", "us-east-2b"], "nodepool-zones", ""),
+    ("setup", "NodePool", f"{POOL}.expireAfter", DELETE, "nodepool-expiry", ""),
+    ("setup", "NodePool", f"{POOL}.requirements[1].values", ["p5.48xlarge"], "nodepool-one-type", ""),
+    ("setup", "NodePool", "spec.disruption.consolidationPolicy", "Balanced", "nodepool-disruption", ""),
+    ("setup", "EC2NodeClass", "spec.metadataOptions.httpPutResponseHopLimit", 1, "nodeclass-metadata", ""),
+    ("setup", "EC2NodeClass", "spec.instanceStorePolicy", DELETE, "nodeclass-disk", "spec.blockDeviceMappings"),
+    ("setup", "ClusterQueue", "apiVersion", "kueue.x-k8s.io/v1beta1", "kueue-version", ""),
+    ("eks-static", "PersistentVolume", "spec.mountOptions", DELETE, "storage-flock", ""),
+]
+
+
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Objects]:
     folder = tmp_path_factory.mktemp("profiles")
@@ -228,6 +271,10 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Objects]:
     found["gke-jobset"] = render_run(make_request(folder, GKE))
     static = ("storage.file_system=project/us-central1-b/data", "storage.address=10.0.0.2", "storage.export_name=data")
     found["gke-setup"] = render_setup(make_profile(folder, GKE, *static))
+    existing = ("storage.file_system=fs-01", "storage.address=fs-01.fsx", "storage.export_name=abc")
+    found["eks-static"] = render_setup(make_profile(folder, EKS, *existing))
+    found["job-any-zone"] = render_run(make_request(folder, EKS, "scheduler.kind=job", "nodes.zone=null"))
+    found["one-gpu"] = render_run(make_request(folder, EKS, "scheduler.kind=job", run=("cluster.gpus_per_node=1",)))
     found["job-once"] = copy.deepcopy(found["job"])
     put(one_of(found["job-once"], "Job"), "spec.backoffLimit", 0)
     found["rayjob-old"] = render_run(make_request(folder, EKS, "scheduler.kind=rayjob", "image.ray_version=2.50.1"))
@@ -239,6 +286,10 @@ def one_of(objects: Objects, kind: str) -> dict[str, Any]:
 
 
 def put(body: dict[str, Any], path: str, value: Any) -> None:
+    if path == "evictions":
+        for policies in (body["spec"]["policies"], *(task["policies"] for task in body["spec"]["tasks"])):
+            policies[:] = [policy for policy in policies if policy.get("event") != "PodEvicted"]
+        return
     keys = [text or int(index) if index else (text or name) for text, index, name in _PART.findall(path)]
     for key in keys[:-1]:
         body = body[key]
@@ -246,6 +297,8 @@ def put(body: dict[str, Any], path: str, value: Any) -> None:
         body.pop(keys[-1], None) if isinstance(body, dict) else body.pop(keys[-1])  # type: ignore[arg-type]
     elif value == "sidecar first":
         body[keys[-1]].insert(0, {"name": "logs", "image": "fluent/fluent-bit:4.0"})
+    elif isinstance(body, list) and keys[-1] == len(body):
+        body.append(value)
     else:
         body[keys[-1]] = value
 
@@ -272,12 +325,30 @@ def test_a_single_fault_is_an_error_at_its_path(
     )
 
 
+@pytest.mark.parametrize(
+    ("scene", "kind", "path", "value", "rule", "found_at"), UNWISE, ids=[f"{m[4]}-{m[1]}" for m in UNWISE]
+)
+def test_what_is_unwise_is_a_warning_at_its_path(
+    scenes: dict[str, Objects], scene: str, kind: str, path: str, value: Any, rule: str, found_at: str
+) -> None:
+    mutant = copy.deepcopy(scenes[scene])
+    put(one_of(mutant, kind), path, value)
+    warnings = [finding for finding in lint(mutant).findings if finding.level == "warning"]
+    assert (rule, found_at or path) in [(finding.rule, finding.path) for finding in warnings]
+
+
+def test_an_object_that_stands_twice_is_an_error(scenes: dict[str, Objects]) -> None:
+    errors = lint([*scenes["job"], copy.deepcopy(scenes["job"][1])]).errors
+    assert [(finding.rule, finding.path) for finding in errors] == [("twice", "metadata.name")]
+
+
 def test_good_manifests_have_no_errors(scenes: dict[str, Objects]) -> None:
     schemas = CustomSchemas(CRDS) if CRDS.is_dir() else None
     for name, objects in scenes.items():
         assert lint(objects, schemas).errors == [], name
 
 
-def test_every_rule_has_a_sentence_and_mutants_are_many() -> None:
+def test_every_rule_is_broken_by_a_test() -> None:
+    elsewhere = {"schema", "crd-schema", "crd-cel", "helm-lint", "twice"}  # test_lint_schemas.py, test_render.py, above
+    assert {mutant[4] for mutant in [*MUTANTS, *UNWISE]} | elsewhere == set(RULES)
     assert len(MUTANTS) >= 60
-    assert {mutant[4] for mutant in MUTANTS} <= set(RULES)

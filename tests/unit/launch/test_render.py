@@ -205,6 +205,15 @@ def test_chart_is_clean_small_and_independent_of_the_release(tmp_path: Path) -> 
         assert report.errors == []
 
 
+@needs_helm
+def test_broken_chart_is_an_error_of_helm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chart = tmp_path / "chart"
+    shutil.copytree(CHART, chart)
+    (chart / "templates" / "raycluster.yaml").write_text("{{ include }", encoding="utf-8")
+    assert main(["launch", "check", str(chart)]) == 64
+    assert "[helm-lint]" in capsys.readouterr().out
+
+
 def changed(value: Any) -> Any:
     """Another value of the same kind."""
     if isinstance(value, bool):
