@@ -46,10 +46,6 @@ class Instance:
         """Memory-backed /dev/shm. It counts against the pod's memory."""
         return max(1, self.memory_request_gib // 8)
 
-    @property
-    def device_limits(self) -> dict[str, int]:
-        return {GPU_RESOURCE: self.gpus, **({EFA_RESOURCE: self.efa} if self.efa else {})}
-
 
 @dataclass(frozen=True)
 class Fabric:

@@ -65,12 +65,8 @@ def read_manifests(paths: Sequence[Path]) -> list[Manifest]:
     found: list[Manifest] = []
     for path in paths:
         for file in _files(path):
-            found += _read(file.read_text(encoding="utf-8"), str(file))
+            found += read_text(file.read_text(encoding="utf-8"), str(file))
     return found
-
-
-def read_text(text: str, name: str) -> list[Manifest]:
-    return _read(text, name)
 
 
 def _files(path: Path) -> list[Path]:
@@ -82,7 +78,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read(text: str, name: str) -> list[Manifest]:
+def read_text(text: str, name: str) -> list[Manifest]:
     try:
         if name.endswith(".json"):  # far faster than as YAML
             documents = [json.loads(text)]

