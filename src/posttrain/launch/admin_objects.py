@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.errors import InputError
-from posttrain.launch.instances import EFA_RESOURCE, GPU_RESOURCE, Instance, find_instance
+from posttrain.launch.instances import EFA_RESOURCE, GPU_RESOURCE, RDMA_NETWORKS, Instance, find_instance
 from posttrain.launch.lint.storage_rules import FSX, LUSTRE, is_fsx_size, is_lustre_size, lustre_step_gib
 from posttrain.launch.pod_template import Object
 
 KUEUE_VERSION = "kueue.x-k8s.io/v1beta2"
+_GKE_NETWORKING = "networking.gke.io/v1"
 _LONGEST_NAME = 8  # of a Lustre file system
 
 
@@ -22,6 +23,7 @@ def render_setup(profile: ClusterProfile) -> list[Object]:
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": profile.cluster.namespace}},
         *_storage(profile),
         *(_karpenter(profile, instance) if profile.cluster.kind == "eks" else []),
+        *(_gke_networks() if instance.rdma else []),
         *(_kueue(profile, instance) if profile.scheduler.kueue_queue is not None else []),
         *(_volcano(profile, instance) if profile.scheduler.kind == "volcano" else []),
     ]
@@ -80,6 +82,21 @@ def _karpenter(profile: ClusterProfile, instance: Instance) -> list[Object]:
     return [node_class, node_pool]
 
 
+def _gke_networks() -> list[Object]:
+    """The networks that the annotation on the pods names, on the VPCs and subnets that the node pool has."""
+    objects: list[Object] = []
+    for name in RDMA_NETWORKS:
+        vpc, mode = ("rdma", "RDMA") if name.startswith("rdma") else (name, "NetDevice")
+        settings = {"vpc": vpc, "vpcSubnet": name, "deviceMode": mode}
+        objects.append(
+            {"apiVersion": _GKE_NETWORKING, "kind": "GKENetworkParamSet", "metadata": {"name": name}, "spec": settings}
+        )
+        reference = {"group": "networking.gke.io", "kind": "GKENetworkParamSet", "name": name}
+        network = {"type": "Device", "parametersRef": reference}
+        objects.append({"apiVersion": _GKE_NETWORKING, "kind": "Network", "metadata": {"name": name}, "spec": network})
+    return objects
+
+
 def gke_node_pool(profile: ClusterProfile) -> str | None:
     """The command for a node pool of GKE, one setting a line, and the file that it names."""
     if profile.cluster.kind != "gke":
@@ -98,8 +115,10 @@ def gke_node_pool(profile: ClusterProfile) -> str | None:
         settings.append("--spot")
         settings.append("--node-taints=cloud.google.com/gke-spot=true:NoSchedule")
     if instance.rdma:
-        settings.append("--additional-node-network=network=gvnic-1,subnetwork=gvnic-1")
-        settings += [f"--additional-node-network=network=rdma,subnetwork=rdma-{index}" for index in range(8)]
+        for name in RDMA_NETWORKS:
+            settings.append(
+                f"--additional-node-network=network={'rdma' if name.startswith('rdma') else name},subnetwork={name}"
+            )
     text = " \\\n  ".join([f"gcloud container node-pools create {nodes.pool}", *settings])
     if nodes.capacity == "spot" and (nodes.grace_s or 0) > 15:
         text += " \\\n  --system-config-from-file=node-system.yaml"

@@ -17,6 +17,7 @@ from posttrain.errors import InputError
 
 GPU_RESOURCE = "nvidia.com/gpu"
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
+RDMA_NETWORKS = ("gvnic-1", *(f"rdma-{index}" for index in range(8)))  # of GKE, beside the default one
 _SHARE_OF_PODS = 0.95  # of CPU and memory: agents of the node need the rest
 
 
@@ -128,11 +129,7 @@ def fabric_of(instance: Instance, num_nodes: int) -> Fabric:
             }
         )
     if instance.rdma:
-        interfaces = [
-            ("eth0", "default"),
-            ("eth1", "gvnic-1"),
-            *((f"eth{index + 2}", f"rdma-{index}") for index in range(8)),
-        ]
+        networks = ("default", *RDMA_NETWORKS)
         return Fabric(
             env={
                 "NCCL_NET": "gIB",  # without RDMA the run fails, instead of using TCP
@@ -152,7 +149,7 @@ def fabric_of(instance: Instance, num_nodes: int) -> Fabric:
             annotations={
                 "networking.gke.io/default-interface": "eth0",
                 "networking.gke.io/interfaces": json.dumps(
-                    [{"interfaceName": name, "network": network} for name, network in interfaces]
+                    [{"interfaceName": f"eth{index}", "network": name} for index, name in enumerate(networks)]
                 ),
             },
             host_paths={
