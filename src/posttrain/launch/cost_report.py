@@ -32,6 +32,7 @@ class CostReport:
     save_period: int
     best_save_period: int | None  # at the given, or the middle, MTBF
     runs_per_year: int
+    assumed: list[str]
     warnings: list[str]
 
     @property
@@ -56,7 +57,8 @@ class CostReport:
         lines.append(
             f"  in each run: start {_usd(first.start)}, storage {_usd(first.storage)}, other {_usd(first.other)}"
         )
-        if self.best_save_period is not None and len(self.rows) > 1:
+        lines += [f"  {line}" for line in self.assumed]
+        if self.best_save_period is not None:
             lines.append(
                 f"  best checkpointing.save_period on Spot: {self.best_save_period} (this config: {self.save_period})"
             )
@@ -71,6 +73,7 @@ class CostReport:
             "step_source": self.step_source,
             "price": {"region": self.price.region, "as_of": self.price.as_of, "source": self.price.source},
             "best_save_period": self.best_save_period,
+            "assumed": self.assumed,
             "warnings": self.warnings,
             "rows": [
                 {
@@ -126,8 +129,13 @@ def report_cost(
         warnings.append(
             "the planner does not count traffic between machines: the time is a lower bound until a run is measured"
         )
+    cost = profile.cost
+    assumed = [
+        f"counted with a save of {cost.save_s:g} s, {cost.restart_s:g} s to the next step after an interruption, and "
+        f"{cost.notice_share:.0%} of them announced (cost.save_s, restart_s, notice_share)"
+    ]
     return CostReport(
-        rows, price, num_nodes, num_steps, step_s, step_source, save_period, best, profile.cost.runs_per_year, warnings
+        rows, price, num_nodes, num_steps, step_s, step_source, save_period, best, cost.runs_per_year, assumed, warnings
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 from datetime import date
 from pathlib import Path
 
 import pytest
-from launch_profiles import EKS, make_profile
+from launch_profiles import EKS, make_profile, write_profile
 
+from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.launch.cost import Interruptions, LaunchCost
 from posttrain.launch.cost_report import report_cost
@@ -145,3 +147,23 @@ def test_price_of_the_profile_replaces_the_table(tmp_path: Path) -> None:
     assert age_warning(price, date(2026, 11, 20)) is None
     with pytest.raises(InputError, match=r"cost\.price"):
         price_of("", None)
+
+
+def test_plan_on_a_cluster_takes_the_machine_and_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = write_profile(tmp_path, {**EKS, "cost": {"node_mtbf_hours": 24.0}})
+    run = ["grpo", "policy.model_name=llama-1.5b", "cluster.num_nodes=2", "cluster.gpus_per_node=8"]
+    assert main(["plan", "--on", str(profile), *run, "grpo.max_num_steps=50", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["on_cluster"]
+    assert [row["capacity"] for row in found["rows"]] == ["spot", "on_demand"]
+    assert found["num_nodes"] == 2
+    assert found["hours"] == pytest.approx(50 * found["step_s"] / 3600)
+    assert main(["plan", "--on", str(profile), *run, "grpo.max_num_steps=50"]) == 0
+    assert "cost on the cluster" in capsys.readouterr().out
+
+
+def test_plan_on_a_cluster_needs_a_number_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = write_profile(tmp_path, EKS)
+    assert (
+        main(["plan", "--on", str(profile), "grpo", "policy.model_name=llama-1.5b", "grpo.max_num_steps=1000000"]) == 64
+    )
+    assert "max_num_steps" in capsys.readouterr().err

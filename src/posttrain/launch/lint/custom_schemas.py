@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,19 @@ class CustomSchemas:
             raise InputError(
                 f"--crds {folder}: no such folder; expected CustomResourceDefinitions as .json or .yaml files"
             )
+        if find_spec("jsonschema") is None:
+            raise InputError("--crds needs the package jsonschema: pip install 'posttrain[k8s]'")
         self.schemas: dict[tuple[str, str, str], dict[str, Any]] = {}
         for manifest in read_manifests([folder]):
             if manifest.kind != "CustomResourceDefinition":
                 continue
-            spec = manifest.body["spec"]
-            for version in spec["versions"]:
-                key = (spec["group"], version["name"], spec["names"]["kind"])
-                self.schemas[key] = version["schema"]["openAPIV3Schema"]
+            try:
+                spec = manifest.body["spec"]
+                for version in spec["versions"]:
+                    key = (spec["group"], version["name"], spec["names"]["kind"])
+                    self.schemas[key] = version["schema"]["openAPIV3Schema"]
+            except (KeyError, TypeError) as error:
+                raise InputError(f"{manifest.file}: {manifest.title} is incomplete: {error}") from error
         if not self.schemas:
             raise InputError(
                 f"--crds {folder}: no CustomResourceDefinition in it; `kubectl get crd -o json` writes them"
