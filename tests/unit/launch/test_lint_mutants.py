@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from launch_profiles import CRDS, EKS, GKE, make_profile, make_request
 
 from posttrain.launch.admin_objects import render_setup
+from posttrain.launch.lint import core_schemas
 from posttrain.launch.lint.check import RULES, check_manifests
 from posttrain.launch.lint.custom_schemas import CustomSchemas
 from posttrain.launch.manifest_files import Manifest
@@ -346,6 +349,32 @@ def test_good_manifests_have_no_errors(scenes: dict[str, Objects]) -> None:
     schemas = CustomSchemas(CRDS) if CRDS.is_dir() else None
     for name, objects in scenes.items():
         assert lint(objects, schemas).errors == [], name
+
+
+ODD = [None, 3, -1, "x", "", [], {}, True, [3], ["x"], {"a": 1}, [None], [{}], 1.5]
+
+
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from paths_in(inner, (*path, key))
+
+
+@pytest.mark.parametrize("scene", ["job", "jobset", "volcano", "rayjob-kueue", "setup", "gke-jobset", "gke-setup"])
+def test_values_of_any_type_at_any_place_are_survived(
+    scenes: dict[str, Objects], scene: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_schemas, "is_available", lambda: False)  # the rules alone: schemas would name most of it
+    draw = random.Random(scene)
+    places = [(index, path) for index, body in enumerate(scenes[scene]) for path in paths_in(body) if path]
+    for index, path in draw.sample(places, 60):
+        mutant = copy.deepcopy(scenes[scene])
+        inner = mutant[index]
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = draw.choice(ODD)
+        lint(mutant)
 
 
 def test_every_rule_is_broken_by_a_test() -> None:

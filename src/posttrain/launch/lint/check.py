@@ -24,7 +24,7 @@ from posttrain.launch.lint import (
 )
 from posttrain.launch.lint.custom_schemas import CustomSchemas
 from posttrain.launch.lint.findings import Finding, Findings, Place
-from posttrain.launch.lint.reading import pods_of
+from posttrain.launch.lint.reading import map_of, pods_of
 from posttrain.launch.manifest_files import Manifest, read_manifests, read_text
 
 _HELM_TIMEOUT_S = 120
@@ -131,7 +131,7 @@ def _check_shape(manifest: Manifest) -> Findings:
     for key in ("apiVersion", "kind"):
         if not isinstance(manifest.body.get(key), str) or not manifest.body[key]:
             yield place.at(key).error("object", manifest.body.get(key), "is required")
-    if not manifest.name and not (manifest.body.get("metadata") or {}).get("generateName"):
+    if not manifest.name and not map_of(manifest.body, "metadata").get("generateName"):
         yield place.at("metadata", "name").error("object", None, "is required")
 
 

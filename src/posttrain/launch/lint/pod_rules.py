@@ -162,7 +162,7 @@ def _check_volumes(pods: Pods) -> Findings:
         mounts = list_of(container, "volumeMounts")
         for index, mount in enumerate(mounts):
             name = get(mount, "name")
-            used.add(name)
+            used.add(str(name))
             if name not in names:
                 yield place.at("volumeMounts", index, "name").error(
                     "volume-missing",
@@ -170,13 +170,13 @@ def _check_volumes(pods: Pods) -> Findings:
                     "the pod has no volume of this name",
                     f"volumes: {', '.join(map(str, names)) or 'none'}",
                 )
-        paths = Counter(get(mount, "mountPath") for mount in mounts)
+        paths = Counter(str(get(mount, "mountPath")) for mount in mounts)
         for path, count in paths.items():
             if count > 1:
-                index = [get(mount, "mountPath") for mount in mounts].index(path)
+                index = [str(get(mount, "mountPath")) for mount in mounts].index(path)
                 yield place.at("volumeMounts", index, "mountPath").error("volume-twice", path, "stands twice")
     for index, name in enumerate(names):
-        if name is not None and name not in used:
+        if name is not None and str(name) not in used:
             yield pods.spec_place.at("volumes", index, "name").warning(
                 "volume-unused", name, "no container mounts it", "remove it"
             )

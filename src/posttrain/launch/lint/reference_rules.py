@@ -132,7 +132,7 @@ def _check_volumes(manifest: Manifest, index: _Index) -> Findings:
             if found is not None:
                 keys = {**map_of(found.body, "data"), **map_of(found.body, "binaryData")}
                 for third, item in enumerate(list_of(volume, "configMap", "items")):
-                    if get(item, "key") not in keys:
+                    if str(get(item, "key")) not in keys:
                         yield place.at("configMap", "items", third, "key").error(
                             "reference", get(item, "key"), "ConfigMap lacks it"
                         )

@@ -98,7 +98,7 @@ def _check_policies(place: Place, policies: list[Any]) -> Findings:
     for index, policy in enumerate(policies):
         here = place.at(index)
         code = get(policy, "exitCode")
-        events = [*([get(policy, "event")] if get(policy, "event") is not None else []), *list_of(policy, "events")]
+        events = _events(policy)
         if get(policy, "action") not in _ACTIONS:
             yield here.at("action").error(name, get(policy, "action"), f"must be one of {', '.join(_ACTIONS)}")
         if code is not None and events:
@@ -116,15 +116,20 @@ def _check_policies(place: Place, policies: list[Any]) -> Findings:
             yield here.at("exitCode").error(
                 "volcano-policy-order", code, "a policy before it matches every failure", "move it up"
             )
-        matches_all = matches_all or bool({"*", "PodFailed"} & set(events))
+        matches_all = matches_all or bool({"*", "PodFailed"} & set(map(str, events)))
+
+
+def _events(policy: Any) -> list[Any]:
+    return [*([get(policy, "event")] if get(policy, "event") is not None else []), *list_of(policy, "events")]
 
 
 def _check_restarts(root: Place, spec: dict[str, Any], tasks: list[Any]) -> Findings:
     policies = [*list_of(spec, "policies"), *(policy for task in tasks for policy in list_of(task, "policies"))]
     restarts = [
-        policy for policy in policies
-        if get(policy, "action") == "RestartJob" and {"PodEvicted", "*"} & {get(policy, "event"), *list_of(policy, "events")}
-    ]  # fmt: skip
+        policy
+        for policy in policies
+        if get(policy, "action") == "RestartJob" and {"PodEvicted", "*"} & set(map(str, _events(policy)))
+    ]
     total = sum(number(task.get("replicas"), 1) for task in tasks)
     if total > 1 and not restarts:
         yield root.at("policies").warning(
