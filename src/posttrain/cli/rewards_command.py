@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
+from posttrain.redaction import redact
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -247,7 +248,7 @@ def _write(path: Path, verdicts: Sequence[Verdict]) -> None:
     try:
         with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for verdict in verdicts:
-                file.write(json.dumps(verdict.as_row(), ensure_ascii=False) + "\n")
+                file.write(redact(json.dumps(verdict.as_row(), ensure_ascii=False)) + "\n")
     except OSError as error:
         raise InputError(f"--out {path}: cannot be written: {error.strerror or error}") from error
     print(f"scores written to {path}", file=sys.stderr)

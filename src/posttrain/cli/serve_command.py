@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
+from posttrain.redaction import name_secret
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits
 
@@ -237,6 +238,8 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
     keys = tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
     if not keys:
         raise InputError(f"{source} holds no key: everyone could use the server")
+    for key in keys:
+        name_secret(key)
     return keys
 
 

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from posttrain.config.errors import ConfigError
 from posttrain.config.tree import Tree, Values, dotted, leaves
+from posttrain.redaction import shown_setting
 
 MISSING = "???"
 Number = int | float
@@ -73,4 +74,4 @@ def _explain(tree: Tree, error: OmegaConfBaseException) -> str:
     reason = str(getattr(error, "msg", None) or error).split("\n")[0]
     if not key:
         return f"cannot be resolved: {reason}"
-    return f"{tree.origin(path)}: `{key}` = {tree.get(path)!r} cannot be resolved: {reason}"
+    return f"{tree.origin(path)}: `{key}` = {shown_setting(key, tree.get(path))} cannot be resolved: {reason}"

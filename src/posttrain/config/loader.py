@@ -18,7 +18,7 @@ from posttrain.config.base import Section
 from posttrain.config.checks import cautions, check_run
 from posttrain.config.compat import apply_renames
 from posttrain.config.dpo import DpoRunConfig
-from posttrain.config.errors import ConfigError, message_of
+from posttrain.config.errors import UNKNOWN_KEY, ConfigError, message_of
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.foreign_keys import (
     foreign_environments,
@@ -32,7 +32,7 @@ from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.interpolation import resolve
 from posttrain.config.overrides import apply_overrides
 from posttrain.config.presets import chosen_preset, is_preset_origin
-from posttrain.config.render import plain_values, to_yaml_text, with_override_marks
+from posttrain.config.render import plain_values, to_yaml_text, with_override_marks, without_credentials_of_config
 from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import (
     find,
@@ -45,6 +45,7 @@ from posttrain.config.schema import (
 from posttrain.config.suggestions import hint_for
 from posttrain.config.tree import DEFAULT, Path, Tree, Values, dotted, leaves, overlay
 from posttrain.config.yaml_files import read_built_in, read_with_defaults
+from posttrain.redaction import Replace, hide, name_credentials, shown_setting
 
 C = TypeVar("C", bound=Section)
 BATCH_SIZE = ("policy", "train_global_batch_size")
@@ -59,8 +60,19 @@ class LoadedConfig(Generic[C]):
     expressions: dict[str, str] = field(default_factory=dict)  # dotted key -> the ${...} that it was written as
 
     def to_yaml(self) -> str:
-        """Every value, as YAML that `load_config` reads back to the same config."""
+        """Every value, as YAML that `load_config` reads back to the same config, but for credentials (see `_values`)."""
         return to_yaml_text(self._marked_values())
+
+    def to_yaml_and_credentials(self) -> tuple[str, dict[str, str]]:
+        """The same for a child process: a credential is a reference to an environment variable that the child is given."""
+        variables: dict[str, str] = {}
+
+        def refer(secret: str) -> str:
+            name = f"POSTTRAIN_CREDENTIAL_{len(variables) + 1}"
+            variables[name] = secret
+            return f"${{oc.env:{name}}}"
+
+        return to_yaml_text(self._marked_values(refer)), variables
 
     def flat(self) -> Values:
         """Every value by its dotted key."""
@@ -77,14 +89,14 @@ class LoadedConfig(Generic[C]):
 
         return to_yaml_text(self._marked_values(), remark)
 
-    def _marked_values(self) -> Values:
+    def _marked_values(self, replace: Replace = hide) -> Values:
         defaults, _ = separate(self.kind, built_in_defaults(self.kind).values)
-        marked: Values = with_override_marks(self._values(), defaults)
+        marked: Values = with_override_marks(self._values(replace), defaults)
         return marked
 
-    def _values(self) -> Values:
-        """The algorithm's own sections first."""
-        values = plain_values(self.config)
+    def _values(self, replace: Replace = hide) -> Values:
+        """The algorithm's own sections first. A credential stands there as the `${oc.env:…}` it was written as, or as `***`."""
+        values = without_credentials_of_config(plain_values(self.config), self.expressions, replace)
         first = [key for key in ("preset", self.kind, "loss_fn") if key in values]
         return {key: values[key] for key in [*first, *(key for key in values if key not in first)]}
 
@@ -139,7 +151,9 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     )
     _refuse_unknown(known, tree)
     _forget_unfitting_validation(tree)
-    values, foreign = separate(known, _resolved_with_fitting_batch(known, tree))
+    resolved = _resolved_with_fitting_batch(known, tree)
+    name_credentials(resolved)
+    values, foreign = separate(known, resolved)
     config = _validated(known, values, tree)
     own_values = config.model_dump(by_alias=True)
     errors, notices = review(own_values, foreign, tree, _default_test(tree, defaults))
@@ -201,7 +215,7 @@ def _refuse_unknown(kind: Kind, tree: Tree) -> None:
         if path[:2] not in foreign
     ]
     lines += [
-        f"{tree.origin(path)}: `{dotted(path)}` = {tree.get(path)!r}: must be a map of settings"
+        f"{tree.origin(path)}: `{dotted(path)}` = {shown_setting(dotted(path), tree.get(path))}: must be a map of settings"
         for path in sections_that_are_not_maps(vocabulary, tree.values)
     ]
     if lines or foreign:
@@ -269,9 +283,12 @@ def _explain(path: Path, problem: ErrorDetails, tree: Tree) -> str:
     if problem["type"] == "missing":
         return f"`{dotted(path)}` is missing: set it in the file or with {dotted(path)}=… on the command line"
     value = problem["input"]
-    shown = (
-        repr(value) if not isinstance(value, dict) else f"a map with {', '.join(map(str, value)) or 'nothing in it'}"
-    )
+    if problem["type"] == UNKNOWN_KEY:
+        return f"{tree.origin(path)}: `{dotted(path)}`: {message}"
+    if isinstance(value, dict):
+        shown = f"a map with {', '.join(map(str, value)) or 'nothing in it'}"
+    else:
+        shown = shown_setting(dotted(path), value)
     return f"{tree.origin(path)}: `{dotted(path)}` = {shown}: {message}"
 
 

@@ -37,6 +37,7 @@ from posttrain.models.accepted_names import (
 from posttrain.models.fingerprint import model_fingerprint
 from posttrain.models.hub import why_unavailable
 from posttrain.orchestration.sharded import ShardedEngine
+from posttrain.redaction import redact, without_credentials
 from posttrain.roles import Engine, Progress, ShowProgress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.turn_taking import build_turns
@@ -122,13 +123,13 @@ class EvaluationBuild:
         check_environments({self.config.judge: self.environment_config}, Path.cwd())
 
     def identity(self) -> dict[str, object]:
-        """Everything that determines answers and rewards, and nothing that only changes their speed."""
+        """Everything that determines answers and rewards: no credential, and nothing that only changes their speed."""
         config, generation = self.config, self.config.generation
         problems = self.problem_set.problems
         template = [config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs]
         named = generation.model_name if self.fingerprint is None else None
         own_tokenizer = config.tokenizer.name if config.tokenizer.name != generation.model_name else None
-        return {
+        found = {
             "model": named if self.server is None else self.server.model,
             "model_fingerprint": self.fingerprint,
             "server": self.server and [self.server.url, generation.openai_cfg.api, generation.openai_cfg.extra_body],
@@ -151,6 +152,8 @@ class EvaluationBuild:
             "judge": judge_of(self.environment_config.model_dump()),
             **({} if self.environment_config.turns is None else {"max_rollout_turns": config.eval.max_rollout_turns}),
         }
+        plain: dict[str, object] = without_credentials(found)
+        return plain
 
     def _engine(self) -> list[object]:
         generation, vllm = self.config.generation, self.config.generation.vllm_cfg
@@ -176,7 +179,7 @@ class EvaluationBuild:
     def folder(self, identity: dict[str, object]) -> Path:
         if self.config.eval.save_path is not None:
             return Path(self.config.eval.save_path)
-        model = re.sub(r"[^\w.-]+", "-", self.config.generation.model_name.strip("/.")).strip("-")[-60:]
+        model = re.sub(r"[^\w.-]+", "-", redact(self.config.generation.model_name).strip("/.")).strip("-")[-60:]
         dataset = re.sub(r"[^\w.-]+", "-", self.problem_set.name)
         return DEFAULT_FOLDER / dataset / f"{model}-{digest(identity)[:8]}"
 

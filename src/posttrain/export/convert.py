@@ -29,6 +29,7 @@ from posttrain.export.weight_names import WeightShapes
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
 from posttrain.models.hub import why_unavailable
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
+from posttrain.redaction import redact
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LINEAGE = "conversion.json"
@@ -81,8 +82,9 @@ def convert(
         _write_tokenizer(folder, source)
         verification = _verify(folder, source, settings, as_adapter, say) if settings.verify else None
         facts = lineage(source, shown_as or reference, merged=not as_adapter, verification=verification)
-        (folder / LINEAGE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(model_card(source, facts, name=shown_as or target.name), encoding="utf-8")
+        (folder / LINEAGE).write_text(redact(json.dumps(facts, indent=2)) + "\n", encoding="utf-8")
+        card = model_card(source, facts, name=shown_as or target.name)
+        (folder / "README.md").write_text(redact(card), encoding="utf-8")
         _make_readable(folder)
         seal(folder)
         num_bytes = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))

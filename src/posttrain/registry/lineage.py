@@ -14,6 +14,7 @@ from pathlib import Path
 
 import posttrain
 from posttrain.json_files import JsonMapping, JsonObject, read_json
+from posttrain.redaction import without_credentials
 from posttrain.registry.artifacts import content_digest, measure
 from posttrain.registry.errors import RegistryError
 
@@ -143,7 +144,7 @@ def _read_config(path: Path) -> tuple[JsonObject, str]:
         raise RegistryError(f"{path}: the config cannot be read ({error})") from error
     flat = {dotted(key): value for key, value in leaves(values)}
     # Records are JSON, which has neither dates nor .inf: they are stored as text.
-    plain = json.loads(json.dumps(flat, default=str), parse_constant=str)
+    plain = without_credentials(json.loads(json.dumps(flat, default=str), parse_constant=str))
     return plain, hashlib.sha256(content).hexdigest()
 
 

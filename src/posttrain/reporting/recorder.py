@@ -48,6 +48,7 @@ from posttrain.reporting.run_files import (
     config_from_step,
     open_run,
     read_info,
+    write_text,
     write_whole,
 )
 from posttrain.reporting.wording import Line
@@ -355,7 +356,7 @@ class RunRecorder:
             "wall_s": self._earlier_wall_s + self._wall_s(),
             "warnings": list(self._warnings.values()),
         }
-        write_whole(self.folder / INFO_FILE, (json.dumps(self._info, indent=2) + "\n").encode())
+        write_text(self.folder / INFO_FILE, json.dumps(self._info, indent=2) + "\n")
 
     def _wall_s(self) -> float:
         return self._clock() - self._started if self._started is not None else 0.0

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"
 UNSCORED_FILE = "unscored.jsonl"
@@ -52,14 +53,19 @@ def write_whole(path: Path, content: bytes) -> None:
     os.replace(aside, path)
 
 
+def write_text(path: Path, text: str) -> None:
+    """`write_whole` of a text without the credentials in it."""
+    write_whole(path, redact(text).encode("utf-8", "backslashreplace"))
+
+
 def append_rows(path: Path, rows: Sequence[JsonMapping]) -> None:
-    """Append JSON objects, one per line. They are on disk when this returns.
+    """Append JSON objects, one per line, without credentials. They are on disk when this returns.
 
     Python writes a float as the shortest text that reads back as the same float, so equal numbers give equal bytes.
     """
     lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     with path.open("ab") as file:
-        file.write(lines.encode())
+        file.write(redact(lines).encode())
         file.flush()
         os.fsync(file.fileno())
 
