@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
+from posttrain.checkpointing.copies import CopyRule, Exporter
 from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
 from posttrain.config.changes import changes_since
@@ -22,7 +23,7 @@ from posttrain.data.packing import MicroBatching
 from posttrain.errors import InputError, Superseded
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop
-from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
+from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
@@ -34,9 +35,8 @@ from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
 from posttrain.run_folder import WriteAccess, run_folder
 
-Export = Callable[[Path], None]  # adds a copy of the model for use to the folder of a checkpoint
 # Makes an export from a function that takes warnings, and whether adapters are merged into the model.
-ExportMaker = Callable[[Callable[[str], None], bool], Export]
+ExportMaker = Callable[[Callable[[str], None], bool], Exporter]
 
 
 class Run:
@@ -82,7 +82,7 @@ class Run:
 
     def _build(self) -> TrainingLoop:
         config, schedule = self.config, self.config.schedule
-        if config.checkpointing.save_consolidated and self._make_export is None:
+        if config.checkpointing.save_consolidated is True and self._make_export is None:
             raise InputError(
                 "checkpointing.save_consolidated = true: this program cannot export models; set it to false"
             )
@@ -143,6 +143,10 @@ class Run:
                 self._store(recorder),
                 self.loaded.to_yaml(),
                 self._export(recorder),
+                CopyRule(
+                    by_cost=config.checkpointing.save_consolidated == "auto",
+                    model_bytes=facts.num_parameters * DTYPES[config.policy.precision].itemsize,
+                ),
             ),
             deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
         )
@@ -216,7 +220,7 @@ class Run:
             attempt=self._access.checkpoints,
         )
 
-    def _export(self, recorder: RunRecorder) -> Export | None:
+    def _export(self, recorder: RunRecorder) -> Exporter | None:
         if self._make_export is None or not self.config.checkpointing.save_consolidated:
             return None
         # The scoring layer of a reward model is trained beside its adapters, so the copy keeps both as they are.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from faults.lab import Lab
 
-MAX_MESSAGE_CHARACTERS = 1500
+MAX_MESSAGE_CHARACTERS = 4000
 
 
 class NotPossibleHere(Exception):
@@ -42,7 +42,7 @@ class Part:
     name: str
     promise: str
     cases: Callable[[Lab, bool], Iterable[Case]]
-    minutes: float  # of the long form, measured on two cores that do nothing else
+    minutes: float  # of the long form on two idle cores, about
 
 
 @dataclass(frozen=True)

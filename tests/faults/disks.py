@@ -21,7 +21,7 @@ MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 16384, 1 << 18
 KIB = 1024
 # A checkpoint of the tiny model has about 560 KiB, its largest file 250.
 SIZES_KIB = (64, 300, 600, 900, 1300, 1800)
-FILE_SIZES_KIB = (1, 8, 60, 120, 200)
+FILE_SIZES_KIB = (16, 60, 120, 200)  # no less: the console is a file, too
 KINDS = ("dpo", "dpo-background", "grpo")
 CANNOT_MOUNT = 77
 
@@ -37,7 +37,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
         yield Case(f"read-only:{target}", partial(read_only, lab, target))
 
 
-PART = Part("disks", "a full or read-only disk ends a run with its error; nothing saved before is lost", cases, 3)
+PART = Part("disks", "a full or read-only disk ends a run with its error; nothing saved before is lost", cases, 2)
 
 
 def assert_said_and_resumes(lab: Lab, kind: str, run: Path, failed: Finished, folder: Path) -> None:
@@ -133,7 +133,7 @@ def read_only(lab: Lab, target: str, folder: Path, chance: random.Random) -> Non
     disk = folder / "disk"
     disk.mkdir()
     samples = folder / "samples.jsonl"
-    samples.write_text('{"prompt": "1 + 1?", "response": "2", "reference": "2"}\n')
+    samples.write_text('{"problem": "1 + 1?", "answer": "2", "response": "2", "reference": "2"}\n')
     commands = {
         "run": lambda: lab.arguments("dpo", disk / "run"),
         "convert": lambda: ["convert", str(lab.whole("dpo")), "--to", str(disk / "hf")],

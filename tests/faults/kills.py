@@ -45,7 +45,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
 
 
 PART = Part(
-    "kills", "a run that was killed with kill -9 and started again is the run that was not, bit for bit", cases, 25
+    "kills", "a run that was killed with kill -9 and started again is the run that was not, bit for bit", cases, 12
 )
 
 

@@ -102,5 +102,5 @@ def assert_no_traceback(finished: processes.Finished) -> None:
 
 
 def assert_refused(finished: processes.Finished) -> None:
-    assert finished.code in (64, 65), f"not refused: {finished}"
+    assert finished.code == 64, f"not refused: {finished}"
     assert_no_traceback(finished)

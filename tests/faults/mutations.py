@@ -47,17 +47,29 @@ NUMBERS = (
     "٣",
     "1.5e",
 )
-HOSTILE_YAML = (
-    "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n",
+# Each of these, as a config of grpo, says something that is no config.
+NONSENSE_YAML = (
     "".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9) if n else 'x'}]\n" for n in range(12)),
     "grpo: &g {x: *g}\n",
     "when: !!timestamp x\n",
     "x: !!python/object/apply:os.system [id]\n",
-    "x: !!binary '****'\n",
     "{? [a]: b}\n",
-    "? {a: b}\n: c\n",
     "[" * 5000,
     "{" * 5000,
+    "- 1\n- 2\n",
+    "42\n",
+    "1: 2\n",
+    "grpo: []\n",
+    "grpo: 7\n",
+    "grpo: {1: 2}\n",
+    "data: {train: 7}\n",
+    "env: {a: 1}\n",
+)
+# These may be refused or mean something.
+HOSTILE_YAML = (
+    "a: &a [x, x, x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n",
+    "x: !!binary '****'\n",
+    "? {a: b}\n: c\n",
     "- " * 5000 + "\n",
     "%YAML 9.9\n---\n",
     "---\na: 1\n---\nb: 2\n",
@@ -73,32 +85,16 @@ HOSTILE_YAML = (
     "defaults: [a, a, a]\n",
     "defaults: FILE\n",
     "grpo.seed: 1\ngrpo: {seed: 2}\n",
-    "42\n",
-    "- 1\n- 2\n",
     "null\n",
     "true: false\n",
-    "1: 2\n",
     "grpo: null\n",
-    "grpo: []\n",
-    "grpo: 7\n",
-    "grpo: {1: 2}\n",
     "policy: {optimizer: {kwargs: 3}}\n",
     "data: {train: [{}]}\n",
     "data: {train: [[]]}\n",
-    "data: {train: 7}\n",
-    "env: {a: 1}\n",
     "env: {math: {type: no_such_reward}}\n",
     "env: {x: {rewards: {a: {type: math, weight: .nan}}}}\n",
     "env: {x: {rewards: {}}}\n",
     "cluster: {num_nodes: 1e9}\n",
-)
-# Read by itself, each of these says something that is no config.
-NONSENSE_YAML = tuple(
-    text
-    for text in HOSTILE_YAML
-    if text.startswith(("[" * 9, "{" * 9, "- 1", "42", "grpo: 7", "grpo: []", "x: !!python", "when", "{? [a]"))
-    or "*l10" in text
-    or text in ("data: {train: 7}\n", "env: {a: 1}\n", "grpo: {1: 2}\n", "1: 2\n", "grpo: &g {x: *g}\n")
 )
 SYNTAX = "=.+~{}[]$:&*!|>'\"%@`\\#,-? \t\n\x00éß\u2028😀0123456789aegmnoprs"
 
@@ -171,12 +167,11 @@ class Configs:
         return self._check(kind, text, nonsense=False)
 
     def hostile(self, chance: random.Random) -> Input:
-        kind, text = chance.choice(KINDS), chance.choice(HOSTILE_YAML)
-        if chance.random() < 0.5:
-            return self._check(kind, text=text, nonsense=text in NONSENSE_YAML and kind == "grpo")
-        mixed = ["grpo:\n  seed: 1\n", text]
+        if chance.random() < 0.3:
+            return self._check("grpo", text=chance.choice(NONSENSE_YAML), nonsense=True)
+        mixed = ["grpo:\n  seed: 1\n", chance.choice([*NONSENSE_YAML, *HOSTILE_YAML])]
         chance.shuffle(mixed)
-        return self._check(kind, text="".join(mixed), nonsense=False)
+        return self._check(chance.choice(KINDS), text="".join(mixed[: chance.randrange(1, 3)]), nonsense=False)
 
     def bytes_(self, chance: random.Random) -> Input:
         """A file of a real config with a few bytes changed, removed, doubled or added."""
@@ -242,6 +237,14 @@ READERS: Mapping[str, tuple[Sequence[dict[str, Any]], Sequence[str]]] = {
 }
 
 
+def with_value(rows: Sequence[dict[str, Any]], row: int, column: str, text: str) -> list[str]:
+    """Lines of JSON; row `row` has the JSON `text` as its `column`."""
+    lines = [json.dumps(one) for one in rows]
+    rest = {key: value for key, value in rows[row].items() if key != column}
+    lines[row] = f"{json.dumps(rest)[:-1]}, {json.dumps(column)}: {text}}}"
+    return lines
+
+
 class Rows:
     def draw(self, chance: random.Random) -> Input:
         return chance.choice([self.value, self.value, self.missing, self.twice, self.bytes_, self.not_rows])(chance)
@@ -255,21 +258,14 @@ class Rows:
         rows, columns = READERS[reader]
         return reader, [dict(row) for row in rows], chance.randrange(len(rows)), chance.choice(list(columns))
 
-    def _with(self, rows: list[dict[str, Any]], row: int, column: str, text: str) -> list[str]:
-        """Row `row` with the JSON `text` as its `column`."""
-        lines = [json.dumps(one) for one in rows]
-        rest = {key: value for key, value in rows[row].items() if key != column}
-        lines[row] = f"{json.dumps(rest)[:-1]}, {json.dumps(column)}: {text}}}"
-        return lines
-
     def value(self, chance: random.Random) -> Input:
         reader, rows, row, column = self._chosen(chance)
         if chance.random() < 0.5:
-            return self._file(reader, self._with(rows, row, column, chance.choice(ODD_VALUES)), nonsense=False)
+            return self._file(reader, with_value(rows, row, column, chance.choice(ODD_VALUES)), nonsense=False)
         text = chance.choice(NOTHING)
         is_reference = reader == "@tasks" and column == "output"  # of any shape: a reward function may want a list
         nonsense = not (is_reference and text[0] in "[{")
-        return self._file(reader, self._with(rows, row, column, text), nonsense=nonsense)
+        return self._file(reader, with_value(rows, row, column, text), nonsense=nonsense)
 
     def missing(self, chance: random.Random) -> Input:
         reader, rows, row, column = self._chosen(chance)
@@ -336,7 +332,7 @@ class Traces:
         content: bytes
         if chance.random() < 0.5:
             text = chance.choice([*NOTHING, *ODD_VALUES])
-            content = "\n".join(Rows()._with(rows, chance.randrange(len(rows)), column, text)).encode()
+            content = "\n".join(with_value(rows, chance.randrange(len(rows)), column, text)).encode()
         else:
             content = mutated("".join(json.dumps(row) + "\n" for row in rows).encode(), chance)
         if chance.random() < 0.2:

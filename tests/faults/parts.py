@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from faults import damage, disks, inputs, kills, rewards, sandbox, secrets, server, signals
+from faults import damage, disks, inputs, kills, rewards, sandbox, secrets, server, signals, writers
 
 PARTS = {
     part.name: part
     for part in (
         kills.PART,
+        writers.PART,
         damage.PART,
         disks.PART,
         signals.PART,

@@ -117,7 +117,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
 
 
 PART = Part(
-    "rewards", "a reward or a judge that fails leaves an answer unscored with the reason, never with 0", cases, 8
+    "rewards", "a reward or a judge that fails leaves an answer unscored with the reason, never with 0", cases, 7
 )
 
 

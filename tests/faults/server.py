@@ -111,7 +111,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
 
 
 PART = Part(
-    "server", "the server answers, stays within its memory and ends when told, whatever its clients do", cases, 8
+    "server", "the server answers, stays within its memory and ends when told, whatever its clients do", cases, 5
 )
 
 

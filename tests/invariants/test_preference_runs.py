@@ -120,7 +120,7 @@ def test_packing_does_not_change_a_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "packed"
-    packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=80"]
+    packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
     assert run(arguments(name, model, data, folder, *packing)) == 0
     assert_close(folder, finished[name], but=("packing_efficiency", "packing_factor"))
 

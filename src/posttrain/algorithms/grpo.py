@@ -164,6 +164,8 @@ def _mean_over_updates(updates: Sequence[UpdateReport]) -> dict[str, float]:
             means[name] = max(values)
         else:
             means[name] = math.fsum(values) / len(values)
+    if 0 < (square := means.pop("sampling_importance_square", 0.0)) < math.inf:
+        means["sampling_effective_sample_size"] = means["sampling_importance_ratio"] ** 2 / square
     return means
 
 

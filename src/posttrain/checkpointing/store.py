@@ -38,6 +38,7 @@ STATUS = "latest_checkpoint_status.json"
 _STEP = re.compile(r"(old_)?step_(0|[1-9]\d*)")
 _LEFTOVER = re.compile(r"(tmp|removing)_(old_)?step_\d+(\.\d+)?")
 _WORTH_A_LINE_BYTES = 2**30  # verifying more than this takes long enough for a message
+_FULL_BYTES = 2**20  # a disk with less has no room for a checkpoint of any model
 _MAX_CHECKS = 100  # of a checkpoint that is replaced while it is checked
 
 
@@ -92,8 +93,10 @@ class CheckpointStore:
             self.confirm()
             self._publish(tmp, self.folder / f"step_{step}")
         except BaseException as error:
+            full = _full_disk(tmp)  # before the removal makes room
             shutil.rmtree(tmp, ignore_errors=True)
-            error.add_note(f"while saving checkpoint {self.folder / f'step_{step}'}; earlier checkpoints are untouched")
+            place = self.folder / f"step_{step}"
+            error.add_note(f"while saving checkpoint {place}{full}; earlier checkpoints are untouched")
             raise
         finally:
             self._being_written = None
@@ -296,6 +299,15 @@ class CheckpointStore:
         except CheckpointError:
             return None
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _full_disk(folder: Path) -> str:
+    """torch reports a disk that ran full while it wrote an archive as an unexpected position in the file."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f": No space left on its disk ({free} bytes)" if free < _FULL_BYTES else ""
 
 
 def _plain(value: object) -> object:

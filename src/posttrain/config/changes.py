@@ -47,7 +47,11 @@ FREE_TO_CHANGE = (
     "policy.logprob_chunk_size",
     "policy.optimizer.offload_states",
     "policy.dtensor_cfg.activation_checkpointing",
-    "policy.generation.native_cfg.*",
+    "policy.generation.native_cfg.page_size",
+    "policy.generation.native_cfg.max_batch_size",
+    "policy.generation.native_cfg.max_prefill_tokens",
+    "policy.generation.native_cfg.kv_cache_gib",
+    "policy.generation.native_cfg.gpu_memory_utilization",
     "dpo.reference_cache_gib",
 )
 NOT_SET = "not set"

@@ -14,6 +14,8 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from posttrain.config.aligner_keys import SECTIONS as ALIGNER_SECTIONS
+from posttrain.config.aligner_names import translate
 from posttrain.config.base import Section
 from posttrain.config.checks import cautions, check_run
 from posttrain.config.compat import apply_renames
@@ -30,7 +32,7 @@ from posttrain.config.foreign_keys import (
 )
 from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.interpolation import resolve
-from posttrain.config.overrides import apply_overrides
+from posttrain.config.overrides import apply_overrides, parse_override
 from posttrain.config.presets import chosen_preset, is_preset_origin
 from posttrain.config.render import plain_values, to_yaml_text, with_override_marks, without_credentials_of_config
 from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
@@ -43,12 +45,14 @@ from posttrain.config.schema import (
     unknown_keys,
 )
 from posttrain.config.suggestions import hint_for
-from posttrain.config.tree import DEFAULT, Path, Tree, Values, dotted, leaves, overlay
+from posttrain.config.tree import COMMAND_LINE, DEFAULT, Path, Tree, Values, dotted, leaves, overlay
 from posttrain.config.yaml_files import read_built_in, read_with_defaults
 from posttrain.redaction import Replace, hide, name_credentials, shown_setting
 
 C = TypeVar("C", bound=Section)
 BATCH_SIZE = ("policy", "train_global_batch_size")
+PRECISION = ("policy", "generation", "native_cfg", "precision")
+CORRECTION = ("loss_fn", "use_importance_sampling_correction")
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     known = _known_kind(kind)
     warnings: list[str] = []
     own = _read_file(known, FilePath(path), warnings) if path is not None else Tree()
+    if known == "dpo":
+        overrides = _with_aligner_names(own, overrides, warnings)
 
     def keeps_null(key: Path) -> bool:
         return _keeps_null(known, key)
@@ -151,6 +157,7 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     )
     _refuse_unknown(known, tree)
     _forget_unfitting_validation(tree)
+    _correct_for_quantised_sampling(known, tree)
     resolved = _resolved_with_fitting_batch(known, tree)
     name_credentials(resolved)
     values, foreign = separate(known, resolved)
@@ -160,8 +167,7 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     notices = [*substitutions(own_values, foreign), *notices]
 
     def is_set(key: str) -> bool:
-        origin = tree.origin(tuple(key.split(".")))
-        return origin != DEFAULT and not is_preset_origin(origin)
+        return _is_set_by_user(tree, tuple(key.split(".")))
 
     errors += check_run(config, is_set)
     if errors:
@@ -175,12 +181,32 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     )
 
 
+def _is_set_by_user(tree: Tree, path: Path) -> bool:
+    origin = tree.origin(path)
+    return origin != DEFAULT and not is_preset_origin(origin)
+
+
+def _with_aligner_names(own: Tree, overrides: Sequence[str], warnings: list[str]) -> list[str]:
+    """Translate NeMo-Aligner's keys of the file and of the command line in `own`. Returns the other overrides."""
+    others = []
+    for text in overrides:
+        override = parse_override(text)
+        if override.path[0] in ALIGNER_SECTIONS and not override.deletes:
+            own.put(override.path, override.value, COMMAND_LINE)
+        else:
+            others.append(text)
+    translate(own, warnings)
+    return others
+
+
 def guess_kind(path: FilePath) -> Kind:
     """The kind of run that a file is for, from its top-level sections."""
     sections = read_with_defaults(path, lambda tree: None, lambda key: True, []).values
     kinds = [kind for kind in ALL_KINDS if kind in sections]
     if not kinds and "loss_fn" in sections:
         return "grpo"
+    if not kinds and "dpo" in (sections.get("trainer") or {}):
+        return "dpo"
     if len(kinds) != 1:
         found = "none of them" if not kinds else " and ".join(f"`{kind}:`" for kind in kinds)
         raise ConfigError(f"{path}: cannot tell the kind of run: it has {found}; say which: {', '.join(ALL_KINDS)}")
@@ -225,6 +251,10 @@ def _refuse_unknown(kind: Kind, tree: Tree) -> None:
 def _describe_unknown(kind: Kind, path: Path) -> str:
     if len(path) == 1 and path[0] in ALL_KINDS:
         return f"unknown key `{path[0]}` in a {kind} config; this section belongs to `posttrain {path[0]}`"
+    if path[0] in ALIGNER_SECTIONS:
+        return (
+            f"unknown key `{dotted(path)}` in a {kind} config; names of NeMo-Aligner are understood by `posttrain dpo`"
+        )
     return f"unknown key `{dotted(path)}`{hint_for(vocabulary_of(kind), path)}"
 
 
@@ -238,6 +268,12 @@ def _forget_unfitting_validation(tree: Tree) -> None:
     is_list = isinstance(tree.get(("data", "train")), list)
     if is_list or any(tree.origin(key) != DEFAULT for key in chosen if tree.get(key) is not None):
         tree.put(validation, None, DEFAULT)
+
+
+def _correct_for_quantised_sampling(kind: Kind, tree: Tree) -> None:
+    """A sampler in FP8 is another policy than the one that is trained: its samples are weighted, unless the user says no."""
+    if kind == "grpo" and tree.get(PRECISION) == "fp8" and not _is_set_by_user(tree, CORRECTION):
+        tree.put(CORRECTION, True, f"{dotted(PRECISION)}: fp8")
 
 
 def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:

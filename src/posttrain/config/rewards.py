@@ -60,6 +60,10 @@ class MathRewardConfig(RewardConfig):
     allow_set_relation_comp: bool = Field(
         default=False, description="Accepts a set for an inequality that describes it, and the other way round."
     )
+    as_math_verify: bool = Field(
+        default=False,
+        description="Takes math-verify's verdict as it is, also on numbers that are equal only because both are cut off.",
+    )
 
 
 class CosineMathRewardConfig(MathRewardConfig):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec
+from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec, unreadable
 from posttrain.data.shuffling import keyed_order
 from posttrain.data.sources import Row
 from posttrain.environments.math_answers import last_boxed
@@ -193,6 +193,8 @@ def find_benchmark(name: str) -> Benchmark | None:
 
 
 def unknown_benchmark(name: str) -> DataError:
+    if (reason := unreadable(name)) is not None:
+        return DataError(f"data.dataset_name: {name!r}: {reason}")
     names = [benchmark.name for benchmark in BENCHMARKS]
     hint = nearest(name, [*names, *(alias for benchmark in BENCHMARKS for alias in benchmark.aliases)])
     return DataError(

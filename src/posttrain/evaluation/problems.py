@@ -54,7 +54,7 @@ class ProblemSet:
 
 def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) -> ProblemSet:
     """The benchmark that the config names, or its first `limit` problems. Raises DataError."""
-    benchmark = _benchmark(data)
+    benchmark = benchmark_of(data)
     choices = _choices_of(benchmark, data)
     try:
         rows = list(_rows(data, benchmark, limit))
@@ -89,7 +89,7 @@ def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) 
     return ProblemSet(label, benchmark, tuple(problems), tuple(row.where for row in rows), is_choice)
 
 
-def _benchmark(data: EvalDataConfig) -> Benchmark:
+def benchmark_of(data: EvalDataConfig) -> Benchmark:
     found = find_benchmark(data.dataset_name)
     if found is not None:
         return found

@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from posttrain.errors import InputError, reason_of
 from posttrain.json_files import JsonMapping, JsonObject
@@ -26,6 +33,10 @@ from posttrain.models.hub import why_unavailable
 # unknown kind of model.
 CONFIG_ERRORS = (StrictDataclassError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Families that are refused by name, before their weights are read. Others are tried out: see `policy/model_support.py`.
+REFUSED_FAMILIES = {
+    "gpt_oss": "its attention has sinks, one learnt logit per head, which posttrain's attention does not compute",
+}
 
 
 class SettingsError(InputError):
@@ -56,11 +67,25 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObjec
     """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
     check_available(name, field)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        _refuse_family(config, name, field)
+        return config.to_dict()
+    except SettingsError:
+        raise
     except (OSError, *CONFIG_ERRORS) as error:
         if not isinstance(error, OSError) and (Path(name) / "config.json").is_file():
             raise _bad_config(name, field, error) from error
         raise explain_missing(name, field, ValueError(reason_of(error))) from error
+
+
+def _refuse_family(config: PretrainedConfig, name: str, field: str) -> None:
+    if (reason := REFUSED_FAMILIES.get(config.model_type)) is not None:
+        raise SettingsError(f"{field}: {name!r} is of the family {config.model_type}, which is not supported: {reason}")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise SettingsError(
+            f"{field}: {name!r} is of the family {config.model_type}, which transformers does not have as a causal language "
+            "model; models that need images, sound or an encoder are not supported"
+        )
 
 
 def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTrainedTokenizerBase:
@@ -86,6 +111,7 @@ def load_model(
 ) -> PreTrainedModel:
     check_available(name, "policy.model_name")
     try:
+        _refuse_family(AutoConfig.from_pretrained(name, trust_remote_code=False), name, "policy.model_name")
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
@@ -93,6 +119,8 @@ def load_model(
             output_loading_info=True,
             **{**(overrides or {}), "trust_remote_code": False},
         )
+    except SettingsError:
+        raise
     except OSError as error:
         raise explain_missing(name, "policy.model_name", error) from error
     except ImportError as error:  # quantized weights need a package per format
@@ -165,8 +193,15 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 def flops_per_token(model_config: JsonMapping, num_parameters: int) -> float:
-    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted."""
-    embedding = int(model_config.get("vocab_size", 0)) * int(model_config.get("hidden_size", 0))
-    tied = bool(model_config.get("tie_word_embeddings", False))
+    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted, experts that a token does not
+    go to neither."""
+    text = {**model_config, **(model_config.get("text_config") or {})}
+    embedding = int(text.get("vocab_size", 0)) * int(text.get("hidden_size", 0))
+    tied = bool(text.get("tie_word_embeddings", False))
     # Looking up an embedding costs nothing. The output projection does; when tied, it is the same tensor.
-    return 6.0 * (num_parameters if tied else num_parameters - embedding)
+    used = num_parameters if tied else num_parameters - embedding
+    if experts := text.get("num_experts") or text.get("num_local_experts"):
+        width = text.get("moe_intermediate_size") or text["intermediate_size"]
+        idle = experts - text["num_experts_per_tok"]
+        used -= text["num_hidden_layers"] * idle * 3 * text["hidden_size"] * width
+    return 6.0 * used

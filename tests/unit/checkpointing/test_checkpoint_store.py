@@ -114,6 +114,17 @@ def test_a_full_disk_inside_writing_is_reported_as_it_is_with_a_note(tmp_path: P
     assert store.latest() == tmp_path / "step_10"
 
 
+@pytest.mark.parametrize(("free", "is_said"), [(100, True), (1 << 40, False)])
+def test_a_full_disk_is_named_where_the_error_does_not(
+    free: int, is_said: bool, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(RuntimeError, match="unexpected pos") as raised:
+        save_and_fail(make_store(tmp_path, said), 1, RuntimeError("unexpected pos 704 vs 598"))
+    assert ("No space left" in raised.value.__notes__[0]) is is_said
+
+
 def test_a_disk_that_is_full_when_files_are_synced_fails_the_save(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
