@@ -1,5 +1,10 @@
 """Errors that end a command with a message, and the exit code of each. Only `HardwareError` shows a traceback above it."""
 
+from __future__ import annotations
+
+import errno
+import os
+
 
 class InputError(ValueError):
     """Bad config, data, reward function or checkpoint: the message names the place and what would be right."""
@@ -9,6 +14,27 @@ class InputError(ValueError):
 
 class CheckpointError(InputError):
     """A checkpoint that cannot be used by this run. The message names the file and what is wrong with it."""
+
+
+# What the user can mend at the path that the error names: it is missing, of another kind, not allowed, not a name.
+_OF_A_PATH = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ, errno.ENXIO,
+}  # fmt: skip
+
+
+def path_error(error: OSError) -> InputError | None:
+    """The error of a file or folder as one that names the path and the reason; None if it is not about a path."""
+    if error.errno not in _OF_A_PATH or error.filename is None:
+        return None
+    return InputError(f"{printable(error.filename)}: {error.strerror}")
+
+
+def printable(text: object) -> str:
+    """A path or a word of the command line, also one that is not UTF-8."""
+    return (
+        os.fsdecode(text).encode("utf-8", "backslashreplace").decode() if isinstance(text, str | bytes) else str(text)
+    )
 
 
 class FolderHeld(InputError):

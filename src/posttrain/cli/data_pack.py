@@ -116,7 +116,7 @@ def _report(target: str, header: PackedHeader, noted: dict[str, int]) -> str:
 
 def _keys(words: list[str]) -> JsonObject:
     """`prompt_key=question` as an entry of `data.train` would hold it."""
-    import yaml
+    from posttrain.config.yaml_files import parse_value
 
     keys: JsonObject = {}
     for word in words:
@@ -124,9 +124,9 @@ def _keys(words: list[str]) -> JsonObject:
         if not equals or not name:
             raise InputError(f"{word!r} is not a key of a dataset; write KEY=VALUE, such as prompt_key=question")
         try:
-            keys[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise InputError(f"{word!r}: the value is not valid YAML ({error})") from error
+            keys[name] = parse_value(value)
+        except ValueError as error:
+            raise InputError(f"{word!r:.200}: the value is not valid YAML ({error})") from error
     return keys
 
 

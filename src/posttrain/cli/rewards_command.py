@@ -208,7 +208,10 @@ def _settings_of(kind: str, words: Sequence[str]) -> JsonObject:
             raise InputError(f"{word!r} is not a setting; write key=value")
         info = reward_keys(REWARD_TYPES[kind]).get(key)
         # A regular expression such as [a-z] is a list to YAML; what can only be text is not parsed.
-        block[key] = text if info is not None and takes_text_only(info) else parse_value(text)
+        try:
+            block[key] = text if info is not None and takes_text_only(info) else parse_value(text)
+        except ValueError as error:
+            raise InputError(f"{word!r:.200}: the value is not valid YAML ({error})") from error
     return block
 
 

@@ -17,7 +17,7 @@ class CheckpointingConfig(Section):
         default=True, description="Saves checkpoints; resuming from ones that exist does not depend on it."
     )
     checkpoint_dir: str = Field(
-        description="Folder of the checkpoints; also the run folder unless logger.log_dir is set."
+        min_length=1, description="Folder of the checkpoints; also the run folder unless logger.log_dir is set."
     )
     metric_name: str | None = Field(
         default=None, description="Metric that ranks checkpoints, `val:` or `train:` and a name; null ranks by age."

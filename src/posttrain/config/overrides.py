@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from posttrain.config.errors import ConfigError
 from posttrain.config.tree import (
     COMMAND_LINE,
@@ -53,9 +51,11 @@ def parse_override(text: str) -> Override:
         )
     try:
         value = _parse(raw) if equals else None
-    except yaml.YAMLError as error:
+    except ValueError as error:
+        shown = redact_argument(text)
+        reason = f" ({error})" if shown == text else ""  # it may quote a part of the value
         raise ConfigError(
-            f"command line: the value of {redact_argument(text)!r} is not valid; put it in quotes if it is text"
+            f"command line: the value of {shown!r:.200} is not valid{reason}; put it in quotes if it is text"
         ) from error
     return Override(text, tuple(re.sub(r"\[(\d+)\]", r".\1", key).split(".")), deletes, bool(equals), value)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.open_assistant import best_conversations
 from posttrain.data.sources import Row
@@ -20,14 +21,14 @@ def first_listed_answer(row: Row) -> str:
     texts = row.field("answers.text")
     if not texts:
         raise DataError(f"{row.where}: 'answers.text' is empty")
-    return str(texts[0])
+    return as_text(texts[0], row, "answers.text")
 
 
 def after_hashes(row: Row) -> str:
     """GSM8K's final answer: what stands after `####`, without the commas of large numbers."""
     final = row.get("final_answer")
     if final is not None:
-        return str(final)
+        return as_text(final, row, "final_answer")
     worked, found, answer = str(row.field("answer")).rpartition("####")
     if not found:
         raise DataError(f"{row.where}: 'answer' has no '####' before its final number: {worked[-60:]!r}")

@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ import fsspec  # type: ignore[import-untyped]
 from posttrain.data.errors import DataError, nearest
 from posttrain.errors import reason_of
 from posttrain.hub_requests import ask_hub
-from posttrain.json_files import JsonMapping
+from posttrain.json_files import JsonMapping, parse_json
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
 SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -45,6 +46,8 @@ class Row:
         """The first of `names` that this row has; a dot reaches into a nested record. `setting` is what chooses the name."""
         for name in names:
             value = self._reach(name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise DataError(f"{self.where}: {name!r} is {value}; every row needs a value")
             if value is not None:
                 return value
         wanted = " or ".join(repr(name) for name in names)
@@ -268,9 +271,11 @@ def _json(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:
+        raise DataError(f"{where}: broken JSON: {error}") from error
 
 
 def _csv(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:

@@ -28,7 +28,7 @@ from posttrain.config.judge_reward import (
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.judge_endpoint import Endpoint, EndpointError, Reply
 from posttrain.environments.judge_records import Usage, UsageFile, VerdictCache, request_key
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.json_files import JsonMapping, JsonObject, parse_json
 from posttrain.redaction import CREDENTIAL_REMEDY, lacks_credential, redact, redact_values, split_userinfo
 
 _SHOWN_CHARACTERS = 160
@@ -196,7 +196,7 @@ class _Judge:
 def _content(reply: Reply, usage: Usage) -> str:
     """The text of the first choice; its cost is counted first, whatever the text is."""
     try:
-        body = json.loads(reply.body)
+        body = parse_json(reply.body)
     except ValueError:
         raise NoVerdict(f"the reply is not JSON: {_shown(reply.body.decode('utf-8', 'replace'))}") from None
     spent = body.get("usage") if isinstance(body, dict) else None

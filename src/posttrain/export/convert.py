@@ -231,7 +231,7 @@ def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, Ten
         try:
             generation = KeptGenerationConfig.from_pretrained(place)
             break
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             if file.is_file():  # it may hold the token that ends an answer
                 raise ConversionError(f"{file} cannot be read: {reason_of(error)}; fix or remove it") from error
     (generation or KeptGenerationConfig.from_model_config(config)).save_pretrained(folder)
@@ -246,7 +246,7 @@ def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
         )
     try:
         AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=False).save_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # a file of the tokenizer that is not one may raise anything
         raise ConversionError(
             f"the tokenizer {source.tokenizer!r} cannot be read: {reason_of(error)}. Give the model that was trained with "
             "--base"

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from posttrain.hub_requests import ask_hub
+from posttrain.models.config_file import why_unusable
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json", "tokenizer.json")
@@ -23,13 +24,15 @@ def looks_like_hub_name(text: str) -> bool:
 def why_unavailable(name: str, holding: str = "config.json and weights") -> str | None:
     """Why neither a folder nor the hub has the model or tokenizer `name`, and the remedies; None if one may have it.
 
+    A folder whose config.json no model can be built from counts as one that does not have it.
+
     `holding` is what a folder would have to contain.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     if Path(name).is_dir():
-        return None
+        return why_unusable(Path(name))
     folder = f"a folder with {holding}"
     try:
         validate_repo_id(name)

@@ -6,7 +6,6 @@ impossible values, weights that do not fit it.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -24,14 +23,23 @@ from transformers import (
 )
 
 from posttrain.errors import InputError, reason_of
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.accepted_names import ModelReferenceError
 from posttrain.models.attention_interface import ATTENTION
+from posttrain.models.config_file import problem_in
 from posttrain.models.hub import why_unavailable
 
 # Raised by transformers while it reads a config or builds the modules of a model from it. ValueError also covers an
 # unknown kind of model.
-CONFIG_ERRORS = (StrictDataclassError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
+CONFIG_ERRORS = (
+    StrictDataclassError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Families that are refused by name, before their weights are read. Others are tried out: see `policy/model_support.py`.
 REFUSED_FAMILIES = {
@@ -72,7 +80,7 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObjec
         return config.to_dict()
     except SettingsError:
         raise
-    except (OSError, *CONFIG_ERRORS) as error:
+    except (OSError, TypeError, *CONFIG_ERRORS) as error:
         if not isinstance(error, OSError) and (Path(name) / "config.json").is_file():
             raise _bad_config(name, field, error) from error
         raise explain_missing(name, field, ValueError(reason_of(error))) from error
@@ -94,7 +102,7 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise explain_missing(name, field, error) from error
-    except (LookupError, TypeError, AttributeError) as error:  # valid JSON that is no tokenizer
+    except Exception as error:  # valid JSON that is no tokenizer; the library in Rust raises plain Exceptions
         raise SettingsError(
             f"{field}: the tokenizer in {name!r} cannot be read: {type(error).__name__}: {error}; see tokenizer.json and "
             "tokenizer_config.json there"
@@ -110,6 +118,8 @@ def load_model(
     name: str, dtype: torch.dtype, device: torch.device, overrides: JsonMapping | None = None
 ) -> PreTrainedModel:
     check_available(name, "policy.model_name")
+    if overrides and (problem := problem_in(overrides)) is not None:
+        raise SettingsError(f"policy.hf_config_overrides: {problem}")
     try:
         _refuse_family(AutoConfig.from_pretrained(name, trust_remote_code=False), name, "policy.model_name")
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -132,6 +142,12 @@ def load_model(
         raise SettingsError(f"policy.model_name {name!r}{changed}: {error}") from error
     except CONFIG_ERRORS as error:
         raise _bad_config(name, "policy.model_name", error, overrides) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise SettingsError(
+            f"policy.model_name: the weights in {name!r} have other shapes than its config.json describes"
+        ) from error
     if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise SettingsError(
             f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "
@@ -160,7 +176,7 @@ def sampling_dtype(precision: str, device: torch.device) -> torch.dtype:
 def _bad_config(name: str, field: str, error: Exception, overrides: JsonMapping | None = None) -> SettingsError:
     """The config was read, and no model can be built from it."""
     file = Path(name) / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = read_json(file, SettingsError) if file.is_file() else {}
     place = str(file) if file.is_file() else repr(name)
     changed = f" with policy.hf_config_overrides {dict(overrides)}" if overrides else ""
     return SettingsError(f"{field}: {place}{changed}: {explain_config_error(error, {**config, **(overrides or {})})}")

@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.json_files import JsonMapping, JsonObject, parse_json
 from posttrain.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"
@@ -77,7 +77,7 @@ def parse_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
     with path.open("rb") as file:
         for line in file:
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 row = None
             yield line.rstrip(b"\n"), row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
@@ -91,7 +91,7 @@ def read_rows(path: Path) -> list[Row]:
 def read_info(folder: Path) -> Row:
     """`run.json`; empty if it is missing or unreadable, because the report has to work without it."""
     try:
-        info = json.loads((folder / INFO_FILE).read_bytes())
+        info = parse_json((folder / INFO_FILE).read_bytes())
     except (OSError, ValueError):
         return {}
     return info if isinstance(info, dict) else {}
