@@ -143,10 +143,11 @@ def _killed_in_ray(victim: str, running: Running, chance: random.Random) -> bool
             running.process.kill()
         else:
             running.kill_all()
-        finished = running.finish()
-        assert finished.code != 64, f"a killed {victim} was taken for bad input: {finished}"
+        running.process.join(180)
         left = processes.wait_until_gone(ranks, 90)
         assert not left, f"{len(left)} ranks still run 90 s after the kill of the {victim}"
+        finished = running.finish()
+        assert finished.code != 64, f"a killed {victim} was taken for bad input: {finished}"
     finally:
         processes.kill(everybody)
     return finished.code != 0
