@@ -10,6 +10,7 @@ from hypothesis import settings
 # No test reaches a network. Set before transformers and datasets are imported, which read it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["RAY_ADDRESS"] = "local"  # nor a Ray cluster that runs on this machine
 
 # A busy machine is no bug: no deadlines. The same examples every time: a red test stays red until it is mended.
 settings.register_profile("posttrain", deadline=None, derandomize=True, database=None)

@@ -6,7 +6,7 @@ Used by `unit/generation/interpreted_kernels.py` (Triton's interpreter, on a CPU
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ class Cache:
     table: Tensor
     lengths: Tensor
     groups: list[list[int]] = field(default_factory=list)  # rows that share their first pages
+    factors: tuple[Tensor, Tensor] | None = None  # of keys and values in FP8
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -102,6 +103,20 @@ def random_cache(
         table.to(device, torch.int32),
         torch.tensor(case.lengths, dtype=torch.int32, device=device),
         groups or [],
+    )
+
+
+def in_fp8(cache: Cache) -> tuple[Cache, Cache]:
+    """The same cache with keys and values in FP8, and what those stand for in float64. Unseen places stay NaN in both."""
+    pools, factors = [], []
+    for pool in (cache.keys, cache.values):
+        factor = pool.float().abs().amax(-1) / 448
+        pools.append((pool.float() / factor[..., None]).to(torch.float8_e4m3fn))
+        factors.append(factor)
+    meant = [pool.double() * factor.double()[..., None] for pool, factor in zip(pools, factors, strict=True)]
+    return (
+        replace(cache, keys=pools[0], values=pools[1], factors=(factors[0], factors[1])),
+        replace(cache, keys=meant[0], values=meant[1]),
     )
 
 
@@ -172,16 +187,24 @@ def chi_square_excess(tokens: Tensor, probabilities: Tensor) -> float:
 
 
 def mend_interpreter() -> None:
-    """Triton 3.6 turns arrays of one element into loop bounds with int(), which numpy refuses since 2.4."""
+    """Triton 3.6 turns arrays of one element into loop bounds with int(), which numpy refuses since 2.4, and rounds to FP8
+    without a carry into the exponent."""
+    import numpy
+    import triton.language as tl
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    patch, convert = interpreter._patch_lang_tensor, interpreter._convert_float
+
+    def convert_by_torch(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == tl.float32 and target == tl.float8e4nv:
+            return torch.from_numpy(numpy.ascontiguousarray(values)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return convert(values, source, target, rounding)
 
     def patch_with_item(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = patch_with_item
+    interpreter._patch_lang_tensor, interpreter._convert_float = patch_with_item, convert_by_torch
 
 
 def assert_steps_like_torch(kernels: Any, rows: int, device: str) -> None:

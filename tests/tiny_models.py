@@ -69,6 +69,29 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "query_pre_attn_scalar": 8,
         },
     ),
+    # Gemma 3 from 4B on: the language model of the text-only ones beside a vision tower, which sees no image here.
+    "gemma3-vision": (
+        "gemma3",
+        {
+            "text_config": {"sliding_window": SLIDING_WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    # Queries, keys and values in one projection; half of each head is rotated.
+    "phi3": ("phi3", {"sliding_window": SLIDING_WINDOW, "partial_rotary_factor": 0.5}),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    # The last layer has no positions.
+    "smollm3": ("smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 1, 0], "tie_word_embeddings": True}),
+    "qwen3-moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("granite", {"logits_scaling": 1.7, "attention_multiplier": 0.4, "residual_multiplier": 0.8}),
     "cohere": ("cohere", {"logit_scale": 0.35}),
 }
@@ -85,8 +108,14 @@ def tiny_model(
 ) -> PreTrainedModel:
     """The same family, seed and overrides always give the same weights, whatever the attention implementation."""
     model_type, extra = _FAMILIES[family]
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **extra, **overrides})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    if "text_config" in extra:
+        settings = {**extra, **overrides, "text_config": {**_COMMON, **extra["text_config"], **overrides}}
+    else:
+        settings = {**_COMMON, **extra, **overrides}
+    config = AutoConfig.for_model(model_type, **settings)
+    # The products that transformers prefers for experts do not exist in float64. The eager ones are a second way to compute.
+    experts = {"experts_implementation": "eager"} if attention == "eager" or dtype == torch.float64 else {}
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **experts)
     model.config.use_cache = False
     randomise(model, seed)
     return model.to(dtype).eval()

@@ -112,6 +112,7 @@ def common(model: Path, folder: Path) -> list[str]:
         "policy.device=cpu",
         "policy.num_threads=1",
         "policy.max_total_sequence_length=64",
+        "checkpointing.save_consolidated=false",  # auto would depend on how long steps take
         f"checkpointing.checkpoint_dir={folder}",
     ]
 

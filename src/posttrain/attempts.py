@@ -164,8 +164,8 @@ class Attempt:
                 return
             self.num_losses += 1
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not self._create(self.record):
-                raise Superseded(_superseded(self.folder, self.record, _read(self.folder, self.number)))
+            if not self._create(self.record) and (other := _read(self.folder, self.number)) is not None:
+                raise Superseded(_superseded(self.folder, self.record, other))
 
     @property
     def is_superseded(self) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.checkpointing import CheckpointStore, SaveDeadline
+from posttrain.checkpointing.copies import CopyRule, Exporter
 from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
 from posttrain.config.changes import changes_since
@@ -22,10 +23,11 @@ from posttrain.data.packing import MicroBatching
 from posttrain.errors import InputError, Superseded
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop
-from posttrain.models.loading import check_model_exists, flops_per_token, load_tokenizer
+from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
+from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
-from posttrain.orchestration.workers import LocalWorker, WorkerGroup, call_all
+from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
 from posttrain.recipes.recipe import RunParts
@@ -33,9 +35,8 @@ from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
 from posttrain.run_folder import WriteAccess, run_folder
 
-Export = Callable[[Path], None]  # adds a copy of the model for use to the folder of a checkpoint
 # Makes an export from a function that takes warnings, and whether adapters are merged into the model.
-ExportMaker = Callable[[Callable[[str], None], bool], Export]
+ExportMaker = Callable[[Callable[[str], None], bool], Exporter]
 
 
 class Run:
@@ -81,7 +82,7 @@ class Run:
 
     def _build(self) -> TrainingLoop:
         config, schedule = self.config, self.config.schedule
-        if config.checkpointing.save_consolidated and self._make_export is None:
+        if config.checkpointing.save_consolidated is True and self._make_export is None:
             raise InputError(
                 "checkpointing.save_consolidated = true: this program cannot export models; set it to false"
             )
@@ -142,6 +143,10 @@ class Run:
                 self._store(recorder),
                 self.loaded.to_yaml(),
                 self._export(recorder),
+                CopyRule(
+                    by_cost=config.checkpointing.save_consolidated == "auto",
+                    model_bytes=facts.num_parameters * DTYPES[config.policy.precision].itemsize,
+                ),
             ),
             deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
         )
@@ -156,22 +161,13 @@ class Run:
             reward_model=config.scores_answers,
             answer_ends=chat.last_token_ids,
         )
-        cluster = config.cluster
-        size = cluster.num_nodes * cluster.gpus_per_node
-        if cluster.launcher == "local" and size > 1:
-            raise InputError(
-                f"cluster.launcher: local is one process, but num_nodes x gpus_per_node is {size}; use ray or auto"
-            )
-        if size == 1 and cluster.launcher != "ray":
-            return LocalWorker(build_rank(setup))
-        try:
-            from posttrain.orchestration.ray_workers import RayWorkers
-        except ImportError as error:
-            raise InputError(
-                f"cluster: {size} ranks need Ray, which is not installed: pip install 'posttrain[ray]'; "
-                "or set cluster.num_nodes=1 cluster.gpus_per_node=1"
-            ) from error
-        return RayWorkers(setup, cluster.num_nodes, cluster.gpus_per_node)
+        layout = RankLayout(
+            config.cluster.num_nodes,
+            config.cluster.gpus_per_node,
+            device=config.policy.device,
+            num_threads=config.policy.num_threads,
+        )
+        return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=self.quiet)
 
     def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
         """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
@@ -224,7 +220,7 @@ class Run:
             attempt=self._access.checkpoints,
         )
 
-    def _export(self, recorder: RunRecorder) -> Export | None:
+    def _export(self, recorder: RunRecorder) -> Exporter | None:
         if self._make_export is None or not self.config.checkpointing.save_consolidated:
             return None
         # The scoring layer of a reward model is trained beside its adapters, so the copy keeps both as they are.

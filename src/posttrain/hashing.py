@@ -19,6 +19,7 @@ from uuid import UUID
 
 from posttrain.checkpointing import durable
 from posttrain.errors import InputError
+from posttrain.json_files import parse_json
 from posttrain.locks import locked
 
 CACHE_VARIABLE = "POSTTRAIN_CACHE"
@@ -128,7 +129,7 @@ def _mark(status: os.stat_result) -> list[int]:
 
 def _read_memory(memory: Path) -> dict[str, list[int | str]]:
     try:
-        known = json.loads(memory.read_text(encoding="utf-8"))
+        known = parse_json(memory.read_bytes())
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}

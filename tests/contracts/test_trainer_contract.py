@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from tiny_runs import grpo, save_data, save_model
 
 from posttrain.config import load_config
 from posttrain.data.packing import MicroBatching
+from posttrain.orchestration.failures import WorkerDiedError
+from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import build_rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
-from posttrain.orchestration.workers import LocalWorker, WorkerDiedError, WorkerGroup
+from posttrain.orchestration.workers import LocalWorker, WorkerGroup
 from posttrain.policy.objectives import NegativeLogLikelihood
 from posttrain.policy.trainer import RankSetup
 from posttrain.roles import Engine, Trainer
@@ -47,9 +50,7 @@ def group(request: pytest.FixtureRequest, setup: RankSetup) -> Iterator[WorkerGr
         yield LocalWorker(build_rank(setup))
         return
     request.getfixturevalue("one_ray")
-    from posttrain.orchestration.ray_workers import RayWorkers
-
-    workers = RayWorkers(setup, 1, 2)
+    workers = start_workers(partial(build_rank, setup), RankLayout(1, 2, device="cpu", num_threads=1), "ray")
     yield workers
     workers.close()
 
@@ -182,9 +183,7 @@ def test_the_engine_samples_with_the_weights_of_the_last_update(trainer: Trainer
 def test_a_dead_actor_is_named(setup: RankSetup) -> None:
     import ray
 
-    from posttrain.orchestration.ray_workers import RayWorkers
-
-    workers = RayWorkers(setup, 1, 2)
+    workers = start_workers(partial(build_rank, setup), RankLayout(1, 2, device="cpu", num_threads=1), "ray")
     try:
         ray.kill(workers.workers[1].actor)
         trainer = ShardedTrainer(workers, BATCHING, BATCHING, seed=0)

@@ -115,6 +115,17 @@ def test_advise_prints_the_next_command(capsys: pytest.CaptureFixture[str]) -> N
 # -- looks -------------------------------------------------------------------------------------------------------------
 
 
+def test_inspect_of_a_file_without_a_usable_row_shows_why_and_is_no_success(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "binary.jsonl"
+    file.write_bytes(bytes(range(256)) * 4)
+    code, out, err = call(capsys, "inspect", file)
+    assert code == 64
+    assert "text is not valid Unicode" in out
+    assert "none of its 5 rows can be used" in err
+
+
 def test_inspect_draws_and_names_what_is_lost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     damaged_folder(tmp_path)
     code, out, _ = call(capsys, "inspect", tmp_path, "--picture", tmp_path / "r.svg")
@@ -122,7 +133,12 @@ def test_inspect_draws_and_names_what_is_lost(capsys: pytest.CaptureFixture[str]
     unwrapped = " ".join(out.split())
     assert "rows 71" in unwrapped
     assert "traces used 68 of 71" in unwrapped
-    for reason in ("1 rows, no reward", "1 rows, reward is NaN or infinite", "1 rows, broken JSON", "broken file"):
+    for reason in (
+        "1 rows, no reward",
+        "1 rows, reward is NaN, infinite or beyond ±1e+30",
+        "1 rows, broken JSON",
+        "broken file",
+    ):
         assert reason in unwrapped
     assert "█" in out
     assert (tmp_path / "r.svg").read_text().startswith("<svg")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_runs
 import torch
+from hub_layouts import LAYOUTS, save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.cli.main import main
@@ -237,3 +238,22 @@ def test_failing_judge_is_reported_with_its_reason(
     assert "score=none (no sample was scored)" in shown
     assert re.search(r"\d+ times: .*TypeError: unsupported operand type", shown)
     assert main([*words, "--json"]) == 1, "also for whoever reads the JSON"
+
+
+@pytest.mark.parametrize("name", ["AIME2024", "AIME2025", "AMC23", "MATH-500", "mmlu", "gpqa", "DeepScaleR"])
+def test_a_benchmark_from_local_files_takes_one_command(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    files, count, _ = LAYOUTS[name]
+    judge = (
+        [] if name in ("mmlu", "gpqa") else [f"env.mine.function={data / 'rewards.py:odd'}", "env.mine.num_workers=1"]
+    )
+    command = [
+        *("eval", str(model), f"data.dataset_name={name}", f"data.data_path={save(tmp_path / 'data', files)}", *judge),
+        *("generation.device=cpu", "generation.max_new_tokens=8", "generation.vllm_cfg.max_model_len=400"),
+        *(f"eval.save_path={tmp_path / 'e'}", "eval.bootstrap_resamples=10", "--quiet"),
+    ]
+    assert main(command) == 0
+    assert f"dataset_name='{name}'" in capsys.readouterr().out
+    summary = read_evaluation(tmp_path / "e").summary
+    assert (summary.counts.samples, summary.metrics["unscored_rate"]) == (count, 0.0)

@@ -76,7 +76,7 @@ def test_a_folder_that_is_moved_away_during_the_run_is_noticed_and_made_again(
     process.join()
     assert process.exitcode == 1, log.read_text()
     assert "was deleted or replaced after step 1" in log.read_text()
-    assert "the rows and samples up to step 1 are lost" in log.read_text()
+    assert "the record of the steps up to 1 is lost" in log.read_text()
     assert [row["step"] for row in rows_of(folder)] == [2, 3]
     assert (folder / "config.yaml").read_bytes() == (tmp_path / "moved" / "config.yaml").read_bytes()
     assert (folder / "step_2").is_dir(), "saved at once: the checkpoints are gone, too"

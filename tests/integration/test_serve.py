@@ -253,7 +253,7 @@ def test_closed_connection_frees_the_slots_of_a_request_that_does_not_stream(slo
     before = disconnected(slow_server)
     address, body = httpx.URL(slow_server.url), json.dumps({**LONG, "n": 6}).encode()
     with socket.create_connection((address.host, address.port), timeout=30) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         slow_server.wait_until(lambda: slow_server.service.num_inside)
     slow_server.wait_until_empty()
@@ -281,7 +281,7 @@ def test_request_timeout_is_reported_to_the_client(model: Path) -> None:
 
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert b" 408 " in slow.recv(4096)
 
 
@@ -319,6 +319,35 @@ def test_a_key_is_needed_where_one_is_set(model: Path) -> None:
                 assert allowed.completions.create(**body).choices
 
 
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Origin": "http://evil.example"}, "foreign_origin"),
+        ({"Origin": "null"}, "foreign_origin"),
+        ({"Host": "evil.example"}, "foreign_host"),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, "foreign_host"),
+    ],
+)
+def test_a_web_page_cannot_use_a_server_without_a_key(
+    server: RunningServer, headers: dict[str, str], code: str
+) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1})
+    sent = {"Content-Type": "text/plain", **headers}
+    with httpx.Client(base_url=server.url) as client:
+        refused = client.post("/v1/completions", content=body, headers=sent)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, code)
+        assert client.get("/v1/models", headers=headers).status_code == 403
+        own = {"Origin": server.url} if "Origin" in headers else {"Host": "localhost"}
+        assert client.post("/v1/completions", content=body, headers=own).status_code == 200
+
+
+def test_no_auth_serves_every_host_but_no_foreign_page(model: Path) -> None:
+    with running(options_for(model, no_auth=True)) as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/v1/models", headers={"Host": "models.internal"}).status_code == 200
+        foreign = {"Host": "models.internal", "Origin": "http://evil.example"}
+        assert client.get("/v1/models", headers=foreign).status_code == 403
+
+
 def test_bodies_and_prompts_over_the_limits(model: Path) -> None:
     limits = ServerLimits(max_body_bytes=2000, max_completion_tokens=30)
     with running(options_for(model, limits=limits)) as server, httpx.Client(base_url=server.url) as client:
@@ -327,6 +356,11 @@ def test_bodies_and_prompts_over_the_limits(model: Path) -> None:
             response = client.post("/v1/completions", content=content)
             assert response.status_code == 413
             assert response.json()["error"]["code"] == "request_too_large"
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as announced:
+            announced.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n"
+            )
+            assert announced.recv(100).startswith(b"HTTP/1.1 413"), "the body never comes"
         cases = [
             ({"prompt": "x" * 250}, "context_length_exceeded"),
             ({"prompt": "x", "max_tokens": 31}, None),
@@ -572,7 +606,7 @@ def test_connections_that_never_ask_are_closed_and_long_answers_are_not(model: P
         door = (address.host, address.port)
         body = {**LONG, "max_tokens": 40, "stream": True}  # takes twice as long as a connection may be silent
         with socket.create_connection(door, timeout=30) as silent, socket.create_connection(door, timeout=30) as half:
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
             with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
                 assert "data: [DONE]" in list(response.iter_lines())
             assert (silent.recv(10), half.recv(10)) == (b"", b"")
@@ -661,6 +695,9 @@ def assert_drains(url: str) -> None:
         (["--drain-timeout-s", "-1"], "--drain-timeout-s is -1.0: at least 0"),
         (["--body-timeout-s", "0"], "--body-timeout-s is 0.0: more than 0"),
         (["another"], "unexpected: 'another'"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0: everyone who can reach it could use the server"),
+        (["--host", "0.0.0.0", "--backend", "vllm"], "--host 0.0.0.0: everyone who can reach it could use the server"),
+        (["--no-auth", "--api-key", "sk"], "--no-auth and a key"),
         (["--api-key-file", "/does/not/exist"], "cannot be read"),
         (["--api-key-file", "{model}/model.safetensors"], "cannot be read: it is no UTF-8 text"),
         (["--kv-cache-gib", "nan"], "--kv-cache-gib is nan: more than 0 is accepted"),

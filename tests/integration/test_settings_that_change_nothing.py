@@ -49,7 +49,7 @@ def plain(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         ("grpo", ["env.mine.num_workers=3"]),
         ("dpo", ["policy.train_micro_batch_size=1"]),
         ("dpo", ["policy.train_micro_batch_size=6"]),
-        ("dpo", ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=80"]),
+        ("dpo", ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]),
         ("dpo", ["policy.dtensor_cfg.activation_checkpointing=true"]),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),

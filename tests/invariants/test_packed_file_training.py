@@ -30,7 +30,7 @@ from posttrain.data.datasets import load_pair_dataset
 from posttrain.models.loading import load_tokenizer
 
 STEPS = 4
-PACK_SIZE = 120
+PACK_SIZE = 128
 PACKING = ("train/packing_factor", "train/packing_efficiency")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from posttrain.algorithms.supervised_batches import judged_batch, pair_batch
 from posttrain.config import DpoConfig, load_config
 from posttrain.config.preference_losses import LOSSES
 from posttrain.data.packing import MicroBatching
+from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import build_rank
 from posttrain.orchestration.sharded import ShardedTrainer
 from posttrain.orchestration.workers import LocalWorker
@@ -118,7 +120,7 @@ def test_packing_does_not_change_a_run(
     name: str, finished: dict[str, Path], model: Path, data: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "packed"
-    packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=80"]
+    packing = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=128"]
     assert run(arguments(name, model, data, folder, *packing)) == 0
     assert_close(folder, finished[name], but=("packing_efficiency", "packing_factor"))
 
@@ -241,11 +243,9 @@ def test_two_ranks_equal_one_process_in_a_run(
 @pytest.mark.usefixtures("one_ray")
 def test_updates_on_two_ranks_equal_one_process_for_every_loss(model: Path) -> None:
     """One optimizer step after another, each with another loss, on the same weights here and there."""
-    from posttrain.orchestration.ray_workers import RayWorkers
-
     loaded = load_config("dpo", None, dpo(model, model, model)[1:])
     setup = RankSetup(loaded.config.policy, seed=0, needs_reference=True)
-    workers = RayWorkers(setup, 1, 2)
+    workers = start_workers(partial(build_rank, setup), RankLayout(1, 2, device="cpu", num_threads=1), "ray")
     batching = MicroBatching(max_tokens=60)
     here, there = (
         ShardedTrainer(group, batching, batching, seed=0) for group in (LocalWorker(build_rank(setup)), workers)

@@ -135,7 +135,10 @@ def test_sampled_logprobs_in_float32_differ_by_rounding_only(family: str) -> Non
     # Sums on the way from one token to its log-probability: in each layer three projections to and one from attention, its
     # scores and weighted values, and the MLP; then the head. n additions err by at most n * eps of the largest partial sum,
     # which for scores is about the span between the most and the least probable token.
-    config, longest = model.config, max(len(task.prompt_ids) for task in make_tasks()) + SAMPLING.max_new_tokens
+    config, longest = (
+        model.config.get_text_config(),
+        max(len(task.prompt_ids) for task in make_tasks()) + SAMPLING.max_new_tokens,
+    )
     per_layer = 3 * config.hidden_size + config.head_dim + longest + config.intermediate_size
     additions = config.num_hidden_layers * per_layer + config.hidden_size
     bound = torch.finfo(torch.float32).eps * additions * float(ours.abs().max())

@@ -246,22 +246,28 @@ def test_the_attempt_has_its_first_and_last_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["in a step", "while saving"])
 def test_a_deleted_folder_gets_a_checkpoint_at_once(when: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = scene(folder, save_period=3, attempt=Attempt(folder))
+    attempt = Attempt(folder)
+    run = scene(folder, save_period=3, attempt=attempt)
     save = run.policy.save
+
+    def delete(step: int) -> None:
+        if step == 4:
+            shutil.rmtree(folder)
+            attempt.confirm()  # as the recorder does
+
+    def save_and_delete(target: Path, *, optimizer: bool) -> None:
+        if not run.of_kind("save"):
+            run.events.append(("save", "interrupted", optimizer))
+            shutil.rmtree(folder)
+        save(target, optimizer=optimizer)
+
     if when == "in a step":
-        run.algorithm.during_step = lambda step: shutil.rmtree(folder) if step == 4 else None
-        run.recorder.say = lambda text: None  # type: ignore[method-assign]
+        run.algorithm.during_step = delete
     else:
-
-        def save_and_delete(target: Path, *, optimizer: bool) -> None:
-            if len(run.of_kind("save")) == 0:
-                run.events.append(("save", "deleted", optimizer))
-                shutil.rmtree(folder)
-            save(target, optimizer=optimizer)
-
         run.policy.save = save_and_delete  # type: ignore[method-assign]
     assert run.loop.run() == 0
-    assert run.checkpoints() == (["step_6"] if when == "in a step" else ["step_3", "step_6"])
+    assert run.checkpoints() == (["step_4", "step_6"] if when == "in a step" else ["step_3", "step_6"])
+    assert attempt.num_losses == 1
 
 
 def test_if_every_checkpoint_is_damaged_the_run_does_not_begin_again_by_itself(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from loop_scene import Scene, scene
 
+from posttrain.checkpointing.copies import CopyRule
 from posttrain.checkpointing.state import load_training_state
 
 
@@ -191,19 +193,47 @@ def test_a_second_ctrl_c_does_not_wait_for_the_write(tmp_path: Path) -> None:
     run.saver._background.wait()
 
 
-@pytest.mark.parametrize("obstacle", ["a copy needs 112 GiB", ""])
-def test_an_obstacle_is_reported_once_and_saves_block(obstacle: str, tmp_path: Path) -> None:
+def test_an_obstacle_is_reported_once_and_saves_block(tmp_path: Path) -> None:
     run = scene(tmp_path, save_period=1, max_steps=3, async_save=True)
-    run.policy.obstacle = obstacle
-    if not obstacle:
-        run.saver.export = lambda folder: None
+    run.policy.obstacle = "a copy needs 112 GiB"
     assert run.loop.run() == 0
     assert [event[:2] for event in run.events if event[0] in ("begin", "save")] == [
         ("save", f"step_{step}") for step in (1, 2, 3)
     ]
     assert len(run.recorder.warned) == 1
     assert "checkpointing.async_save" in run.recorder.warned[0]
-    assert (obstacle or "save_consolidated") in run.recorder.warned[0]
+    assert run.policy.obstacle in run.recorder.warned[0]
+
+
+class FakeExporter:
+    """Writes down in which way it was asked for copies of which checkpoints."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, str]] = []
+
+    def __call__(self, checkpoint: Path) -> None:
+        self.made.append(("here", checkpoint.name))
+
+    def beside(self, checkpoint: Path, is_given_up: Callable[[], bool]) -> None:
+        self.made.append(("beside", checkpoint.name))
+
+
+def test_copies_are_made_beside_training_and_the_last_one_here(tmp_path: Path) -> None:
+    run = scene(tmp_path, save_period=1, max_steps=3, async_save=True)
+    run.saver.export = exporter = FakeExporter()
+    assert run.loop.run() == 0
+    assert exporter.made == [("beside", "tmp_step_1"), ("beside", "tmp_step_2"), ("here", "tmp_step_3")]
+
+
+def test_the_reason_for_no_copy_is_said_once(tmp_path: Path) -> None:
+    run = scene(tmp_path, save_period=1, max_steps=3)
+    run.saver.export = exporter = FakeExporter()
+    run.saver.copy_rule = CopyRule(by_cost=True, model_bytes=10**12)
+    assert run.loop.run() == 0
+    assert exporter.made == []
+    said = [line for line in run.recorder.said if "no converted copy" in line]
+    assert len(said) == 1
+    assert said[0].startswith("step_1 gets no converted copy of the model: it would take")
 
 
 def test_both_times_of_a_background_save_are_reported(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import InputError
+from posttrain.reward_values import total
 from posttrain.types import Group, Score
 
 SAME = 1e-9  # relative: rewards closer than this differ by the rounding of their parts alone
@@ -80,8 +81,8 @@ class Spread:
         """The divisor that belongs to these values; None if they do not differ."""
         if len(values) <= self.ddof or not differ(values):
             return None
-        mean = math.fsum(values) / len(values)
-        return self.divisor(math.fsum((v - mean) ** 2 for v in values) / (len(values) - self.ddof))
+        mean = total(values) / len(values)
+        return self.divisor(total((v - mean) * (v - mean) for v in values) / (len(values) - self.ddof))
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class GroupAdvantages:
             return advantages
         for i, reward in scored:
             peers = [other for j, other in scored if j != i or not self.use_leave_one_out_baseline]
-            advantage = reward - math.fsum(peers) / len(peers)
+            advantage = reward - total(peers) / len(peers)
             divisor = whole if self.std_over == "batch" else self.spread.of(peers)
             advantages[i] = advantage / divisor if self.normalize_rewards and divisor is not None else advantage
         return advantages

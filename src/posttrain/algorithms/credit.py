@@ -19,6 +19,7 @@ from posttrain.algorithms.advantages import Estimator, Whitening
 from posttrain.algorithms.reward_shaping import RewardStep, shaped
 from posttrain.algorithms.rollout_batches import Place
 from posttrain.policy.objectives.reduce import clamped_kl
+from posttrain.reward_values import total
 from posttrain.types import Group, Rollout, TokenBatch
 
 
@@ -138,4 +139,4 @@ def _mean(values: Tensor) -> float:
 
 def _mean_shaped_reward(groups: Sequence[Group]) -> dict[str, float]:
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
-    return {"shaped_reward": math.fsum(rewards) / len(rewards)} if rewards else {}
+    return {"shaped_reward": total(rewards) / len(rewards)} if rewards else {}

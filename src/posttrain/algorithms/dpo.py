@@ -55,7 +55,6 @@ class Dpo:
             batch,
             {**with_accuracy(update.metrics, num_pairs), **measured, "num_valid_samples": num_pairs},
             clock.finish(),
-            answers_per_sample=2,
         )
 
     def validate(self, step: int) -> StepReport | None:

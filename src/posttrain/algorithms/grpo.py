@@ -30,6 +30,7 @@ from posttrain.algorithms.rollout_batches import (
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
 from posttrain.algorithms.step_reports import StageClock
 from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.reward_values import total
 from posttrain.roles import RolloutSource, Trainer, WeightSync
 from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
 
@@ -163,7 +164,9 @@ def _mean_over_updates(updates: Sequence[UpdateReport]) -> dict[str, float]:
         elif name.endswith("_max"):
             means[name] = max(values)
         else:
-            means[name] = math.fsum(values) / len(values)
+            means[name] = total(values) / len(values)
+    if 0 < (square := means.pop("sampling_importance_square", 0.0)) < math.inf:
+        means["sampling_effective_sample_size"] = means["sampling_importance_ratio"] ** 2 / square
     return means
 
 

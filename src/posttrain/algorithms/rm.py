@@ -38,7 +38,6 @@ class RewardModelTraining:
             batch,
             {**_summary(update.metrics, num_pairs), "num_valid_samples": num_pairs},
             clock.finish(),
-            answers_per_sample=2,
         )
 
     def validate(self, step: int) -> StepReport | None:

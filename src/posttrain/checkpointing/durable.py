@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from posttrain.errors import InputError
+from posttrain.redaction import redact
 
 # Errors of filesystems that have no such operation (some network and object-store mounts, for folders mostly). Nothing
 # can be done about those. EIO, ENOSPC and EDQUOT are not among them: they mean that data was lost.
@@ -52,11 +54,14 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`: a reader, or a crash at any moment, finds the old text or the new one, whole."""
+def write_text(path: Path, text: str, redacted: Callable[[str], str] = redact) -> None:
+    """Replace `path` by `text`: a reader, or a crash at any moment, finds the old text or the new one, whole.
+
+    Credentials are left out: by `redact`, or `redact_values` for text of models and data.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+        file.write(redacted(text))
         file.flush()
         _sync(os.dup(file.fileno()))
     try:

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.checkpointing.background import BackgroundWrite
+from posttrain.checkpointing.copies import CopyRule, Exporter
 from posttrain.checkpointing.state import capture_rng, load_training_state, restore_rng, save_training_state
 from posttrain.checkpointing.store import CheckpointStore
 from posttrain.errors import CheckpointError
 from posttrain.roles import Recorder, Stateful, Trainer
 from posttrain.types import StepReport
+
+_SAVING = ("checkpointing", "checkpoint_write")  # stages of a report that are no training
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class CheckpointSaver:
     recorder: Recorder
     store: CheckpointStore
     config_yaml: str
-    export: Callable[[Path], None] | None = None  # adds a copy of the model for use to a checkpoint that is written
+    export: Exporter | None = None  # adds a copy of the model for use to a checkpoint that is written
+    copy_rule: CopyRule = field(default_factory=lambda: CopyRule(by_cost=False, model_bytes=0))
     total_tokens: int = 0
     _background: BackgroundWrite = field(default_factory=BackgroundWrite)
     _may_use_background: bool | None = None  # None: not known yet
@@ -51,6 +55,8 @@ class CheckpointSaver:
     _is_copying: bool = False  # an update may have to wait for the copy of a save
     _blocked_s: float | None = None  # for which saving has blocked the run since the last report
     _has_validated: bool = False
+    _trained_s: float = 0.0  # since the checkpoint before
+    _has_said_why_no_copy: bool = False
     _num_losses: int = 0  # of the folder
 
     @property
@@ -91,10 +97,12 @@ class CheckpointSaver:
 
     def after_step(self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool) -> None:
         self.total_tokens += report.num_tokens
+        self._trained_s += sum(seconds for stage, seconds in report.timings_s.items() if stage not in _SAVING)
         if not self.settings.enabled:
             return
         self._check_metric(step, report, validation)
-        if is_last or step % self.settings.period == 0 or self._background.has_failed or self._lost_checkpoints():
+        is_lost = self._lost_checkpoints()
+        if is_last or step % self.settings.period == 0 or self._background.has_failed or is_lost:
             try:
                 self._save(step, report, validation, is_last=is_last)
             except Exception:
@@ -125,6 +133,7 @@ class CheckpointSaver:
         if problem is not None:
             self._stop_saving_in_background(problem)
         in_background = not is_last and self._can_save_in_background()
+        trained_s, self._trained_s = self._trained_s, 0.0
         self.recorder.say(f"Saving checkpoint for step {step}{' in the background' if in_background else ''}...")
         with ExitStack() as stack:
             folder = stack.enter_context(self.store.writing(step))
@@ -143,15 +152,39 @@ class CheckpointSaver:
 
                 def write_and_complete(is_given_up: Callable[[], bool]) -> None:
                     with completion:
+                        begin = time.perf_counter()
                         write(is_given_up)
+                        if self._gets_copy(step, folder, time.perf_counter() - begin, trained_s, blocks=False):
+                            self._make_copy(lambda export: export.beside(folder, is_given_up))
 
                 self._background.start(write_and_complete)
                 self._is_prepared = self._is_copying = True
             else:
+                begin = time.perf_counter()
                 self.trainer.save(folder, optimizer=self.settings.optimizer)
-                if self.export is not None:
-                    self.export(folder)
+                if self._gets_copy(step, folder, time.perf_counter() - begin, trained_s, blocks=True):
+                    self._make_copy(lambda export: export(folder))
         self._add_blocked(time.perf_counter() - start)
+
+    # -- a copy of the model for use ---------------------------------------------------------------------------------------
+
+    def _gets_copy(self, step: int, folder: Path, save_s: float, trained_s: float, *, blocks: bool) -> bool:
+        if self.export is None:
+            return False
+        saved_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        reason = self.copy_rule.reason_against(
+            save_s=save_s, saved_bytes=saved_bytes, trained_s=trained_s, blocks=blocks
+        )
+        if reason is not None and not self._has_said_why_no_copy:
+            self._has_said_why_no_copy = True
+            self.recorder.say(f"step_{step} gets no converted copy of the model: {reason}")
+        return reason is None
+
+    def _make_copy(self, make: Callable[[Exporter], None]) -> None:
+        assert self.export is not None
+        start = time.perf_counter()
+        make(self.export)
+        self.copy_rule.measured_s = time.perf_counter() - start
 
     def _training_info(self, step: int, report: StepReport, validation: StepReport | None) -> dict[str, float]:
         info: dict[str, float] = {
@@ -193,12 +226,7 @@ class CheckpointSaver:
         if not self.settings.in_background:
             return False
         if self._may_use_background is None:
-            obstacle = (
-                "checkpointing.save_consolidated converts each checkpoint in this process"
-                if self.export is not None
-                else self.trainer.save_obstacle(optimizer=self.settings.optimizer)
-            )
-            if obstacle:
+            if obstacle := self.trainer.save_obstacle(optimizer=self.settings.optimizer):
                 self.recorder.warn(
                     f"checkpointing.async_save: checkpoints are written while training waits: {obstacle}"
                 )

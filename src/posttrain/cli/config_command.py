@@ -9,6 +9,7 @@ from pathlib import Path
 
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
 from posttrain.config import ALL_KINDS, KINDS, ConfigError, LoadedConfig, RunConfig, guess_kind, load_config
+from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.presets import presets
 
 SHOW_EPILOG = """\
@@ -21,8 +22,8 @@ defaults. The output is itself a valid config file.
 """
 
 CHECK_EPILOG = """\
-Reads the file, applies the overrides and checks every key and value, without loading a model or data. Prints "ok" and
-warnings; exits with 64 and an error if the config cannot be used. Whether files, models and
+Reads the file, applies the overrides and checks every key and value and the names of datasets, without loading a model or
+data. Prints "ok" and warnings; exits with 64 and an error if the config cannot be used. Whether files, models and
 reward functions exist is checked by the run itself, before it loads the model.
 """
 
@@ -101,8 +102,20 @@ def _list_presets(args: argparse.Namespace) -> int:
 
 
 def _check(loaded: LoadedConfig[RunConfig], args: argparse.Namespace) -> int:
+    _check_dataset_names(loaded)
     for warning in loaded.warnings:
         print(f"warning: {warning}")
     source = args.config or "built-in defaults"
     print(f"ok: {source} is a valid {loaded.kind} config")
     return 0
+
+
+def _check_dataset_names(loaded: LoadedConfig[RunConfig]) -> None:
+    if isinstance(loaded.config, EvalRunConfig):
+        from posttrain.evaluation.problems import benchmark_of
+
+        benchmark_of(loaded.config.data)
+        return
+    from posttrain.data.dataset_names import check_dataset_names
+
+    check_dataset_names(loaded.config)

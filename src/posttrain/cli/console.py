@@ -3,6 +3,8 @@
 A write that fails is noted, and the command goes on. A reader that has gone does not come back, so nothing more is written
 to it; a full disk may have room again, so later writes are tried. Commands whose output is their result ask `unwritten`
 at the end whether all of it arrived.
+
+Credentials are left out of all that is printed, whoever prints it: tracebacks and the logs of libraries come this way too.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
+
+from posttrain.redaction import redact
 
 _GONE = {errno.EPIPE, errno.EBADF}
 
@@ -26,7 +30,7 @@ class ConsoleStream:
         self._is_gone = stream is None
 
     def write(self, text: str) -> int:
-        self._attempt("write", text)
+        self._attempt("write", redact(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:

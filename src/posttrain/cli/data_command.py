@@ -257,6 +257,8 @@ def _inspect(args: argparse.Namespace) -> int:
         show_statistics(Console(highlight=False), found, name)
         if args.picture:
             print(f"\npicture: {args.picture}")
+    if not found.read.kept and not found.read.filtered:
+        raise InputError(f"{name}: none of its {found.read.rows} rows can be used")
     return 0
 
 

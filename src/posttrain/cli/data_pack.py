@@ -39,7 +39,7 @@ def add_parser(actions: Subparsers) -> None:
         "--chat-template",
         default="default",
         metavar="TEMPLATE",
-        help="as policy.tokenizer.chat_template: default (the model's own), null, a .jinja file, or a template",
+        help="as policy.tokenizer.chat_template: default (the model's own), null, extra_id, a .jinja file, or a template",
     )
     parser.add_argument(
         "--chat-template-kwargs",
@@ -73,6 +73,11 @@ def run(args: argparse.Namespace) -> int:
 
     if args.model and not Path(args.model).expanduser().is_dir():
         raise InputError(f"--model: no folder {args.model!r}; a tokenizer on the hub is named with --tokenizer")
+    if args.max_length and args.pack_size < 2 * args.max_length:
+        raise InputError(
+            f"--pack-size: {args.pack_size} tokens are less than twice --max-length {args.max_length}: a pack must hold both "
+            f"answers of a pair with their prompt; give --pack-size {2 * args.max_length} or more, or a smaller --max-length"
+        )
     template = None if args.chat_template == "null" else args.chat_template
     chat = ChatFormat(load_tokenizer(args.model or args.tokenizer), template, args.chat_template_kwargs)
     entry = {"data_path": args.source, **_keys(getattr(args, "words", None) or [])}
@@ -111,7 +116,7 @@ def _report(target: str, header: PackedHeader, noted: dict[str, int]) -> str:
 
 def _keys(words: list[str]) -> JsonObject:
     """`prompt_key=question` as an entry of `data.train` would hold it."""
-    import yaml
+    from posttrain.config.yaml_files import parse_value
 
     keys: JsonObject = {}
     for word in words:
@@ -119,9 +124,9 @@ def _keys(words: list[str]) -> JsonObject:
         if not equals or not name:
             raise InputError(f"{word!r} is not a key of a dataset; write KEY=VALUE, such as prompt_key=question")
         try:
-            keys[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise InputError(f"{word!r}: the value is not valid YAML ({error})") from error
+            keys[name] = parse_value(value)
+        except ValueError as error:
+            raise InputError(f"{word!r:.200}: the value is not valid YAML ({error})") from error
     return keys
 
 

@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that `--help` and `config` answer a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from posttrain.cli import (
 )
 from posttrain.cli.console import ConsoleStream, surviving_console, unwritten
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
-from posttrain.errors import InputError, Superseded
+from posttrain.errors import HardwareError, InputError, Superseded, path_error, printable
 
 EXIT_DONE = 0
 EXIT_CRASH = 1
@@ -102,6 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             print("\nposttrain: error: no command given", file=sys.stderr)
             return EXIT_BAD_INPUT
+        if (code := report_errors(lambda: _check_surroundings(given))) != EXIT_DONE:
+            return code
         try:
             args = parser.parse_args(given)
         except SystemExit as ended:
@@ -120,6 +123,20 @@ def _code_without_output(out: ConsoleStream, code: int, *, is_result: bool) -> i
     return EXIT_CRASH if problem and is_result and code == EXIT_DONE else code
 
 
+def _check_surroundings(words: list[str]) -> int:
+    """What every command needs: words that can be written to a file, and a working directory."""
+    for word in words:
+        if not word.isprintable() and printable(word) != word:
+            raise InputError(f"command line: {printable(word)} is not UTF-8; rename the file, or give another name")
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise InputError(
+            f"the working directory does not exist any more ({error.strerror}); change to another"
+        ) from error
+    return 0
+
+
 def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
     """The exit code of `work`: its own, or that of the error it ends with, which is printed.
 
@@ -133,6 +150,17 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
     except KeyboardInterrupt:
         print(f"posttrain: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except HardwareError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print("\n".join([f"posttrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        return EXIT_CRASH
+    except OSError as error:
+        if (readable := path_error(error)) is None:
+            traceback.print_exc()
+            return EXIT_CRASH
+        print(f"posttrain: error: {readable}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     except Exception:
         traceback.print_exc()
         return EXIT_CRASH

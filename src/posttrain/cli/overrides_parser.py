@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
+from posttrain.redaction import redact_argument
+
 EXIT_BAD_INPUT = 64
 RAW = argparse.RawDescriptionHelpFormatter  # keeps line breaks
 Subparsers: TypeAlias = "argparse._SubParsersAction[OverridesParser]"
@@ -47,7 +49,7 @@ class OverridesParser(argparse.ArgumentParser):
         from posttrain.data.errors import nearest
 
         hint = nearest(options[0].partition("=")[0], self._option_string_actions)
-        self.error(f"unrecognized arguments: {' '.join(options)}{hint}")
+        self.error(f"unrecognized arguments: {redact_argument(' '.join(options))}{hint}")
 
 
 def add_command(commands: Subparsers, name: str, summary: str, **options: Any) -> OverridesParser:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
 
 if TYPE_CHECKING:
+    from posttrain.planning.cost import RunCost
     from posttrain.planning.measured import Measured
     from posttrain.planning.plan import RunEstimate
     from posttrain.planning.proposal import Proposal
@@ -23,7 +26,7 @@ examples:
   posttrain plan --config configs/grpo.yaml policy.model_name=Qwen/Qwen3-8B
   posttrain plan grpo policy.model_name=llama-8b policy.max_total_sequence_length=1024 --prompt-tokens 128 --answer-tokens 600
   posttrain plan --run results/grpo                              predicted beside measured
-  posttrain plan --config configs/dpo.yaml --gpu h100 --json
+  posttrain plan --config configs/dpo.yaml --gpu h100 --gpu-hour-price 2.5     what the run costs
 
 Needs no GPU and loads no weights: the config.json of the model is all that is read. policy.model_name may also be one of
 the shapes llama-0.5b, llama-1.5b, llama-8b, qwen-0.5b, qwen-1.5b and qwen-8b. Exits with 64 if something does not fit, and says
@@ -47,6 +50,9 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts")
     parser.add_argument("--answer-tokens", type=float, metavar="N", help="mean length of answers")
+    parser.add_argument(
+        "--gpu-hour-price", type=_price, metavar="N", help="price of one GPU for an hour: shows what the run costs"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "words",
@@ -57,7 +63,18 @@ def add_parser(commands: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 < price < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price; give a number above 0 such as 2.5")
+    return price
+
+
 def run(args: argparse.Namespace) -> int:
+    from posttrain.planning.cost import cost_of
     from posttrain.planning.measured import read_measured
     from posttrain.planning.plan import estimate_run, find_gpu
     from posttrain.planning.proposal import explain, propose
@@ -75,12 +92,13 @@ def run(args: argparse.Namespace) -> int:
         answer_tokens=args.answer_tokens,
     )
     proposal = propose(found)
+    cost = cost_of(found, config, args.gpu_hour_price) if args.gpu_hour_price is not None else None
     if args.json:
-        print(json.dumps(_as_json(found, config, measured, proposal), indent=2, ensure_ascii=False))
+        print(json.dumps(_as_json(found, config, measured, proposal, cost), indent=2, ensure_ascii=False))
     else:
         from posttrain.cli.plan_views import show_plan
 
-        show_plan(found, config, measured, proposal)
+        show_plan(found, config, measured, proposal, cost)
     if problem := explain(found):
         raise InputError(f"this does not fit:\n{problem}")
     return 0
@@ -114,7 +132,9 @@ def _config(args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _as_json(found: RunEstimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None) -> JsonObject:
+def _as_json(
+    found: RunEstimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None, cost: RunCost | None
+) -> JsonObject:
     from posttrain.planning.measured import compare
     from posttrain.planning.plan import as_json
     from posttrain.planning.proposal import remedies
@@ -122,6 +142,8 @@ def _as_json(found: RunEstimate, config: RunConfig, measured: Measured | None, p
     result = as_json(found, config)
     if proposal is not None:
         result["proposal"] = {"settings": proposal.settings, "total_step_time": proposal.found.time.total_s}
+    if cost is not None:
+        result["cost"] = {**asdict(cost), "per_step": cost.per_step, "in_all": cost.in_all}
     if not result["fits"]:
         result["remedies"] = [{"settings": remedy.words, "fits": remedy.is_enough} for remedy in remedies(found)]
     if measured is not None:

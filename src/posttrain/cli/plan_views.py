@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.config import RunConfig
+from posttrain.planning.cost import RunCost
 from posttrain.planning.measured import Measured, compare
 from posttrain.planning.plan import RunEstimate, assumptions
 from posttrain.planning.proposal import Proposal
@@ -18,7 +19,9 @@ from posttrain.policy.memory.rank import GIB
 GOAL = 0.15  # an error of the prediction that is still called good
 
 
-def show_plan(found: RunEstimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None) -> None:
+def show_plan(
+    found: RunEstimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None, cost: RunCost | None
+) -> None:
     console = Console(
         markup=False, emoji=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
     )
@@ -36,6 +39,10 @@ def show_plan(found: RunEstimate, config: RunConfig, measured: Measured | None, 
     if proposal is not None:
         console.print("\nproposed", style="bright_black")
         for line in _proposal_lines(found, proposal):
+            console.print(line)
+    if cost is not None:
+        console.print("\ncost", style="bright_black")
+        for line in cost.lines():
             console.print(line)
     console.print("\nassumed", style="bright_black")
     for line in assumptions(found, config):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
+from posttrain.redaction import redact
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -207,7 +208,10 @@ def _settings_of(kind: str, words: Sequence[str]) -> JsonObject:
             raise InputError(f"{word!r} is not a setting; write key=value")
         info = reward_keys(REWARD_TYPES[kind]).get(key)
         # A regular expression such as [a-z] is a list to YAML; what can only be text is not parsed.
-        block[key] = text if info is not None and takes_text_only(info) else parse_value(text)
+        try:
+            block[key] = text if info is not None and takes_text_only(info) else parse_value(text)
+        except ValueError as error:
+            raise InputError(f"{word!r:.200}: the value is not valid YAML ({error})") from error
     return block
 
 
@@ -247,7 +251,7 @@ def _write(path: Path, verdicts: Sequence[Verdict]) -> None:
     try:
         with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for verdict in verdicts:
-                file.write(json.dumps(verdict.as_row(), ensure_ascii=False) + "\n")
+                file.write(redact(json.dumps(verdict.as_row(), ensure_ascii=False)) + "\n")
     except OSError as error:
         raise InputError(f"--out {path}: cannot be written: {error.strerror or error}") from error
     print(f"scores written to {path}", file=sys.stderr)

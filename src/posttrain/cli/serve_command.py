@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
+from posttrain.redaction import name_secret
 from posttrain.serve.canary import CanaryRules
-from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits
+from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits, is_loopback
 
 if TYPE_CHECKING:
     from posttrain.serve.options import ServeOptions
@@ -78,6 +79,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "--api-key-file", type=Path, metavar="FILE", help=f"keys that are accepted (default: {KEY_VARIABLE})"
     )
     group.add_argument("--api-key", metavar="KEY", help="the same, but others on this machine can see it")
+    group.add_argument("--no-auth", action="store_true", help="serve everyone who can reach --host, without a key")
     group.add_argument(
         "--drain-timeout-s", type=float, metavar="S", help=f"for running requests after SIGTERM ({_DRAIN_TIMEOUT_S:g})"
     )
@@ -166,6 +168,13 @@ def run(args: argparse.Namespace) -> int:
 
     quieten_libraries()
     options = options_of(args)
+    if options.api_keys and options.no_auth:
+        raise InputError(f"--no-auth and a key (also in {KEY_VARIABLE}) exclude each other: give one")
+    if not options.api_keys and not options.no_auth and not is_loopback(args.host):
+        raise InputError(
+            f"--host {args.host}: everyone who can reach it could use the server. Set a key with {KEY_VARIABLE} or "
+            "--api-key-file, or give --no-auth"
+        )
     from posttrain.serve import server
 
     if args.backend == "vllm":
@@ -177,8 +186,6 @@ def run(args: argparse.Namespace) -> int:
     with server.listen(args.host, args.port):
         pass  # a port in use is reported before minutes are spent on loading
     service = build_service(options, server.say)
-    if not options.api_keys and args.host not in ("127.0.0.1", "localhost", "::1"):
-        server.say(f"warning: everyone who can reach {args.host} may use this server; {KEY_VARIABLE} sets a key")
     drain_timeout_s = _DRAIN_TIMEOUT_S if args.drain_timeout_s is None else args.drain_timeout_s
     return server.run(service, args.host, args.port, drain_timeout_s)
 
@@ -195,6 +202,7 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         engine=EngineOptions(**_given(args, [field.name for field in fields(EngineOptions)])),
         limits=ServerLimits(**_given(args, [field.name for field in fields(ServerLimits)])),
         api_keys=_keys(args.api_key, args.api_key_file),
+        no_auth=args.no_auth,
         registry=args.registry,
     )
 
@@ -237,6 +245,8 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
     keys = tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
     if not keys:
         raise InputError(f"{source} holds no key: everyone could use the server")
+    for key in keys:
+        name_secret(key)
     return keys
 
 

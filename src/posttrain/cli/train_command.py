@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.errors import OutOfGpuMemoryError
 from posttrain.recipes import KINDS
 
 EPILOG = """\
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.config import load_config
-    from posttrain.run_folder import prepare_run_folder
+    from posttrain.run_folder import prepare_run_folder, run_folder
 
     prepared = prepare_run_folder(
         lambda extra: load_config(kind, args.config, [*args.words, *extra]),
@@ -66,7 +67,16 @@ def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.build import Run
     from posttrain.export.convert import PeriodicExport
 
-    return Run(prepared.loaded, quiet=args.quiet, make_export=PeriodicExport, access=prepared.access).execute()
+    loaded = prepared.loaded
+    try:
+        return Run(loaded, quiet=args.quiet, make_export=PeriodicExport, access=prepared.access).execute()
+    except OutOfGpuMemoryError as error:
+        from posttrain.planning.out_of_memory import advice
+
+        written = run_folder(loaded.config.logger.log_dir, loaded.config.checkpointing.checkpoint_dir)
+        if lines := advice(loaded.config, error, written):
+            error.add_note(lines)
+        raise
 
 
 def quieten_libraries() -> None:

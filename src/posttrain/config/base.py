@@ -6,6 +6,7 @@ does not implement are in `foreign_keys.py`.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -17,6 +18,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 FreeMap = dict[str, Any]
+MAX_INTEGER = 2**63
+MAX_FLOAT = 1e30  # what float32 can still multiply
 
 
 class Section(BaseModel):
@@ -36,8 +39,12 @@ class Section(BaseModel):
     @classmethod
     def _whole_floats_are_integers(cls, value: Any) -> Any:
         # People write `max_num_steps: 1e6`. A float field turns the integer back into a float.
-        if isinstance(value, float) and value.is_integer():
+        if isinstance(value, float) and value.is_integer() and abs(value) < MAX_INTEGER:
             return int(value)
+        if isinstance(value, int) and abs(value) >= MAX_INTEGER:  # computed: no file can spell it
+            raise ValueError("must be a number of at most 64 bits")
+        if isinstance(value, float) and math.isfinite(value) and abs(value) > MAX_FLOAT:
+            raise ValueError(f"must be a number within ±{MAX_FLOAT:g}")
         return value
 
 

@@ -20,6 +20,7 @@ from posttrain.config.runs import KINDS
 from posttrain.config.schema import find, schema_of, unknown_keys
 from posttrain.config.tree import DEFAULT, Path, Tree, dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
+from posttrain.redaction import same_but_for_credentials, without_credentials
 
 # Settings that may change within a run because they do not affect what is learnt. The sizes of micro-batches change the
 # order in which gradients are summed, and so at most the rounding. Every other setting counts as training.
@@ -46,7 +47,11 @@ FREE_TO_CHANGE = (
     "policy.logprob_chunk_size",
     "policy.optimizer.offload_states",
     "policy.dtensor_cfg.activation_checkpointing",
-    "policy.generation.native_cfg.*",
+    "policy.generation.native_cfg.page_size",
+    "policy.generation.native_cfg.max_batch_size",
+    "policy.generation.native_cfg.max_prefill_tokens",
+    "policy.generation.native_cfg.kv_cache_gib",
+    "policy.generation.native_cfg.gpu_memory_utilization",
     "dpo.reference_cache_gib",
 )
 NOT_SET = "not set"
@@ -84,7 +89,7 @@ def same_but_for_the_version(old: Mapping[str, object], new: Mapping[str, object
     schema = schema_of(loaded.kind)
     for key in old.keys() | new.keys():
         if key in old and key in new:
-            if old[key] != new[key]:
+            if not same_but_for_credentials(key, old[key], new[key]):
                 return False
         elif key in new:
             if new[key] is not None and loaded.origins.get(key, DEFAULT) != DEFAULT:
@@ -114,7 +119,7 @@ def _differences(
     defaults = built_in_defaults(loaded.kind)
     for path in [*new, *(path for path in old if path not in new)]:
         if path in old and path in new:
-            if _is_same(old[path], new[path]):
+            if _is_same(old[path], new[path]) or same_but_for_credentials(dotted(path), old[path], new[path]):
                 continue
         elif path in new:
             if _is_default(path, new[path], loaded, defaults):
@@ -182,7 +187,9 @@ def _follows(change: ConfigChange, changes: dict[str, ConfigChange], loaded: Loa
 
 
 def _shown(values: dict[Path, object], path: Path) -> str:
-    return json.dumps(values[path], ensure_ascii=False, default=str) if path in values else NOT_SET
+    if path not in values:
+        return NOT_SET
+    return json.dumps(without_credentials(values[path], dotted(path)), ensure_ascii=False, default=str)
 
 
 def _shortened(text: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from posttrain.config.data import TRACE_GROUPS
 from posttrain.config.dpo import DpoRunConfig
 from posttrain.config.evaluation import EvalRunConfig, check_eval, eval_cautions
+from posttrain.config.generation import NativeConfig
 from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.loss import LossFnConfig
 from posttrain.config.preference_losses import ambiguous_loss, check_preference_loss
@@ -48,6 +49,7 @@ def cautions(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[str
     if isinstance(config, GrpoRunConfig) and alone and compares_within_group(config) and not list(_groups(config)):
         found.append("grpo.num_generations_per_prompt: a group of 1 has advantage 0, so nothing is learnt from rewards")
     if isinstance(config, GrpoRunConfig):
+        found += _quantised_sampling(config)
         found += unused_turns(config)
         found += unused_variants(config, is_set)
     metric = config.checkpointing.metric_name
@@ -57,6 +59,24 @@ def cautions(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[str
             "the newest checkpoints are kept"
         )
     return found
+
+
+def _quantised_sampling(config: GrpoRunConfig) -> Iterator[str]:
+    generation = config.policy.generation
+    if generation is None:
+        return
+    native = generation.native_cfg
+    if native.precision == "fp8":
+        if not config.loss_fn.use_importance_sampling_correction:
+            yield (
+                "loss_fn.use_importance_sampling_correction = false: the sampler in FP8 is another policy than the one that is "
+                "trained, and nothing corrects for it"
+            )
+        return
+    defaults = NativeConfig()
+    for key in ("kv_cache_dtype", "num_first_layers_in_bf16", "num_last_layers_in_bf16"):
+        if (value := getattr(native, key)) not in (getattr(defaults, key), "bfloat16"):
+            yield f"policy.generation.native_cfg.{key} = {value}: without native_cfg.precision = fp8 nothing is quantised"
 
 
 def _validates(config: RunConfig) -> bool:
@@ -236,8 +256,17 @@ def _stopping(config: GrpoRunConfig) -> Iterator[str]:
 
 
 def _micro_batches(config: RunConfig, is_set: IsSetByUser) -> Iterator[str]:
-    """A micro-batch size that was typed must divide its batch. One that was not is only an upper bound."""
-    unit = "pairs" if config.step_sizes().num_answers_per_unit == 2 else "examples"
+    """A micro-batch size that was typed must divide its batch. One that was not is only an upper bound. A pack of pairs must
+    hold two of the longest sequences."""
+    is_paired = config.step_sizes().num_answers_per_unit == 2
+    unit = "pairs" if is_paired else "examples"
+    packing, longest = config.policy.sequence_packing, config.policy.max_total_sequence_length
+    room = packing.train_mb_tokens
+    if is_paired and packing.enabled and room is not None and room < 2 * longest:
+        yield (
+            f"policy.sequence_packing.train_mb_tokens = {room} is less than twice policy.max_total_sequence_length = {longest}: "
+            f"a pack must hold both answers of a pair; set it to {2 * longest} or more"
+        )
     whole, part = config.policy.train_global_batch_size, config.policy.train_micro_batch_size
     if whole % part and is_set("policy.train_micro_batch_size"):
         yield (

@@ -89,6 +89,29 @@ RENAMES: tuple[Rename, ...] = (
         applies=lambda value: value is not None,
         kinds=tuple(kind for kind in KINDS if kind != "grpo"),
     ),
+    # NeMo RL says in vLLM's section that sampling is in FP8; here the native engine does it.
+    Rename(
+        "policy.generation.vllm_cfg.precision",
+        ("policy.generation.native_cfg.precision",),
+        applies=lambda value: value == "fp8",
+        kinds=("grpo",),
+    ),
+    Rename(
+        "policy.generation.vllm_cfg.kv_cache_dtype",
+        ("policy.generation.native_cfg.kv_cache_dtype",),
+        applies=lambda value: isinstance(value, str) and value.startswith("fp8"),
+        convert=lambda value: "fp8",
+        kinds=("grpo",),
+    ),
+    *(
+        Rename(
+            f"policy.generation.vllm_cfg.{key}",
+            (f"policy.generation.native_cfg.{key}",),
+            applies=bool,
+            kinds=("grpo",),
+        )
+        for key in ("num_first_layers_in_bf16", "num_last_layers_in_bf16")
+    ),
     Rename("eval.pass_k_value", ("eval.k_value",), kinds=("eval",)),
     Rename(
         "rm.max_num_steps",

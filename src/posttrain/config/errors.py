@@ -8,6 +8,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from posttrain.errors import InputError
+from posttrain.redaction import shown_setting
+
+UNKNOWN_KEY = "unknown_key"  # type of an error; the value is not shown, because the key may be a misspelled `api_key`
 
 
 class ConfigError(InputError):
@@ -27,9 +30,9 @@ def explain_errors(error: ValidationError, path: str = "") -> list[str]:
         value = problem["input"]
         if problem["type"] == "missing":
             line = f"{key} is missing"
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) or problem["type"] == UNKNOWN_KEY:
             line = f"{key}: {message_of(problem)}"
         else:
-            line = f"{key} is {value!r:.200}: {message_of(problem)}"
+            line = f"{key} is {shown_setting(key, value):.200}: {message_of(problem)}"
         lines.setdefault(key, line)
     return list(lines.values())

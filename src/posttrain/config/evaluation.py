@@ -157,11 +157,23 @@ class EvalRunConfig(Section):
         return self.data.env_name or (others[0] if others else "math")
 
     @property
-    def num_devices(self) -> int:
-        """GPUs (or machines) that the evaluation keeps busy."""
+    def gpus_per_engine(self) -> int:
         vllm = self.generation.vllm_cfg
-        uses_vllm = self.generation.backend == "vllm" and self.server_url is None
-        return vllm.tensor_parallel_size * vllm.pipeline_parallel_size if uses_vllm else 1
+        return vllm.tensor_parallel_size * vllm.pipeline_parallel_size if self.generation.backend == "vllm" else 1
+
+    @property
+    def engines_per_node(self) -> int:
+        """Engines that sample side by side on each machine, each with the whole model."""
+        return 1 if self.server_url is not None else max(1, self.cluster.gpus_per_node // self.gpus_per_engine)
+
+    @property
+    def num_engines(self) -> int:
+        return self.engines_per_node * (1 if self.server_url is not None else self.cluster.num_nodes)
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs (or CPU workers) that the evaluation keeps busy."""
+        return 1 if self.server_url is not None else self.num_engines * self.gpus_per_engine
 
     @property
     def server_url(self) -> str | None:
@@ -219,10 +231,8 @@ def eval_cautions(config: EvalRunConfig) -> list[str]:
         ignored = [f"generation.vllm_cfg.{key}" for key in own if getattr(config.generation.vllm_cfg, key) > 1]
         if ignored:
             found.append(f"{', '.join(ignored)}: for generation.backend=vllm; {engine} does not use it")
-    asked = config.cluster.num_workers
-    if asked > config.num_devices and not on_server:
-        uses = "samples on one"
-        if config.generation.backend == "vllm":
-            engine, uses = "vLLM", f"uses {config.num_devices}: set generation.vllm_cfg.tensor_parallel_size"
-        found.append(f"cluster: {asked} GPUs are asked for; {engine} {uses}")
+    asked, used = config.cluster.num_workers, config.num_devices
+    if asked > used and not on_server:
+        each = f"generation.vllm_cfg.tensor_parallel_size x pipeline_parallel_size = {config.gpus_per_engine}"
+        found.append(f"cluster: {asked} GPUs are asked for, {used} are used: an engine takes {each} of one machine")
     return found

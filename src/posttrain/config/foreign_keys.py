@@ -18,6 +18,7 @@ from posttrain.config.runs import Kind
 from posttrain.config.schema import Node, schema_of
 from posttrain.config.tree import Path, Tree, Values, dotted, overlay
 from posttrain.config.yaml_files import parse_document
+from posttrain.redaction import shown_setting
 
 FILE = FilePath(__file__).parent / "foreign.yaml"
 OPEN_MARK = "_open_"  # other keys than those in the file are accepted as well
@@ -291,7 +292,8 @@ def review(
         if rule is None:
             continue
         if not rule.accepts(value):
-            errors.append(f"{tree.origin(path)}: `{dotted(path)}` = {value!r} is not implemented: {rule.note}")
+            shown = shown_setting(dotted(path), value)
+            errors.append(f"{tree.origin(path)}: `{dotted(path)}` = {shown} is not implemented: {rule.note}")
         elif rule.ignores and value is not None and not is_default(path, value):
             ignored.setdefault(rule.note, []).append(dotted(path))
     return errors, [f"{_listed(keys)}: {note}" for note, keys in ignored.items()]

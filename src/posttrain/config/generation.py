@@ -6,11 +6,11 @@ The native engine samples from the modules that are being trained. Settings of o
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.config.base import PositiveFloat, PositiveInt, Section
+from posttrain.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 TopK = Annotated[int, Field(ge=-1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -18,6 +18,21 @@ Temperature = Annotated[float, Field(ge=0)]
 
 
 class NativeConfig(Section):
+    precision: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="Number format of the layers' products while sampling: auto is that of the weights; fp8 quantises "
+        "copies of them after each update, a factor per output.",
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = Field(
+        default="auto",
+        description="Number format of the key-value cache where precision is fp8: auto is fp8, bfloat16 that of the weights.",
+    )
+    num_first_layers_in_bf16: NonNegativeInt = Field(
+        default=0, description="Layers at the beginning that precision fp8 leaves as they are, their cache too."
+    )
+    num_last_layers_in_bf16: NonNegativeInt = Field(
+        default=0, description="Layers at the end that precision fp8 leaves as they are, their cache too."
+    )
     page_size: PositiveInt = Field(default=16, description="Tokens in one page of the key-value cache.")
     max_batch_size: PositiveInt = Field(default=256, description="Answers that are decoded at the same time.")
     max_prefill_tokens: PositiveInt = Field(default=8192, description="Prompt tokens computed in one forward pass.")

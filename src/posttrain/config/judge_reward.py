@@ -108,8 +108,10 @@ class JudgeRewardConfig(RewardConfig):
             raise ValueError("'http://host:port/v1' or 'https://host/v1' is needed")
         try:
             urlsplit(value).port  # noqa: B018
-        except ValueError as error:
-            raise ValueError(f"'http://host:port/v1' or 'https://host/v1' is needed ({error})") from None
+        except ValueError:  # its text quotes the part behind the colon, which may be a password
+            raise ValueError(
+                "'http://host:port/v1' or 'https://host/v1' is needed, with a number as the port; a / in a password is %2F"
+            ) from None
         return value.rstrip("/").removesuffix("/chat/completions")
 
     @field_validator("prompt", "system")

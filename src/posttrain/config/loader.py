@@ -14,11 +14,13 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from posttrain.config.aligner_keys import SECTIONS as ALIGNER_SECTIONS
+from posttrain.config.aligner_names import translate
 from posttrain.config.base import Section
 from posttrain.config.checks import cautions, check_run
 from posttrain.config.compat import apply_renames
 from posttrain.config.dpo import DpoRunConfig
-from posttrain.config.errors import ConfigError, message_of
+from posttrain.config.errors import UNKNOWN_KEY, ConfigError, message_of
 from posttrain.config.evaluation import EvalRunConfig
 from posttrain.config.foreign_keys import (
     foreign_environments,
@@ -30,9 +32,9 @@ from posttrain.config.foreign_keys import (
 )
 from posttrain.config.grpo import GrpoRunConfig
 from posttrain.config.interpolation import resolve
-from posttrain.config.overrides import apply_overrides
+from posttrain.config.overrides import apply_overrides, parse_override
 from posttrain.config.presets import chosen_preset, is_preset_origin
-from posttrain.config.render import plain_values, to_yaml_text, with_override_marks
+from posttrain.config.render import plain_values, to_yaml_text, with_override_marks, without_credentials_of_config
 from posttrain.config.runs import ALL_KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import (
     find,
@@ -43,11 +45,14 @@ from posttrain.config.schema import (
     unknown_keys,
 )
 from posttrain.config.suggestions import hint_for
-from posttrain.config.tree import DEFAULT, Path, Tree, Values, dotted, leaves, overlay
+from posttrain.config.tree import COMMAND_LINE, DEFAULT, Path, Tree, Values, dotted, leaves, overlay
 from posttrain.config.yaml_files import read_built_in, read_with_defaults
+from posttrain.redaction import Replace, hide, name_credentials, shown_setting
 
 C = TypeVar("C", bound=Section)
 BATCH_SIZE = ("policy", "train_global_batch_size")
+PRECISION = ("policy", "generation", "native_cfg", "precision")
+CORRECTION = ("loss_fn", "use_importance_sampling_correction")
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,19 @@ class LoadedConfig(Generic[C]):
     expressions: dict[str, str] = field(default_factory=dict)  # dotted key -> the ${...} that it was written as
 
     def to_yaml(self) -> str:
-        """Every value, as YAML that `load_config` reads back to the same config."""
+        """Every value, as YAML that `load_config` reads back to the same config, but for credentials (see `_values`)."""
         return to_yaml_text(self._marked_values())
+
+    def to_yaml_and_credentials(self) -> tuple[str, dict[str, str]]:
+        """The same for a child process: a credential is a reference to an environment variable that the child is given."""
+        variables: dict[str, str] = {}
+
+        def refer(secret: str) -> str:
+            name = f"POSTTRAIN_CREDENTIAL_{len(variables) + 1}"
+            variables[name] = secret
+            return f"${{oc.env:{name}}}"
+
+        return to_yaml_text(self._marked_values(refer)), variables
 
     def flat(self) -> Values:
         """Every value by its dotted key."""
@@ -77,14 +93,14 @@ class LoadedConfig(Generic[C]):
 
         return to_yaml_text(self._marked_values(), remark)
 
-    def _marked_values(self) -> Values:
+    def _marked_values(self, replace: Replace = hide) -> Values:
         defaults, _ = separate(self.kind, built_in_defaults(self.kind).values)
-        marked: Values = with_override_marks(self._values(), defaults)
+        marked: Values = with_override_marks(self._values(replace), defaults)
         return marked
 
-    def _values(self) -> Values:
-        """The algorithm's own sections first."""
-        values = plain_values(self.config)
+    def _values(self, replace: Replace = hide) -> Values:
+        """The algorithm's own sections first. A credential stands there as the `${oc.env:…}` it was written as, or as `***`."""
+        values = without_credentials_of_config(plain_values(self.config), self.expressions, replace)
         first = [key for key in ("preset", self.kind, "loss_fn") if key in values]
         return {key: values[key] for key in [*first, *(key for key in values if key not in first)]}
 
@@ -126,6 +142,8 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     known = _known_kind(kind)
     warnings: list[str] = []
     own = _read_file(known, FilePath(path), warnings) if path is not None else Tree()
+    if known == "dpo":
+        overrides = _with_aligner_names(own, overrides, warnings)
 
     def keeps_null(key: Path) -> bool:
         return _keeps_null(known, key)
@@ -139,15 +157,17 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     )
     _refuse_unknown(known, tree)
     _forget_unfitting_validation(tree)
-    values, foreign = separate(known, _resolved_with_fitting_batch(known, tree))
+    _correct_for_quantised_sampling(known, tree)
+    resolved = _resolved_with_fitting_batch(known, tree)
+    name_credentials(resolved)
+    values, foreign = separate(known, resolved)
     config = _validated(known, values, tree)
     own_values = config.model_dump(by_alias=True)
     errors, notices = review(own_values, foreign, tree, _default_test(tree, defaults))
     notices = [*substitutions(own_values, foreign), *notices]
 
     def is_set(key: str) -> bool:
-        origin = tree.origin(tuple(key.split(".")))
-        return origin != DEFAULT and not is_preset_origin(origin)
+        return _is_set_by_user(tree, tuple(key.split(".")))
 
     errors += check_run(config, is_set)
     if errors:
@@ -161,12 +181,32 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     )
 
 
+def _is_set_by_user(tree: Tree, path: Path) -> bool:
+    origin = tree.origin(path)
+    return origin != DEFAULT and not is_preset_origin(origin)
+
+
+def _with_aligner_names(own: Tree, overrides: Sequence[str], warnings: list[str]) -> list[str]:
+    """Translate NeMo-Aligner's keys of the file and of the command line in `own`. Returns the other overrides."""
+    others = []
+    for text in overrides:
+        override = parse_override(text)
+        if override.path[0] in ALIGNER_SECTIONS and not override.deletes:
+            own.put(override.path, override.value, COMMAND_LINE)
+        else:
+            others.append(text)
+    translate(own, warnings)
+    return others
+
+
 def guess_kind(path: FilePath) -> Kind:
     """The kind of run that a file is for, from its top-level sections."""
     sections = read_with_defaults(path, lambda tree: None, lambda key: True, []).values
     kinds = [kind for kind in ALL_KINDS if kind in sections]
     if not kinds and "loss_fn" in sections:
         return "grpo"
+    if not kinds and "dpo" in (sections.get("trainer") or {}):
+        return "dpo"
     if len(kinds) != 1:
         found = "none of them" if not kinds else " and ".join(f"`{kind}:`" for kind in kinds)
         raise ConfigError(f"{path}: cannot tell the kind of run: it has {found}; say which: {', '.join(ALL_KINDS)}")
@@ -201,7 +241,7 @@ def _refuse_unknown(kind: Kind, tree: Tree) -> None:
         if path[:2] not in foreign
     ]
     lines += [
-        f"{tree.origin(path)}: `{dotted(path)}` = {tree.get(path)!r}: must be a map of settings"
+        f"{tree.origin(path)}: `{dotted(path)}` = {shown_setting(dotted(path), tree.get(path))}: must be a map of settings"
         for path in sections_that_are_not_maps(vocabulary, tree.values)
     ]
     if lines or foreign:
@@ -211,6 +251,10 @@ def _refuse_unknown(kind: Kind, tree: Tree) -> None:
 def _describe_unknown(kind: Kind, path: Path) -> str:
     if len(path) == 1 and path[0] in ALL_KINDS:
         return f"unknown key `{path[0]}` in a {kind} config; this section belongs to `posttrain {path[0]}`"
+    if path[0] in ALIGNER_SECTIONS:
+        return (
+            f"unknown key `{dotted(path)}` in a {kind} config; names of NeMo-Aligner are understood by `posttrain dpo`"
+        )
     return f"unknown key `{dotted(path)}`{hint_for(vocabulary_of(kind), path)}"
 
 
@@ -224,6 +268,12 @@ def _forget_unfitting_validation(tree: Tree) -> None:
     is_list = isinstance(tree.get(("data", "train")), list)
     if is_list or any(tree.origin(key) != DEFAULT for key in chosen if tree.get(key) is not None):
         tree.put(validation, None, DEFAULT)
+
+
+def _correct_for_quantised_sampling(kind: Kind, tree: Tree) -> None:
+    """A sampler in FP8 is another policy than the one that is trained: its samples are weighted, unless the user says no."""
+    if kind == "grpo" and tree.get(PRECISION) == "fp8" and not _is_set_by_user(tree, CORRECTION):
+        tree.put(CORRECTION, True, f"{dotted(PRECISION)}: fp8")
 
 
 def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:
@@ -269,9 +319,12 @@ def _explain(path: Path, problem: ErrorDetails, tree: Tree) -> str:
     if problem["type"] == "missing":
         return f"`{dotted(path)}` is missing: set it in the file or with {dotted(path)}=… on the command line"
     value = problem["input"]
-    shown = (
-        repr(value) if not isinstance(value, dict) else f"a map with {', '.join(map(str, value)) or 'nothing in it'}"
-    )
+    if problem["type"] == UNKNOWN_KEY:
+        return f"{tree.origin(path)}: `{dotted(path)}`: {message}"
+    if isinstance(value, dict):
+        shown = f"a map with {', '.join(map(str, value)) or 'nothing in it'}"
+    else:
+        shown = shown_setting(dotted(path), value)
     return f"{tree.origin(path)}: `{dotted(path)}` = {shown}: {message}"
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from posttrain.config.errors import ConfigError
 from posttrain.config.tree import (
     COMMAND_LINE,
@@ -25,6 +23,7 @@ from posttrain.config.tree import (
     leaves,
 )
 from posttrain.config.yaml_files import parse_value
+from posttrain.redaction import redact_argument, shown_setting
 
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(?:\.[\w\-]+|\[\d+\])*")
 _HYDRA_MAP_KEY = re.compile(r"([{,]\s*[\w.\-]+):(?=[^\s/])")
@@ -47,13 +46,16 @@ def parse_override(text: str) -> Override:
     deletes = sign == "~"
     if not _KEY.fullmatch(key) or (equals is None and not deletes):
         raise ConfigError(
-            f"command line: {text!r} is not an override; write key=value (e.g. policy.precision=float32), or ~key to remove"
+            f"command line: {redact_argument(text)!r} is not an override; write key=value (e.g. policy.precision=float32), or "
+            "~key to remove"
         )
     try:
         value = _parse(raw) if equals else None
-    except yaml.YAMLError as error:
+    except ValueError as error:
+        shown = redact_argument(text)
+        reason = f" ({error})" if shown == text else ""  # it may quote a part of the value
         raise ConfigError(
-            f"command line: the value of {text!r} is not valid; put it in quotes if it is text"
+            f"command line: the value of {shown!r:.200} is not valid{reason}; put it in quotes if it is text"
         ) from error
     return Override(text, tuple(re.sub(r"\[(\d+)\]", r".\1", key).split(".")), deletes, bool(equals), value)
 
@@ -96,10 +98,11 @@ def _delete(tree: Tree, override: Override, has_default: Callable[[Path], bool])
     if present is absent:
         if has_default(override.path):
             return  # it has nothing but the default of the schema
-        raise ConfigError(f"command line: {override.text!r} removes a key that is not there")
+        raise ConfigError(f"command line: {redact_argument(override.text)!r} removes a key that is not there")
     if override.has_value and present != override.value:
         raise ConfigError(
-            f"command line: {override.text!r} does not apply: `{dotted(override.path)}` is {present!r} "
+            f"command line: {redact_argument(override.text)!r} does not apply: `{dotted(override.path)}` is "
+            f"{shown_setting(dotted(override.path), present)} "
             f"({tree.origin(override.path)})"
         )
     tree.remove(override.path)
@@ -127,10 +130,11 @@ def _check_way(tree: Tree, path: Path, override: Override) -> None:
         key = path[length]
         if isinstance(node, list) and not (key.isdigit() and int(key) < len(node)):
             raise ConfigError(
-                f"command line: {override.text!r}: `{dotted(path[:length])}` is a list of {len(node)}; "
+                f"command line: {redact_argument(override.text)!r}: `{dotted(path[:length])}` is a list of {len(node)}; "
                 f"name an entry, e.g. {dotted(path[:length])}[0]"
             )
         if node is not None and not isinstance(node, dict | list):
             raise ConfigError(
-                f"command line: {override.text!r}: `{dotted(path[:length])}` is {node!r}, which has no keys"
+                f"command line: {redact_argument(override.text)!r}: `{dotted(path[:length])}` is "
+                f"{shown_setting(dotted(path[:length]), node)}, which has no keys"
             )

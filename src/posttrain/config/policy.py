@@ -18,7 +18,7 @@ class TokenizerConfig(Section):
     name: str = Field(description="Folder or hub name of the tokenizer; normally that of the model.")
     chat_template: str | None = Field(
         default="default",
-        description="Chat template: default is the model's own, null passes text through, else a .jinja file or the text.",
+        description="Chat template: default (the model's), null (none), extra_id (NeMo-Aligner's), a .jinja file or its text.",
     )
     chat_template_kwargs: FreeMap | None = Field(default=None, description="Extra variables for the chat template.")
 

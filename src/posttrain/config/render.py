@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
 
 from posttrain.config.base import Section
 from posttrain.config.data import DatasetConfig
-from posttrain.config.tree import OVERRIDE_MARK, REPLACES_BUILT_IN, Path, Values
+from posttrain.config.tree import OVERRIDE_MARK, REPLACES_BUILT_IN, Path, Values, dotted
 from posttrain.config.yaml_files import parse_value
+from posttrain.redaction import REFERENCE, Replace, without_credentials
 
 REMARK_COLUMN = 60
 
@@ -42,6 +43,32 @@ def with_override_marks(values: Any, defaults: Any, path: Path = ()) -> Any:
         return values
     marked = {key: with_override_marks(inner, defaults.get(key), (*path, key)) for key, inner in values.items()}
     return {OVERRIDE_MARK: True, **marked} if set(defaults) - set(values) and values else marked
+
+
+class Expression(str):
+    """A text with `${...}` that is to be resolved when it is read."""
+
+    __slots__ = ()
+
+
+def without_credentials_of_config(
+    values: Any, expressions: Mapping[str, str], replace: Replace, path: Path = ()
+) -> Any:
+    """`values` without credentials. One that was written as a reference to an environment variable is that reference."""
+    if isinstance(values, dict):
+        return {
+            key: without_credentials_of_config(inner, expressions, replace, (*path, str(key)))
+            for key, inner in values.items()
+        }
+    if isinstance(values, list | tuple):
+        return [without_credentials_of_config(inner, expressions, replace, path) for inner in values]
+    cleaned = without_credentials(values, path[-1] if path else "", replace)
+    if cleaned == values or not isinstance(cleaned, str):
+        return cleaned
+    written = expressions.get(dotted(path), "")
+    if REFERENCE.search(written):
+        return Expression(written)
+    return Expression(cleaned) if REFERENCE.search(cleaned) else cleaned
 
 
 def to_yaml_text(values: Values, remark: Callable[[Path], str] | None = None) -> str:
@@ -85,7 +112,12 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", escaped, style=None if is_word else '"')
 
 
+def _represent_expression(dumper: yaml.SafeDumper, text: Expression) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"')
+
+
 _Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(Expression, _represent_expression)
 
 
 def _flow(value: Any) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, Union, get_args, get_origin
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from posttrain.config.base import FreeMap, NonNegativeInt, PositiveFloat, PositiveInt
+from posttrain.config.errors import UNKNOWN_KEY
 from posttrain.config.judge_reward import JudgeRewardConfig
 from posttrain.config.reward_base import WHAT_TYPE_MEANS, Pattern, RewardConfig
 
@@ -58,6 +59,10 @@ class MathRewardConfig(RewardConfig):
     strict: bool = Field(default=True, description="Tells sets from intervals and keeps the names of variables apart.")
     allow_set_relation_comp: bool = Field(
         default=False, description="Accepts a set for an inequality that describes it, and the other way round."
+    )
+    as_math_verify: bool = Field(
+        default=False,
+        description="Takes math-verify's verdict as it is, also on numbers that are equal only because both are cut off.",
     )
 
 
@@ -305,12 +310,12 @@ def refuse_unknown_keys(block: FreeMap, known: Sequence[str], owner: str) -> Non
         if key not in known:
             near = get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
-            raise _located(str(key), value, f"is not a key of {owner}; {hint}")
+            raise _located(str(key), value, f"is not a key of {owner}; {hint}", UNKNOWN_KEY)
 
 
-def _located(key: str, value: Any, message: str) -> ValidationError:
+def _located(key: str, value: Any, message: str, type_of_error: LiteralString = "reward_key") -> ValidationError:
     # Braces would be taken for places to fill in.
-    kind = PydanticCustomError("reward_key", "{message}", {"message": message})
+    kind = PydanticCustomError(type_of_error, "{message}", {"message": message})
     return ValidationError.from_exception_data("reward", [InitErrorDetails(type=kind, loc=(key,), input=value)])
 
 

@@ -28,6 +28,7 @@ from posttrain.config.schema import (
 from posttrain.config.suggestions import hint_for
 from posttrain.config.tree import Path, Tree, dotted
 from posttrain.config.yaml_files import read_with_defaults
+from posttrain.redaction import shown_setting
 
 S = TypeVar("S", bound=Section)
 
@@ -55,7 +56,7 @@ def _refuse_wrong_shape(root: Node, tree: Tree) -> None:
     for path in unknown_keys(root, tree.values):
         lines.append(f"{tree.origin(path)}: unknown key `{dotted(path)}`{hint_for(root, path)}")
     lines += [
-        f"{tree.origin(path)}: `{dotted(path)}` = {tree.get(path)!r}: must be a map of settings"
+        f"{tree.origin(path)}: `{dotted(path)}` = {shown_setting(dotted(path), tree.get(path))}: must be a map of settings"
         for path in sections_that_are_not_maps(root, tree.values)
     ]
     if lines:
@@ -72,7 +73,7 @@ def _explain(problem: ErrorDetails, file: FilePath, tree: Tree) -> str:
     value = problem["input"]
     if isinstance(value, dict | Section):
         return f"{where}: `{dotted(path)}`: {message}" if path else f"{where}: {message}"
-    return f"{where}: `{dotted(path)}` = {value!r}: {message}"
+    return f"{where}: `{dotted(path)}` = {shown_setting(dotted(path), value)}: {message}"
 
 
 def _key_of(location: tuple[int | str, ...], tree: Tree) -> Path:

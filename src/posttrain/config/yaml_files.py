@@ -1,7 +1,8 @@
 """Reads YAML with the line of every key, and follows `defaults:`.
 
-Numbers are read as OmegaConf reads them: `1e-8` is a float, dates and times stay text. Renames of old keys are applied to
-each file on its own, before files are laid over each other.
+Numbers are read as OmegaConf reads them: `1e-8` is a float, dates and times stay text. A text that would take much time or
+memory (aliases of aliases, endless nesting) is refused before its values are built. Renames of old keys are applied to each
+file on its own, before files are laid over each other.
 """
 
 from __future__ import annotations
@@ -14,36 +15,53 @@ from typing import Any
 
 import yaml
 
+from posttrain.config.base import MAX_INTEGER
 from posttrain.config.errors import ConfigError
 from posttrain.config.tree import Path, Tree, overlay
+from posttrain.json_files import read_at_most
 
 MAX_DEPTH = 64
+MAX_VALUES = 20_000  # with every alias written out
+MAX_FILE_BYTES = 2**20
 DEFAULTS_DIR = FilePath(__file__).parent / "defaults"
 
 # NeMo RL's recipes inherit from these files of its source tree; posttrain carries the same defaults.
 EXEMPLARS = {"grpo_math_1B.yaml": "grpo", **{file.name: file.stem for file in DEFAULTS_DIR.glob("*.yaml")}}
 
 
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
+
+
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > 100 or abs(value := int(super().construct_yaml_int(node))) >= MAX_INTEGER:
+            raise _error(f"the number {node.value:.20}… is beyond 64 bits", node)
+        return value
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         seen: set[str] = set()
         for key_node, _ in node.value:
             if key_node.tag != "tag:yaml.org,2002:merge" and key_node.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key `{key_node.value}` is set twice", problem_mark=key_node.start_mark
-                )
+                raise _error(f"key `{key_node.value}` is set twice", key_node)
             seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
 
 
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+def _error(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
 def _use_plain_numbers(loader: type[_Loader]) -> None:
-    """`1e-8` is a float. Dates (2024-01-01) and base-60 numbers (1:30:00) are text."""
+    """`1e-8` is a float. Dates (2024-01-01), base-60 numbers (1:30:00) and `=` are text."""
     numbers = {
         "tag:yaml.org,2002:float": r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
         r"|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
         "tag:yaml.org,2002:int": r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0o?[0-7_]+|[1-9][0-9_]*|0)",
     }
-    replaced = {*numbers, "tag:yaml.org,2002:timestamp"}
+    replaced = {*numbers, "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value"}
     loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in replaced]
         for first, resolvers in loader.yaml_implicit_resolvers.items()
@@ -56,24 +74,17 @@ _use_plain_numbers(_Loader)
 
 
 def parse_value(text: str) -> Any:
-    """One YAML value, as it stands on the command line."""
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+    """One YAML value, as it stands on the command line. ValueError with the reason, in one line, if it is not one."""
+    return _parse(text)[1]
 
 
-def parse_document(text: str, label: str) -> Tree:
+def parse_document(text: str | bytes, label: str) -> Tree:
     """A YAML document whose origins are `label:line`."""
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        values = loader.construct_document(node) if node is not None else {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{label}: not valid YAML: {_one_line(error)}") from error
-    finally:
-        loader.dispose()
+        node, values = _parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{label}: not valid YAML: {error}") from error
+    values = {} if node is None else values
     if not isinstance(values, dict):
         raise ConfigError(
             f"{label}: expected a map of sections (`name:` at the beginning of a line), got {type(values).__name__}"
@@ -84,9 +95,63 @@ def parse_document(text: str, label: str) -> Tree:
     return Tree(_with_text_keys(values), origins)
 
 
+def _parse(text: str | bytes) -> tuple[yaml.Node | None, Any]:
+    try:
+        _check_size(text)
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None, None
+            _check_node(node, {})
+            return node, loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise ValueError(_one_line(error)) from error
+    except LookupError as error:  # `!!bool maybe`
+        raise ValueError(f"{error} does not fit its tag") from error
+
+
+def _check_size(text: str | bytes) -> None:
+    """Before nodes are built from it: the C library recurses, and has no limit of its own."""
+    depth = count = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        count += isinstance(event, yaml.NodeEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise _error(f"nested more than {MAX_DEPTH} deep", event)
+        if count > MAX_VALUES:
+            raise _error(f"more than {MAX_VALUES} values", event)
+
+
+def _check_node(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How many values a node has, and how deep they are, with its aliases written out. `known`: of the nodes seen so far."""
+    if id(node) in known:
+        if known[id(node)] == (0, 0):
+            raise _error("an alias contains itself", node)
+        return known[id(node)]
+    if node.tag not in _TAGS:
+        raise _error(f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not read", node)
+    known[id(node)] = 0, 0
+    inner = []
+    if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
+        raise _error("a text holds the character NUL", node)
+    if isinstance(node, yaml.SequenceNode):
+        inner = [_check_node(value, known) for value in node.value]
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error("a key is a list or a map; keys are names", key)
+            inner += [_check_node(key, known), _check_node(value, known)]
+    count, depth = 1 + sum(count for count, _ in inner), 1 + max((depth for _, depth in inner), default=0)
+    if count > MAX_VALUES or depth > MAX_DEPTH + 1:
+        raise _error(f"more than {MAX_VALUES} values, or {MAX_DEPTH} levels, with its aliases written out", node)
+    known[id(node)] = count, depth
+    return count, depth
+
+
 def _collect_lines(node: yaml.Node, path: Path, prefix: str, origins: dict[Path, str]) -> None:
-    if len(path) > MAX_DEPTH:
-        raise ConfigError(f"{prefix[:-1]}: nested more than {MAX_DEPTH} deep; does an alias contain itself?")
     children: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(str(key.value), key, value) for key, value in node.value]
@@ -107,7 +172,7 @@ def _with_text_keys(value: Any) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip()
+    return re.sub(r"\s+", " ", str(error)).strip().replace('in "<unicode string>", ', "at ")
 
 
 def display_path(path: FilePath) -> str:
@@ -127,19 +192,23 @@ def read_with_defaults(
     keeps_null: Callable[[Path], bool],
     warnings: list[str],
     trail: tuple[FilePath, ...] = (),
+    known: dict[FilePath, Tree] | None = None,
 ) -> Tree:
-    """The file at `path` laid over the files that its `defaults:` names, depth first, later ones on top."""
+    """The file at `path` laid over the files that its `defaults:` names, depth first, later ones on top.
+
+    `known` has the files that were read: one that is named in several places is read once.
+    """
+    known = {} if known is None else known
     label = display_path(path)
     resolved = path.resolve()
+    if resolved in known:
+        return known[resolved]
     if resolved in trail:
         loop = " -> ".join(display_path(step) for step in (*trail, resolved))
         raise ConfigError(f"{label}: `defaults:` goes round in a circle: {loop}")
-    try:
-        own = parse_document(path.read_text(encoding="utf-8"), label)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{label}: no such config file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{label}: cannot be read: {error}") from error
+    if len(trail) > MAX_DEPTH:
+        raise ConfigError(f"{label}: `defaults:` of more than {MAX_DEPTH} files, one below the other")
+    own = read_document(path, label)
     parents = _parents(own, label)
     rename(own)
     base = Tree()
@@ -152,9 +221,22 @@ def read_with_defaults(
             continue
         if not file.exists():
             raise ConfigError(f"{label}: defaults: no file {display_path(file)}; the path is relative to {label}")
-        below = read_with_defaults(file, rename, keeps_null, warnings, (*trail, resolved))
+        below = read_with_defaults(file, rename, keeps_null, warnings, (*trail, resolved), known)
         base = overlay(base, below, keeps_null)
-    return overlay(base, own, keeps_null) if parents else own
+    known[resolved] = overlay(base, own, keeps_null) if parents else own
+    return known[resolved]
+
+
+def read_document(path: FilePath, label: str) -> Tree:
+    try:
+        content = read_at_most(path, MAX_FILE_BYTES).decode("utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{label}: no such config file") from error
+    except OSError as error:
+        raise ConfigError(f"{label}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{label}: cannot be read: {error}") from error
+    return parse_document(content, label)
 
 
 def _parents(own: Tree, label: str) -> list[str]:

@@ -23,6 +23,7 @@ from posttrain.types import Message
 Ids = list[int]
 
 DEFAULT_TEMPLATE = "default"
+TEMPLATES_BY_NAME = {"extra_id": Path(__file__).parent / "chat_templates" / "extra_id.jinja"}
 
 # Stands in for a turn's content to see where a template prints it. Letters and digits only: no template trims or escapes it.
 _PLACEHOLDER = "posttrain7f3a91c4e2turn"
@@ -57,7 +58,8 @@ class ChatFormat:
     """A tokenizer with one way of writing conversations.
 
     `chat_template`: "default" is the model's own template (contents one after another when it has none), None writes
-    the contents one after another, a name that ends in `.jinja` is a file, anything with `{{` or `{%` is a template.
+    the contents one after another, a name that ends in `.jinja` is a file, anything with `{{` or `{%` is a template, and
+    "extra_id" is that of NeMo-Aligner.
     `kwargs` are handed to the template, for instance `{"enable_thinking": False}`.
     """
 
@@ -97,11 +99,13 @@ class ChatFormat:
         """The template as it is saved with a model: with `kwargs` written into it, so that it needs no settings of ours."""
         if self.template is None or not self.kwargs:
             return self.template
-        given = (
-            f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja_literal(value, name)} %}}{{%- endif %}}"
+        # transformers itself defines `tools` and `documents`, as none where the caller gives none.
+        given = "".join(
+            f"{{%- if {name} is not defined or {name} is none %}}{{%- set {name} = {_jinja_literal(value, name)} %}}"
+            "{%- endif %}"
             for name, value in self.kwargs.items()
         )
-        return "".join(given) + self.template
+        return given + self.template
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -326,6 +330,8 @@ def _resolve_template(chat_template: str | None, tokenizer: Any) -> Any:
         return None
     if chat_template == DEFAULT_TEMPLATE:
         return tokenizer.get_chat_template() if tokenizer.chat_template else None
+    if chat_template in TEMPLATES_BY_NAME:
+        return TEMPLATES_BY_NAME[chat_template].read_text(encoding="utf-8")
     if chat_template.endswith(".jinja"):
         file = Path(chat_template).expanduser()
         if not file.is_file():
@@ -333,7 +339,8 @@ def _resolve_template(chat_template: str | None, tokenizer: Any) -> Any:
         chat_template = file.read_text(encoding="utf-8")
     elif "{{" not in chat_template and "{%" not in chat_template:
         raise DataError(
-            f"tokenizer.chat_template: {chat_template!r} is neither 'default', null, a *.jinja file nor a Jinja template"
+            f"tokenizer.chat_template: {chat_template!r} is neither 'default', null, {', '.join(TEMPLATES_BY_NAME)}, a *.jinja "
+            "file nor a Jinja template"
         )
     return chat_template
 
@@ -351,9 +358,11 @@ def _jinja_literal(value: Any, name: str) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | int | float):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)  # Jinja would read JSON's pair of surrogates as two characters
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(str(k))}: {_jinja_literal(v, name)}" for k, v in value.items()) + "}"
+        keys = (json.dumps(str(key), ensure_ascii=False) for key in value)
+        values = (_jinja_literal(item, name) for item in value.values())
+        return "{" + ", ".join(f"{key}: {item}" for key, item in zip(keys, values, strict=True)) + "}"
     if isinstance(value, Sequence):
         return "[" + ", ".join(_jinja_literal(item, name) for item in value) + "]"
     raise DataError(

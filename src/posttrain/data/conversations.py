@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.errors import DataError
 from posttrain.data.sources import Row
-from posttrain.types import Message
+
+if TYPE_CHECKING:  # the command line reads names of datasets without torch
+    from posttrain.types import Message
 
 
 def is_conversation(value: Any) -> bool:
@@ -26,7 +29,7 @@ def as_messages(value: Any, row: Row, key: str) -> list[Message]:
         if content is None and (turn.get("tool_calls") or turn.get("function_call")):
             content = ""
         elif is_conversation(content):  # [{"type": "text", "text": ...}]
-            content = "".join(str(part.get("text", "")) for part in content)
+            content = "".join(as_text(part.get("text", ""), row, key) for part in content)
         if not isinstance(turn.get("role"), str) or not isinstance(content, str):
             raise DataError(
                 f"{row.where}: message {position} of {key!r} needs the texts 'role' and 'content', found {shown(turn)}"
@@ -48,7 +51,7 @@ def as_prompt(value: object, row: Row, key: str) -> str | list[Message]:
 def as_text(value: object, row: Row, key: str) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
         return str(value)
     raise DataError(f"{row.where}: {key!r} must be text, found {shown(value)}")
 

@@ -6,23 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any, Generic, Protocol
+from typing import Generic, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.config.data import TRACE_GROUPS
 from posttrain.data.chat import ChatFormat
+from posttrain.data.dataset_names import preference_spec, response_spec
 from posttrain.data.entries import Entries, Entry, Section, read_entries
 from posttrain.data.errors import DataError
-from posttrain.data.named_datasets import (
-    PREFERENCE_DATASETS,
-    RESPONSE_DATASETS,
-    PreferenceSpec,
-    ResponseSpec,
-    find_spec,
-    unknown_dataset,
-)
+from posttrain.data.named_datasets import PREFERENCE_DATASETS, RESPONSE_DATASETS, PreferenceSpec, ResponseSpec
 from posttrain.data.packed_file import PackedFile
 from posttrain.data.preference_readers import JudgedReader, PairReader
 from posttrain.data.readers import ExampleReader, Item, Numbered, Outcome, TaskReader
@@ -92,7 +85,7 @@ def load_task_dataset(
             answers = RecordedReader(entry, chat, max_total_tokens, needs_signal=needs_signal)
             loading.add(entry, None, answers, recorded.rows(), recorded.left_out)
             continue
-        known = _response_spec(entry)
+        known = response_spec(entry, needs_reference=True)
         reader = TaskReader(entry, known or RESPONSE_DATASETS[0], chat, max_prompt_tokens)
         loading.add(entry, known, reader)
     return TaskDataset(*loading.finished())
@@ -104,7 +97,7 @@ def load_pair_dataset(
     """Pairs whose prompt with the longer answer has at most `max_total_tokens`."""
     loading: _Loading[Pair] = _Loading(seed)
     for entry in read_entries(entries, defaults):
-        known = _preference_spec(entry)
+        known = preference_spec(entry)
         spec = known or PREFERENCE_DATASETS[0]
         if spec.kind == "packed":
             if isinstance(chat, WholeChatFormat):
@@ -131,7 +124,7 @@ def load_judged_dataset(
     """Answers that are wanted or not: labelled ones, both answers of each pair, or traces by their rewards."""
     loading: _Loading[Judged] = _Loading(seed)
     for entry in read_entries(entries, defaults):
-        known = _preference_spec(entry)
+        known = preference_spec(entry)
         spec = known or PREFERENCE_DATASETS[0]
         if spec.kind == "packed":
             raise DataError(f"{entry.file}: packs hold pairs; use the rows that they were made of")
@@ -156,9 +149,9 @@ def load_example_dataset(
     """Examples of at most `max_total_tokens`; every assistant's turn is trained, or the last one only."""
     loading: _Loading[Example] = _Loading(seed)
     for entry in read_entries(entries, defaults):
-        known = _response_spec(entry)
+        known = response_spec(entry, needs_reference=False)
         reader = ExampleReader(entry, known or RESPONSE_DATASETS[0], chat, max_total_tokens, only_unmask_final)
-        loading.add(entry, known, reader)
+        loading.add(entry, known, reader, known.assemble(entry.rows(known)) if known and known.assemble else None)
     return ExampleDataset(*loading.finished())
 
 
@@ -232,23 +225,6 @@ def _outcomes(name: str, rows: Iterable[Row], reader: Reader[Item]) -> Iterator[
     numbered = ((f"{name}:{index}", row) for index, row in enumerate(rows))
     while chunk := list(islice(numbered, ROWS_PER_CHUNK)):
         yield from reader.read(chunk)
-
-
-def _response_spec(entry: Entry) -> ResponseSpec | None:
-    found = find_spec(entry.dataset_name or "", RESPONSE_DATASETS)
-    return _known(entry, found, RESPONSE_DATASETS, also=(TRACE_GROUPS,))
-
-
-def _preference_spec(entry: Entry) -> PreferenceSpec | None:
-    return _known(entry, find_spec(entry.dataset_name or "", PREFERENCE_DATASETS), PREFERENCE_DATASETS)
-
-
-def _known(entry: Entry, found: Any, specs: Any, also: Sequence[str] = ()) -> Any:
-    """The named dataset; None for a path or a hub name, whose rows are read by their keys."""
-    name = entry.dataset_name
-    if found or not name or "/" in name or (not entry.data_path and entry.local_path):
-        return found
-    raise unknown_dataset(name, specs, also)
 
 
 def _label(entry: Entry, known: ResponseSpec | PreferenceSpec | None) -> str:

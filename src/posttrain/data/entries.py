@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 from pydantic import ValidationError
 
 from posttrain.config.data import DatasetConfig
 from posttrain.config.errors import explain_errors
+from posttrain.data.dataset_names import named_path
 from posttrain.data.errors import DataError, nearest
 from posttrain.data.prompts import PromptFiles
-from posttrain.data.sources import Row, looks_like_path, read_hub, read_local
+from posttrain.data.sources import Row, read_hub, read_local
 
 Section = DatasetConfig | Mapping[str, object]
 Entries = Section | Sequence[Section] | None
@@ -47,11 +47,7 @@ class Entry(DatasetConfig):
 
     @property
     def local_path(self) -> str | None:
-        """The file or folder that the entry names, if it names one."""
-        if self.data_path:
-            return self.data_path
-        name = self.dataset_name or ""
-        return name if looks_like_path(name) or Path(name).exists() else None
+        return named_path(self)
 
     @property
     def file(self) -> str:

@@ -1,4 +1,4 @@
-"""The datasets that can be given by name: where they are and which field means what. Tables, no code that reads.
+"""The datasets that can be given by name: where they are and which field means what; and those that are refused by name.
 
 Names are NeMo RL's; case, dashes and underscores do not matter, and the hub's own name works as well.
 """
@@ -6,11 +6,13 @@ Names are NeMo RL's; case, dashes and underscores do not matter, and the hub's o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
+from posttrain.data.open_assistant import best_conversations
 from posttrain.data.sources import Row
 
 
@@ -19,14 +21,14 @@ def first_listed_answer(row: Row) -> str:
     texts = row.field("answers.text")
     if not texts:
         raise DataError(f"{row.where}: 'answers.text' is empty")
-    return str(texts[0])
+    return as_text(texts[0], row, "answers.text")
 
 
 def after_hashes(row: Row) -> str:
     """GSM8K's final answer: what stands after `####`, without the commas of large numbers."""
     final = row.get("final_answer")
     if final is not None:
-        return str(final)
+        return as_text(final, row, "final_answer")
     worked, found, answer = str(row.field("answer")).rpartition("####")
     if not found:
         raise DataError(f"{row.where}: 'answer' has no '####' before its final number: {worked[-60:]!r}")
@@ -47,12 +49,14 @@ class ResponseSpec:
     solution: tuple[str, ...] = ()  # the worked solution, which supervised tuning learns; else the answer
     system: str | None = None  # goes before the question as the system's turn
     conversation: tuple[str, ...] = ()  # whole conversations, for supervised tuning
+    is_checkable: bool = True  # its rows have an answer that a reward can check, which GRPO needs
+    assemble: Callable[[Iterable[Row]], Iterator[Row]] | None = None  # several rows make a conversation
 
 
 RESPONSE_DATASETS = (
     ResponseSpec(
         "ResponseDataset",
-        aliases=("openai_format", "general-conversation-jsonl"),
+        aliases=("openai_format", "oai_format_dataset", "general-conversation-jsonl"),
         question=("input",),
         answer=("output",),
         conversation=("messages", "conversations"),
@@ -83,6 +87,7 @@ RESPONSE_DATASETS = (
     ),
     ResponseSpec(
         "OpenMathInstruct-2",
+        aliases=("OpenMathInstruct",),
         hub="nvidia/OpenMathInstruct-2",
         split="train_1M",
         answer=("expected_answer",),
@@ -90,6 +95,7 @@ RESPONSE_DATASETS = (
     ),
     ResponseSpec(
         "DAPOMath17K",
+        aliases=("dapo_math",),
         hub="BytedTsinghua-SIA/DAPO-Math-17k",
         question=("prompt", "problem"),
         answer=("reward_model.ground_truth", "answer"),
@@ -101,7 +107,21 @@ RESPONSE_DATASETS = (
         answer=("reward_model.ground_truth", "answer"),
     ),
     ResponseSpec("squad", hub="rajpurkar/squad", system="context", question=("question",), answer=first_listed_answer),
-    ResponseSpec("tulu3_sft_mixture", hub="allenai/tulu-3-sft-mixture", conversation=("messages",)),
+    ResponseSpec(
+        "tulu3_sft_mixture",
+        aliases=("tulu3",),
+        hub="allenai/tulu-3-sft-mixture",
+        conversation=("messages",),
+        is_checkable=False,
+    ),
+    ResponseSpec(
+        "open_assistant",
+        aliases=("oasst", "oasst2"),
+        hub="OpenAssistant/oasst2",
+        conversation=("messages",),
+        is_checkable=False,
+        assemble=best_conversations,
+    ),
 )
 
 
@@ -128,7 +148,7 @@ PREFERENCE_DATASETS = (
     PreferenceSpec("BinaryPreferenceDataset"),
     PreferenceSpec("NeMo-Aligner", chosen="chosen_response", rejected="rejected_response"),
     PreferenceSpec("HelpSteer3", hub="nvidia/HelpSteer3", subsets=("preference",)),
-    PreferenceSpec("Tulu3Preference", hub="allenai/llama-3.1-tulu-3-8b-preference-mixture"),
+    PreferenceSpec("Tulu3Preference", aliases=("tulu3",), hub="allenai/llama-3.1-tulu-3-8b-preference-mixture"),
     PreferenceSpec(
         "UltraFeedback",
         aliases=("ultrafeedback_binarized",),
@@ -139,6 +159,20 @@ PREFERENCE_DATASETS = (
     PreferenceSpec("PackedPairs", kind="packed"),
 )
 
+# NeMo RL's datasets that posttrain does not read, with the reason.
+REFUSED_DATASETS = {
+    **dict.fromkeys(
+        ("clevr", "clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny"),
+        "its prompts contain images, and posttrain trains on text only",
+    ),
+    **dict.fromkeys(
+        ("avqa", "audiomcq", "mmau", "intent", "intent-train", "intent-bench", "daily-omni"),
+        "its prompts contain sound or video, and posttrain trains on text only",
+    ),
+    "NemoGymDataset": "it belongs to NeMo-Gym's servers; a conversation with an environment is a class of yours under `env`",
+    "arrow_text": "posttrain does not read .arrow files; save them with `datasets` as .parquet and give `data_path`",
+}
+
 Spec = TypeVar("Spec", bound=ResponseSpec | PreferenceSpec)
 
 
@@ -148,6 +182,28 @@ def find_spec(name: str, specs: Sequence[Spec]) -> Spec | None:
     for spec in specs:
         if wanted in {_folded(known) for known in (spec.name, *spec.aliases, spec.hub or spec.name)}:
             return spec
+    return None
+
+
+def unreadable(name: str) -> str | None:
+    """Why posttrain does not read a dataset that NeMo RL has."""
+    return next((reason for refused, reason in REFUSED_DATASETS.items() if _folded(name) == _folded(refused)), None)
+
+
+def refusal(name: str, *, has_pairs: bool, needs_reference: bool) -> str | None:
+    """Why a run cannot train on the dataset of that name although the name is known; None if it can, or is not known.
+
+    `has_pairs`: the run learns from preferences. `needs_reference`: it samples answers that are checked.
+    """
+    if (reason := unreadable(name)) is not None:
+        return reason
+    response, preference = find_spec(name, RESPONSE_DATASETS), find_spec(name, PREFERENCE_DATASETS)
+    if has_pairs and preference is None and response is not None:
+        return "it has no preferences; use it with `posttrain grpo` or `posttrain sft`"
+    if not has_pairs and response is None and preference is not None:
+        return "it holds preferences; use it with `posttrain dpo` or `posttrain rm`"
+    if needs_reference and response is not None and not response.is_checkable:
+        return "it has conversations without an answer to check; use it with `posttrain sft`"
     return None
 
 

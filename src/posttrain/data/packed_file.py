@@ -24,6 +24,7 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Outcome, Read
 from posttrain.data.shuffling import keyed_order
+from posttrain.json_files import parse_json
 from posttrain.types import Pair
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class PackedHeader:
 
     @classmethod
     def from_json(cls, text: str) -> PackedHeader:
-        values = json.loads(text)
+        values = parse_json(text)
         if values.pop("format", None) != FORMAT or values.pop("version", None) != VERSION:
             raise ValueError("it is of another format or version")
         return cls(**{**values, "statistics": PackingStatistics(**values["statistics"])})

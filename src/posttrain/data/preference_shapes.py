@@ -16,13 +16,14 @@ from typing import Any
 from posttrain.data.conversations import as_messages, as_prompt, as_text, is_conversation, shown
 from posttrain.data.errors import DataError
 from posttrain.data.sources import Row
+from posttrain.reward_values import NEEDED, is_reward
 from posttrain.types import Message
 
 TIE = "tie: neither answer is preferred"
 NO_SHARED_PROMPT = "the two answers do not follow the same conversation"
 NO_ANSWER = "the conversation does not end with an answer"
-PREFERENCE_NOT_FINITE = "overall_preference is not a finite number"
-REWARD_NOT_FINITE = "chosen_reward or rejected_reward is not a finite number"
+PREFERENCE_NOT_FINITE = f"overall_preference: {NEEDED}"
+REWARD_NOT_FINITE = f"chosen_reward or rejected_reward: {NEEDED}"
 
 ALIGNER = ("chosen_response", "rejected_response")
 # What people call the rewards of the better and of the worse answer.
@@ -90,7 +91,7 @@ def read_preference(row: Row, keys: PreferenceKeys) -> Preference:
             )
     chosen, rejected = row.field(chosen_key, setting="chosen_key"), row.field(rejected_key, setting="rejected_key")
     rewards = _rewards(row, keys)
-    problem = "" if all(r is None or math.isfinite(r) for r in rewards) else REWARD_NOT_FINITE
+    problem = "" if all(r is None or is_reward(r) for r in rewards) else REWARD_NOT_FINITE
 
     prompt = row.get(keys.prompt)
     if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
@@ -204,14 +205,15 @@ def _from_helpsteer(row: Row) -> Preference:
     """`overall_preference` is negative where the first response is the better one and 0 for a tie; its size is how much."""
     prompt = as_prompt(row.field("context"), row, "context")
     first, second = (as_text(row.field(key), row, key) for key in ("response1", "response2"))
-    preference = _number(row.field("overall_preference"), row, "overall_preference")
-    assert preference is not None
+    preference = _number(row.get("overall_preference"), row, "overall_preference")
+    if preference is None:
+        raise DataError(f"{row.where}: 'overall_preference' is null; every row needs a value")
     chosen, rejected = (first, second) if preference < 0 else (second, first)
     return Preference(
         prompt,
         chosen,
         rejected,
-        TIE if preference == 0 else "" if math.isfinite(preference) else PREFERENCE_NOT_FINITE,
+        TIE if preference == 0 else "" if is_reward(preference) else PREFERENCE_NOT_FINITE,
         chosen_reward=abs(preference),
         rejected_reward=0.0,
     )

@@ -162,7 +162,10 @@ def reference(row: Row, entry: Entry, spec: ResponseSpec) -> Any:
     names = (entry.output_key,) if entry.output_key else spec.answer
     assert not callable(names)
     value = row.field(*names, setting="output_key")
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if value is None or isinstance(value, float):
+        as_text(value, row, names[0])  # refuses null, NaN and infinity
+    return value
 
 
 def solution(row: Row, entry: Entry, spec: ResponseSpec) -> str:

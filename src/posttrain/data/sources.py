@@ -10,9 +10,11 @@ import csv
 import gzip
 import io
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +22,9 @@ from typing import IO, Any
 import fsspec  # type: ignore[import-untyped]
 
 from posttrain.data.errors import DataError, nearest
-from posttrain.json_files import JsonMapping
+from posttrain.errors import reason_of
+from posttrain.hub_requests import ask_hub
+from posttrain.json_files import JsonMapping, parse_json
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
 SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -42,6 +46,8 @@ class Row:
         """The first of `names` that this row has; a dot reaches into a nested record. `setting` is what chooses the name."""
         for name in names:
             value = self._reach(name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise DataError(f"{self.where}: {name!r} is {value}; every row needs a value")
             if value is not None:
                 return value
         wanted = " or ".join(repr(name) for name in names)
@@ -138,19 +144,51 @@ def read_hub(name: str, subsets: Iterable[str | None], split: str, cache_dir: st
     """The rows of a dataset on the Hugging Face hub, or in its local cache."""
     import datasets
 
+    problem = _hub_problem(name)
     for subset in subsets:
         label = f"{name}/{subset}[{split}]" if subset else f"{name}[{split}]"
         try:
-            table = datasets.load_dataset(name, subset, split=split, cache_dir=cache_dir)
+            # What is in the cache is used all the same.
+            with _offline() if problem else nullcontext():
+                table = datasets.load_dataset(name, subset, split=split, cache_dir=cache_dir)
         # Whatever goes wrong in there (network, name, split, subset) comes as one of a dozen classes of four packages.
         except Exception as error:
-            first_line = (str(error).strip() or "no message").splitlines()[0]
+            reason = problem or f"{type(error).__name__}: {reason_of(error)}"
             raise DataError(
                 f"dataset {label}: neither a local file or folder nor available from the Hugging Face hub "
-                f"({type(error).__name__}: {first_line}). Point `data_path` at local files, or check name and network"
+                f"({reason}). Point `data_path` at local files, or check name and network"
             ) from error
         for number, values in enumerate(table, start=1):
             yield Row(values, label, number)
+
+
+def _hub_problem(name: str) -> str | None:
+    """Why the hub will not give the dataset: found with one request, where its client would try six times."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    answer = ask_hub("datasets", name)
+    if answer.unreachable is not None:
+        return f"{constants.ENDPOINT} {answer.unreachable}"
+    return f"{constants.ENDPOINT} has no such dataset, or hides it from you" if answer.has_none else None
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """The hub's client and `datasets` look into their caches only."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    modules: tuple[Any, ...] = (config, constants)
+    before = [(module, module.HF_HUB_OFFLINE) for module in modules]
+    for module, _ in before:
+        module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, value in before:
+            module.HF_HUB_OFFLINE = value
 
 
 def filesystem_of(path: str) -> tuple[Any, str]:
@@ -233,9 +271,11 @@ def _json(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:
+        raise DataError(f"{where}: broken JSON: {error}") from error
 
 
 def _csv(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:

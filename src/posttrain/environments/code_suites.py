@@ -79,7 +79,7 @@ def _unpacked(text: str) -> Any:
     if text.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
     return text
 
@@ -117,7 +117,7 @@ def _cases(cases: Sequence[JsonMapping], around: JsonMapping) -> Suite:
             (tuple(json.loads(line) for line in str(case["input"]).splitlines()), json.loads(str(case["output"])))
             for case in cases
         ]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unscored(f"the tests call a function, and an input or output is not JSON: {error}") from None
     return CallSuite(name, tuple(read), _setup(around))
 

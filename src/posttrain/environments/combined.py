@@ -6,7 +6,6 @@ completion, that completion is unscored with the name of that reward; the values
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ from posttrain.environments.item import ScoringItem
 from posttrain.environments.pool import ScoringPool
 from posttrain.environments.reward_types import IN_PROCESS, in_process_environment
 from posttrain.environments.settings import EnvironmentSettings, RewardSettings
+from posttrain.reward_values import NEEDED, is_reward, total
 from posttrain.roles import Environment, Progress
 from posttrain.types import Completion, Score, Task
 
@@ -113,10 +113,10 @@ class WeightedRewards:
             error = "; ".join(f"{name}: {score.error or 'no reason given'}" for name, score in failed.items())
             traces = [f"{name}:\n{score.traceback}" for name, score in failed.items() if score.traceback]
             return Score(None, parts, error, "\n".join(traces) or None)
-        total = math.fsum(self.weights[name] * parts[name] for name in scores)
-        if not math.isfinite(total):
-            return Score(None, parts, f"the weighted rewards add up to {total}: a finite number is needed")
-        return Score(total, parts)
+        reward = total(self.weights[name] * parts[name] for name in scores)
+        if not is_reward(reward):
+            return Score(None, parts, f"the weighted rewards add up to {reward}: {NEEDED}")
+        return Score(reward, parts)
 
 
 def _progress_of_the_slowest(num_rewards: int, progress: Progress | None) -> Callable[[int], Progress | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.reward_values import NEEDED, is_reward, total
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ def to_reward(value: object) -> tuple[float, dict[str, float]]:
         raise Unscored("the reward function returned an empty dict: named numbers are needed")
     if "reward" in parts:
         return parts.pop("reward"), parts
-    total = math.fsum(parts.values())
-    return _finite(total, "the parts of the reward add up to"), parts
+    return _usable(total(parts.values()), "the parts of the reward add up to"), parts
 
 
 def _to_number(value: Any, what: str) -> float:
@@ -73,12 +72,12 @@ def _to_number(value: Any, what: str) -> float:
         number = float(value)
     except (OverflowError, ValueError) as error:
         raise Unscored(f"{what} a number that does not fit a float: {error}") from None
-    return _finite(number, what)
+    return _usable(number, what)
 
 
-def _finite(number: float, what: str) -> float:
-    if not math.isfinite(number):
-        raise Unscored(f"{what} {number}: a finite number is needed")
+def _usable(number: float, what: str) -> float:
+    if not is_reward(number):
+        raise Unscored(f"{what} {number}: {NEEDED}")
     return number
 
 

@@ -28,7 +28,8 @@ from posttrain.config.judge_reward import (
 from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.environments.judge_endpoint import Endpoint, EndpointError, Reply
 from posttrain.environments.judge_records import Usage, UsageFile, VerdictCache, request_key
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.json_files import JsonMapping, JsonObject, parse_json
+from posttrain.redaction import CREDENTIAL_REMEDY, lacks_credential, redact, redact_values, split_userinfo
 
 _SHOWN_CHARACTERS = 160
 
@@ -46,13 +47,18 @@ def judge_scorer(setup: JsonMapping) -> Callable[[ScoringItem], dict[str, float]
         if not key:
             raise BadSetup(f"api_key_env names the environment variable {setup['api_key_env']}, which is not set")
         headers["Authorization"] = f"Bearer {key}"
+    if lacks_credential(setup["base_url"]):
+        raise BadSetup(f"base_url is {setup['base_url']}: its password was left out of the file; {CREDENTIAL_REMEDY}")
+    url, authorization = split_userinfo(setup["base_url"])
+    if authorization is not None and not any(name.lower() == "authorization" for name in headers):
+        headers["Authorization"] = authorization
     cache_path = _path(setup["cache_path"], base_folder) or _default_cache_path()
     usage_path = _path(setup["usage_file"], base_folder) or cache_path.with_name("judge_usage.json")
     timeout_s = setup["timeout_s"] or JudgeRewardConfig.default_timeout_s
     judge = _Judge(
         setup=setup,
         template=_template(setup, base_folder),
-        endpoint=Endpoint(setup["base_url"] + "/chat/completions", headers),
+        endpoint=Endpoint(url + "/chat/completions", headers),
         cache=VerdictCache(cache_path) if setup["cache"] else None,
         usage=UsageFile(usage_path),
         budget_s=timeout_s - min(2.0, 0.1 * timeout_s),  # done before the pool's time is up, to say what went wrong
@@ -113,9 +119,11 @@ class _Judge:
                 return score
         text = self._ask(body, key, noise_key, usage)
         if self.cache and kept is None:
-            text = self.cache.put(key, text)  # two may have asked at once: both take the verdict that came first
+            text = self.cache.put(
+                key, redact_values(text)
+            )  # two may have asked at once: both take the verdict that came first
         elif self.cache:
-            self.cache.replace(key, text)
+            self.cache.replace(key, redact_values(text))
         return read_score(text, self.setup)
 
     def _result(self, score: float, usage: Usage) -> dict[str, float]:
@@ -188,7 +196,7 @@ class _Judge:
 def _content(reply: Reply, usage: Usage) -> str:
     """The text of the first choice; its cost is counted first, whatever the text is."""
     try:
-        body = json.loads(reply.body)
+        body = parse_json(reply.body)
     except ValueError:
         raise NoVerdict(f"the reply is not JSON: {_shown(reply.body.decode('utf-8', 'replace'))}") from None
     spent = body.get("usage") if isinstance(body, dict) else None
@@ -295,5 +303,5 @@ def _last_json_value(text: str, key: str) -> Any:
 
 
 def _shown(text: str) -> str:
-    line = " ".join(text.split())
+    line = redact(" ".join(text.split()))
     return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + " …"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from posttrain.json_files import JsonObject
+from posttrain.redaction import redact
 
 _MAX_REPLY_BYTES = 8 << 20
 _MAY_PASS = frozenset({408, 409, 423, 425, 429, *range(500, 600)})
@@ -103,7 +104,8 @@ class Endpoint:
         return connection, path
 
     def _refusal(self, response: http.client.HTTPResponse, content: bytes) -> EndpointError:
-        text = " ".join(content.decode("utf-8", "replace").split())[:_SHOWN_CHARACTERS]
+        # Some servers quote the key that they refuse. Half of it, where the text is cut, would not be recognised any more.
+        text = redact(" ".join(content.decode("utf-8", "replace").split()))[:_SHOWN_CHARACTERS]
         return EndpointError(
             f"HTTP {response.status} {response.reason} from {self.url}: {text}".rstrip(": "),
             may_pass=response.status in _MAY_PASS,

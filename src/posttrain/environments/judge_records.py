@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.json_files import JsonObject
+from posttrain.json_files import JsonObject, parse_json
 from posttrain.locks import locked
 
 _WAIT_FOR_LOCK_S = 30.0
@@ -104,7 +104,7 @@ class UsageFile:
 
     def _read(self) -> JsonObject:
         try:
-            return dict(json.loads(self.path.read_text()))
+            return dict(parse_json(self.path.read_text()))
         except (OSError, ValueError, TypeError):
             return {}
 

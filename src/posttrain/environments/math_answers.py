@@ -3,7 +3,8 @@
 Two verifiers, by NeMo RL's names. `hf_math_verify` reads both sides as mathematics with the math-verify package and asks
 whether they are equal. `dapo_math_verify` compares normalised text, as the DAPO recipe does; it needs no sympy.
 Deviations from NeMo RL: a `\\boxed{}` always wins over other ways to state the answer, and after it a last line `#### …`;
-a verifier that fails leaves the completion unscored instead of scoring 0; the DAPO verifier also reads `\\boxed{}`.
+a verifier that fails leaves the completion unscored instead of scoring 0; numbers that differ are not equal because both are
+cut off (`as_math_verify` turns that off); the DAPO verifier also reads `\\boxed{}`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.environments.item import ScoringItem, Unscored
+from posttrain.environments.math_numbers import divides_by_zero, equal_only_when_cut_off, has_no_value
 from posttrain.environments.multiple_choice import choice_scorer
 from posttrain.json_files import JsonMapping
 
@@ -40,6 +42,7 @@ def math_scorer(setup: JsonMapping) -> Callable[[ScoringItem], float]:
             tuple(setup.get("match_types", ("latex", "expr"))),
             setup.get("boxed_match_priority", 0),
         ),
+        as_math_verify=setup.get("as_math_verify", False),
         float_rounding=setup.get("precision", 6),
         strict=setup.get("strict", True),
         allow_set_relation_comp=setup.get("allow_set_relation_comp", False),
@@ -63,7 +66,9 @@ def reference_text(item: ScoringItem) -> str:
     return text
 
 
-def _math_verify_scorer(readings: Readings, **comparison: Any) -> Callable[[ScoringItem], float]:
+def _math_verify_scorer(
+    readings: Readings, *, as_math_verify: bool, **comparison: Any
+) -> Callable[[ScoringItem], float]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # It warns that its own time limits are off. They rely on signals; the pool's limit does not.
@@ -93,6 +98,12 @@ def _math_verify_scorer(readings: Readings, **comparison: Any) -> Callable[[Scor
         line = _LAST_LINE.search(text) if last_boxed(text) is None else None
         return (read(line[1], response_targets) if line else []) or read(text, response_targets)
 
+    def is_equal(truth: Any, answer: Any) -> bool:
+        equal = bool(verify(truth, answer, timeout_seconds=None, raise_on_error=True, **comparison))
+        if not equal or as_math_verify:
+            return equal
+        return not equal_only_when_cut_off(truth, answer, comparison["float_rounding"])
+
     def score(item: ScoringItem) -> float:
         reference = reference_text(item)
         expected = read_reference(reference)
@@ -101,12 +112,15 @@ def _math_verify_scorer(readings: Readings, **comparison: Any) -> Callable[[Scor
         # Each side is a list of readings of the same answer. One that cannot be compared matters only if no other agrees.
         first_error: Exception | None = None
         for answer in read_response(item.response):
+            if divides_by_zero(answer):
+                continue
             for truth in expected:
                 try:
-                    if verify(truth, answer, timeout_seconds=None, raise_on_error=True, **comparison):
+                    if is_equal(truth, answer):
                         return 1.0
                 except Exception as error:
-                    first_error = first_error or error
+                    if not has_no_value(answer, truth):
+                        first_error = first_error or error
         if first_error is not None:
             raise first_error
         return 0.0

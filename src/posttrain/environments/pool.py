@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from posttrain.environments.settings import RewardSettings
 from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
 from posttrain.json_files import JsonObject
+from posttrain.redaction import redact
 from posttrain.roles import Progress
 from posttrain.types import Score
 
@@ -173,7 +174,7 @@ class ScoringPool:
             self._shown_lines += 1
             if self._shown_lines > _MAX_SHOWN_LINES:
                 line = "(further output is not shown)"
-            print(f"[{self.settings.path}] {line[:500]}", file=sys.stderr)
+            print(f"[{self.settings.path}] {redact(line)[:500]}", file=sys.stderr)
 
 
 class _Batch:

@@ -10,7 +10,6 @@ The weights are loaded when the environment is built, so that a wrong folder end
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -30,6 +29,7 @@ from posttrain.policy.head import UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.model_support import check_length, observe_layers
 from posttrain.policy.packed import PackedRow
 from posttrain.policy.reward_head import SequenceScores, load_reward_model
+from posttrain.reward_values import NEEDED, is_reward
 from posttrain.roles import Progress
 from posttrain.types import Completion, Message, Score, Task, TokenBatch
 
@@ -138,12 +138,11 @@ class RewardModelScorer:
         return scores[row.last].cpu()
 
     def _as_score(self, number: float) -> Score:
-        if not math.isfinite(number):
-            return Score(None, error=f"the reward model's score is {number}: a finite number is needed")
         mean, std = self._config.score_mean, self._config.score_std
-        if mean == 0 and std == 1:
-            return Score(number)
-        return Score((number - mean) / std, parts={"score": number})
+        reward = (number - mean) / std
+        if not is_reward(number) or not is_reward(reward):
+            return Score(None, error=f"the reward model's score is {number}: {NEEDED}")
+        return Score(number) if mean == 0 and std == 1 else Score(reward, parts={"score": number})
 
 
 def conversation_of(task: Task, completion: Completion) -> tuple[list[Message], str]:

@@ -14,6 +14,7 @@ from posttrain.config.rewards import RewardConfig
 from posttrain.config.turns import BUILT_IN, TurnsConfig
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
+from posttrain.redaction import name_credentials
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def environment_config(name: str, block: Block) -> EnvironmentConfig:
         return block
     if block is not None and not isinstance(block, Mapping):
         raise InputError(f"{path} is {block!r}: a mapping of settings is needed")
+    name_credentials(dict(block or {}))
     try:
         return EnvironmentConfig.model_validate({k: value for k, value in (block or {}).items() if value is not None})
     except ValidationError as error:

@@ -5,15 +5,16 @@ Columns can be named; those that are not named are looked for under the usual na
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
 
+from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError
 from posttrain.data.sources import Row, read_local
 from posttrain.json_files import JsonMapping
+from posttrain.reward_values import NEEDED, is_reward
 from posttrain.types import Completion, FinishReason, Message, Task
 
 USUAL_NAMES = {
@@ -80,7 +81,7 @@ def _samples(
                 id=where,
                 prompt="\n\n".join(str(message.get("content") or "") for message in messages),
                 prompt_ids=(),
-                reference=columns.of(row, "reference"),
+                reference=_reference(row, columns),
                 messages=tuple(messages),
                 metadata=row.values,
             )
@@ -98,7 +99,7 @@ def _answers(row: Row, columns: Columns) -> Iterator[tuple[str, str, Any, Mappin
             where = f"{row.where}, completion {number}"
             recorded = completion.get(columns.expected or "reward")
             parts = {name: value for name, value in (completion.get("parts") or {}).items() if value is not None}
-            yield where, _text(completion.get("text"), where), recorded, parts or None, cast(FinishReason, reason)
+            yield where, _text(completion.get("text"), row), recorded, parts or None, cast(FinishReason, reason)
         return
     if columns.response is None and _is_trace(row):
         answer: Any = row.values["messages"][row.values["prompt_len"] :]
@@ -106,7 +107,7 @@ def _answers(row: Row, columns: Columns) -> Iterator[tuple[str, str, Any, Mappin
         answer = columns.of(row, "response")
         if answer is None:
             row.field(*USUAL_NAMES["response"], setting="--response")
-    yield row.where, _text(answer, row.where), columns.of(row, "expected"), None, "stop"
+    yield row.where, _text(answer, row), columns.of(row, "expected"), None, "stop"
 
 
 def _is_trace(row: Row) -> bool:
@@ -122,24 +123,27 @@ def _prompt_messages(row: Row, columns: Columns) -> list[Message]:
         return []
     if isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt):
         return [dict(message) for message in prompt]
-    return [{"role": "user", "content": str(prompt)}]
+    return [{"role": "user", "content": as_text(prompt, row, "prompt")}]
 
 
-def _text(answer: object, where: str) -> str:
+def _reference(row: Row, columns: Columns) -> Any:
+    value = columns.of(row, "reference")
+    if isinstance(value, float):
+        as_text(value, row, "reference")  # refuses NaN and infinity
+    return value
+
+
+def _text(answer: object, row: Row) -> str:
     """The response as text: of a conversation, the text of the assistant."""
-    if isinstance(answer, str):
-        return answer
     if isinstance(answer, list) and all(isinstance(message, Mapping) for message in answer):
         spoken = [message.get("content") for message in answer if message.get("role", "assistant") == "assistant"]
         return "\n\n".join(str(content) for content in spoken if content)
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        return str(answer)
-    raise DataError(f"{where}: the response is {answer!r:.80}: text or a list of messages is needed")
+    return as_text(answer, row, "response")
 
 
 def _recorded(value: Any, where: str) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{where}: the recorded reward is {value!r:.80}: a number, true or false is needed")
+    if not isinstance(value, int | float) or not is_reward(value):
+        raise DataError(f"{where}: the recorded reward is {value!r:.80}: true, false or {NEEDED}")
     return float(value)

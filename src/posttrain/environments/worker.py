@@ -60,7 +60,9 @@ def main() -> None:
 def build_scorer(setup: JsonObject) -> Callable[[Any], Any]:
     """The function from an item to what it is worth. Slow imports happen here, outside of any completion's time limit."""
     from posttrain.environments.reward_types import worker_scorer
+    from posttrain.redaction import name_credentials
 
+    name_credentials(setup)
     return worker_scorer(setup)
 
 
@@ -93,9 +95,10 @@ def judge(scorer: Callable[[Any], Any], payload: bytes) -> JsonObject:
 def failure(error: BaseException) -> JsonObject:
     """One line and a traceback, of bounded size, in characters that any file can hold."""
     from posttrain.environments.item import BadSetup, Unscored
+    from posttrain.redaction import redact
 
     try:
-        message = str(error)
+        message = redact(str(error))
     except Exception:
         message = "<the error has no text>"
     if isinstance(error, (Unscored, BadSetup)):
@@ -103,7 +106,7 @@ def failure(error: BaseException) -> JsonObject:
     line = f"{type(error).__name__}: {message}" if message else type(error).__name__
     line = " ".join(line.split())
     try:
-        text = "".join(traceback.format_exception(type(error), error, users_frames(error)))
+        text = redact("".join(traceback.format_exception(type(error), error, users_frames(error))))
     except Exception:
         text = line
     return {

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from posttrain.data.conversations import as_text
 from posttrain.data.errors import DataError, nearest
-from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec
+from posttrain.data.named_datasets import RESPONSE_DATASETS, ResponseSpec, find_spec, unreadable
 from posttrain.data.shuffling import keyed_order
 from posttrain.data.sources import Row
 from posttrain.environments.math_answers import last_boxed
@@ -43,14 +44,15 @@ class Benchmark:
     choices: Callable[[Row, int], Choices] | None = None  # of the row and the seed; None: the answer is free
     judge: Judge = "math"
     about: str = ""
+    is_gated: bool = False  # the hub gives it only to those who have accepted its terms
 
 
 def boxed_in_solution(row: Row) -> str:
     """MATH states its answer in the worked solution; a copy with a column of its own is read from there."""
     answer = row.get("answer")
     if answer is not None:
-        return str(answer)
-    boxed = last_boxed(str(row.field("solution", "answer", setting="data.solution_key")))
+        return as_text(answer, row, "answer")
+    boxed = last_boxed(as_text(row.field("solution", "answer", setting="data.solution_key"), row, "solution"))
     if boxed is None:
         raise DataError(f"{row.where}: 'solution' has no \\boxed{{…}} with the answer")
     return boxed
@@ -60,7 +62,7 @@ def all_final_answers(row: Row) -> str:
     """OlympiadBench lists the answers of a problem; all of them are asked for."""
     found = row.field("final_answer", "answers", "answer", setting="data.solution_key")
     answers = found if isinstance(found, list) else [found]
-    return ", ".join(str(answer).replace("$", "").strip() for answer in answers)
+    return ", ".join(as_text(answer, row, "final_answer").replace("$", "").strip() for answer in answers)
 
 
 def listed_choices(row: Row, seed: int, key: str | None = None, answer: str = "answer") -> Choices:
@@ -68,26 +70,26 @@ def listed_choices(row: Row, seed: int, key: str | None = None, answer: str = "a
     names = (key,) if key else ("choices", "options")
     listed = next((row.get(name) for name in names if row.get(name) is not None), None)
     if listed is None and key is None and row.get("A") is not None:
-        listed = [str(row.get(letter)) for letter in LETTERS if row.get(letter) is not None]
+        listed = [row.get(letter) for letter in LETTERS if row.get(letter) is not None]
     if not isinstance(listed, list | tuple) or len(listed) < 2:
         shown = "there is none" if listed is None else f"found {listed!r:.80}"
         raise DataError(f"{row.where}: a list of at least two choices is needed under {' or '.join(names)}; {shown}")
     value = row.field(answer, answer.capitalize(), setting="data.solution_key")
     letter = LETTERS[value] if isinstance(value, int) and 0 <= value < len(listed) else str(value).strip().upper()
-    if letter.isdigit() and int(letter) < len(listed):
+    if letter.isdecimal() and int(letter) < len(listed):
         letter = LETTERS[int(letter)]
     if letter not in LETTERS[: len(listed)] or len(letter) != 1:
         raise DataError(
             f"{row.where}: {answer!r} is {value!r}; expected a letter from A to {LETTERS[len(listed) - 1]}, "
             "or the number of the choice from 0"
         )
-    return Choices(tuple(str(option) for option in listed), letter)
+    return Choices(tuple(as_text(option, row, "choices") for option in listed), letter)
 
 
 def shuffled_choices(row: Row, seed: int) -> Choices:
     """GPQA gives the right answer first. The order is keyed by the seed and the number of the row."""
     names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-    options = [str(row.field(name)).strip() for name in names]
+    options = [as_text(row.field(name), row, name).strip() for name in names]
     order = [int(place) for place in keyed_order(len(options), seed, row.number)]
     return Choices(tuple(options[place] for place in order), LETTERS[order.index(0)])
 
@@ -113,6 +115,7 @@ def _gpqa(variant: str, *aliases: str) -> Benchmark:
         choices=shuffled_choices,
         judge="multilingual_multichoice",
         about=f"graduate-level science, four choices ({variant})",
+        is_gated=True,
     )
 
 
@@ -191,6 +194,8 @@ def find_benchmark(name: str) -> Benchmark | None:
 
 
 def unknown_benchmark(name: str) -> DataError:
+    if (reason := unreadable(name)) is not None:
+        return DataError(f"data.dataset_name: {name!r}: {reason}")
     names = [benchmark.name for benchmark in BENCHMARKS]
     hint = nearest(name, [*names, *(alias for benchmark in BENCHMARKS for alias in benchmark.aliases)])
     return DataError(

@@ -15,13 +15,13 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.config import EnvironmentConfig, EvalRunConfig, LoadedConfig
-from posttrain.config.evaluation import EvalGenerationConfig
 from posttrain.config.render import plain_values
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.environments import build_environments, check_environments
 from posttrain.errors import InputError
 from posttrain.evaluation.answers import AnswerReader, answer_reader
+from posttrain.evaluation.engines import native_precision, start_engines, vllm_precision
 from posttrain.evaluation.folder import EvaluationFolder
 from posttrain.evaluation.identity import digest, files_digest, judge_of, prompts_hash
 from posttrain.evaluation.problems import ProblemSet, load_problems
@@ -36,6 +36,8 @@ from posttrain.models.accepted_names import (
 )
 from posttrain.models.fingerprint import model_fingerprint
 from posttrain.models.hub import why_unavailable
+from posttrain.orchestration.sharded import ShardedEngine
+from posttrain.redaction import redact, without_credentials
 from posttrain.roles import Engine, Progress, ShowProgress
 from posttrain.rollouts.fresh import FreshRollouts
 from posttrain.rollouts.turn_taking import build_turns
@@ -93,6 +95,8 @@ class EvaluationBuild:
             return "server"
         if self.config.generation.backend == "vllm":
             return "cuda"
+        if self.config.num_engines > 1 and self.config.generation.device == "cuda":
+            return "cuda"  # of the nodes; this machine may have none
         from posttrain.models.loading import resolve_device
 
         return resolve_device(self.config.generation.device).type
@@ -119,13 +123,13 @@ class EvaluationBuild:
         check_environments({self.config.judge: self.environment_config}, Path.cwd())
 
     def identity(self) -> dict[str, object]:
-        """Everything that determines answers and rewards, and nothing that only changes their speed."""
+        """Everything that determines answers and rewards: no credential, and nothing that only changes their speed."""
         config, generation = self.config, self.config.generation
         problems = self.problem_set.problems
         template = [config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs]
         named = generation.model_name if self.fingerprint is None else None
         own_tokenizer = config.tokenizer.name if config.tokenizer.name != generation.model_name else None
-        return {
+        found = {
             "model": named if self.server is None else self.server.model,
             "model_fingerprint": self.fingerprint,
             "server": self.server and [self.server.url, generation.openai_cfg.api, generation.openai_cfg.extra_body],
@@ -148,6 +152,8 @@ class EvaluationBuild:
             "judge": judge_of(self.environment_config.model_dump()),
             **({} if self.environment_config.turns is None else {"max_rollout_turns": config.eval.max_rollout_turns}),
         }
+        plain: dict[str, object] = without_credentials(found)
+        return plain
 
     def _engine(self) -> list[object]:
         generation, vllm = self.config.generation, self.config.generation.vllm_cfg
@@ -160,14 +166,20 @@ class EvaluationBuild:
 
     @property
     def problems_per_step(self) -> int:
+        """Of one engine: another number of engines is no other evaluation."""
         given = self.config.generation.num_prompts_per_step
         picked = max(1, _SAMPLES_PER_STEP[self.device] // self.config.eval.num_tests_per_prompt)
         return given if given > 0 else picked
 
+    @property
+    def _batch_size(self) -> int:
+        given = self.config.generation.num_prompts_per_step
+        return given if given > 0 else self.problems_per_step * self.config.num_engines
+
     def folder(self, identity: dict[str, object]) -> Path:
         if self.config.eval.save_path is not None:
             return Path(self.config.eval.save_path)
-        model = re.sub(r"[^\w.-]+", "-", self.config.generation.model_name.strip("/.")).strip("-")[-60:]
+        model = re.sub(r"[^\w.-]+", "-", redact(self.config.generation.model_name).strip("/.")).strip("-")[-60:]
         dataset = re.sub(r"[^\w.-]+", "-", self.problem_set.name)
         return DEFAULT_FOLDER / dataset / f"{model}-{digest(identity)[:8]}"
 
@@ -220,8 +232,8 @@ class EvaluationBuild:
         self, folder: EvaluationFolder, show_progress: ShowProgress, num_answers: int, cleanup: ExitStack
     ) -> None:
         """Sample, score and save the problems that are not finished."""
-        engine, chat = self._engine_and_chat()
-        batches = unfinished_batches(self._tasks(chat), self.problems_per_step, folder.finished)
+        engine, chat = self._engine_and_chat(cleanup)
+        batches = unfinished_batches(self._tasks(chat), self._batch_size, folder.finished)
         environments = {self.config.judge: self.environment_config}
         source = FreshRollouts(
             TaskQueue(batches),
@@ -251,52 +263,21 @@ class EvaluationBuild:
         except FloatingPointError as error:  # a model whose logits are NaN is bad input here, not a crash
             raise InputError(f"generation.model_name: the model cannot be evaluated: {error}") from error
 
-    def _engine_and_chat(self) -> tuple[Engine, ChatFormat | None]:
+    def _engine_and_chat(self, cleanup: ExitStack) -> tuple[Engine, ChatFormat | None]:
         """The engine and how prompts are written for it; a server writes them itself."""
         config = self.config
         if self.server is not None:
             return self.server, None
-        assert self.reference is not None
-        if config.generation.backend == "vllm":
-            engine, tokenizer = self._vllm(self.reference)
-        else:
-            engine, tokenizer = self._native(self.reference)
-        return engine, ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
-
-    def _native(self, reference: ResolvedModel) -> tuple[Engine, Any]:
-        generation = self.config.generation
-        if generation.num_threads is not None:
-            import torch
-
-            torch.set_num_threads(generation.num_threads)
-        from posttrain.engines.choose_engine import load_for_sampling
-
-        engine, tokenizer = load_for_sampling(
-            reference,
-            precision=native_precision(generation),
-            device=generation.device,
-            max_total_tokens=generation.vllm_cfg.max_model_len,
-            native=generation.native_cfg,
-        )
-        return engine, self._own_tokenizer() or tokenizer
-
-    def _vllm(self, reference: ResolvedModel) -> tuple[Engine, Any]:
-        from posttrain.engines.vllm import VllmEngine, vllm_options
         from posttrain.models.loading import load_tokenizer
 
-        generation = self.config.generation
-        tokenizer = self._own_tokenizer() or load_tokenizer(reference.tokenizer, "generation.model_name")
-        length = generation.vllm_cfg.max_model_len
-        assert length is not None, "the built-in default sets it"
-        engine = VllmEngine(
-            reference.model,
-            reference.tokenizer,
-            max_model_len=length,
-            adapter=reference.adapter,
-            adapter_rank=_adapter_rank(reference),
-            **vllm_options(generation.vllm_cfg, generation.vllm_kwargs, vllm_precision(generation)),
-        )
-        return engine, tokenizer
+        assert self.reference is not None
+        tokenizer = self._own_tokenizer() or load_tokenizer(self.reference.tokenizer, "generation.model_name")
+        chat = ChatFormat(tokenizer, config.tokenizer.chat_template, config.tokenizer.chat_template_kwargs)
+        workers = start_engines(config, self.reference)
+        cleanup.callback(workers.close)
+        if config.num_engines > 1:
+            self.say(f"{config.num_engines} engines share the problems")
+        return ShardedEngine(workers), chat
 
     def _own_tokenizer(self) -> Any:
         """The tokenizer that the config names, if it is not the model's."""
@@ -347,20 +328,3 @@ class EvaluationBuild:
 def _first_answers(progress: Progress, label: str, total: int) -> Iterator[Progress]:
     """One bar for the whole evaluation: it counts answers that were begun, not later turns and not scores."""
     yield progress if label == ANSWERS else lambda _: None
-
-
-def vllm_precision(generation: EvalGenerationConfig) -> str:
-    return generation.precision if generation.precision != "auto" else generation.vllm_cfg.precision or "auto"
-
-
-def native_precision(generation: EvalGenerationConfig) -> str:
-    """NeMo RL's files set the precision under `vllm_cfg`; float32 there holds for every engine."""
-    if generation.precision == "auto" and generation.vllm_cfg.precision == "float32":
-        return "float32"
-    return generation.precision
-
-
-def _adapter_rank(reference: ResolvedModel) -> int:
-    from posttrain.json_files import read_json
-
-    return int(read_json(reference.adapter / "adapter_config.json").get("r", 16)) if reference.adapter else 16

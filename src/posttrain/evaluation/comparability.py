@@ -7,12 +7,12 @@ they are refused. Other settings that change answers are reported. Files are com
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 
 from posttrain.config.tree import dotted, leaves
 from posttrain.evaluation.identity import differences, judge_settings
 from posttrain.evaluation.results import IDENTITY_FILE, Evaluation, EvaluationError
+from posttrain.json_files import parse_json
 
 Difference = tuple[str, object, object]  # what, in the first, in the second
 
@@ -112,6 +112,6 @@ def _identity(evaluation: Evaluation) -> dict[str, object]:
     if not file.exists():
         return {}
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(parse_json(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise EvaluationError(f"{file}: not a JSON object ({error})") from None

@@ -27,7 +27,9 @@ from posttrain.evaluation.results import (
     read_problems,
     summary_text,
 )
+from posttrain.json_files import parse_json
 from posttrain.locks import LockHeld, locked
+from posttrain.redaction import redact_values, without_credentials
 
 TIMINGS_FILE = "timings.jsonl"  # one row per batch of problems: what it took, over all attempts
 LOCK_FILE = ".lock"
@@ -65,7 +67,7 @@ class EvaluationFolder:
         except BaseException:
             lock.close()
             raise
-        write_text(path / CONFIG_FILE, config_yaml)
+        write_text(path / CONFIG_FILE, config_yaml, redact_values)
         return folder
 
     def _compare_identity(self) -> None:
@@ -78,9 +80,9 @@ class EvaluationFolder:
             write_text(file, json.dumps(self.identity, indent=2) + "\n")
             return
         try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise EvaluationError(f"{file}: not JSON ({error})") from None
+            before = without_credentials(dict(parse_json(file.read_bytes())))
+        except (ValueError, TypeError) as error:
+            raise EvaluationError(f"{file}: not a JSON object ({error})") from None
         differing = [key for key in {**before, **self.identity} if before.get(key) != self.identity.get(key)]
         if not differing:
             return
@@ -118,7 +120,8 @@ class EvaluationFolder:
         dropped = len(self.finished) - len(kept)
         if dropped:
             (self.path / SUMMARY_FILE).unlink(missing_ok=True)
-            write_text(self.path / PROBLEMS_FILE, "".join(_line(problem_row(problem)) for problem in kept))
+            rows = "".join(_line(problem_row(problem)) for problem in kept)
+            write_text(self.path / PROBLEMS_FILE, rows, redact_values)
             self.finished = {problem.id: problem for problem in kept}
         return dropped
 
@@ -166,7 +169,7 @@ def _append(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _line(row: Mapping[str, object]) -> str:
-    return json.dumps(row, allow_nan=False, default=str) + "\n"
+    return redact_values(json.dumps(row, allow_nan=False, default=str)) + "\n"
 
 
 def _plain(identity: Mapping[str, object]) -> dict[str, object]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from posttrain.config.evaluation import EvalDataConfig
@@ -17,7 +19,7 @@ from posttrain.data.conversations import as_prompt
 from posttrain.data.entries import Entry
 from posttrain.data.errors import DataError
 from posttrain.data.prompts import PromptFiles
-from posttrain.data.sources import Row, filesystem_of, read_file
+from posttrain.data.sources import FORMATS, Row, filesystem_of, read_file, read_local
 from posttrain.evaluation.benchmarks import (
     GENERIC,
     LETTERS,
@@ -34,6 +36,7 @@ CHOICE_PROMPT = (
     '"Answer: X", where X is the letter of the right choice.\n\n{}'
 )
 _FORMATS = ("csv", "json", "jsonl", "parquet")
+_ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # files of `datasets`
 _ID_COLUMNS = ("id", "unique_id", "problem_id")
 
 
@@ -51,9 +54,14 @@ class ProblemSet:
 
 def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) -> ProblemSet:
     """The benchmark that the config names, or its first `limit` problems. Raises DataError."""
-    benchmark = _benchmark(data)
+    benchmark = benchmark_of(data)
     choices = _choices_of(benchmark, data)
-    rows = list(_rows(data, benchmark, limit))
+    try:
+        rows = list(_rows(data, benchmark, limit))
+    except DataError as error:
+        if benchmark.is_gated and data.data_path is None:
+            raise DataError(_how_to_fetch(benchmark, error)) from error
+        raise
     if not rows:
         raise DataError(f"{data.data_path or data.dataset_name}: there are no rows")
     label = data.dataset_name if benchmark is not GENERIC else _short_name(data)
@@ -81,7 +89,7 @@ def load_problems(data: EvalDataConfig, *, seed: int, limit: int | None = None) 
     return ProblemSet(label, benchmark, tuple(problems), tuple(row.where for row in rows), is_choice)
 
 
-def _benchmark(data: EvalDataConfig) -> Benchmark:
+def benchmark_of(data: EvalDataConfig) -> Benchmark:
     found = find_benchmark(data.dataset_name)
     if found is not None:
         return found
@@ -101,7 +109,10 @@ def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iter
         download_dir=data.download_dir,
     )
     path = data.data_path or (entry.local_path if known is None else None)
-    if path is not None and (data.file_format is not None or path.startswith(("http://", "https://"))):
+    of_subset = _files_of_subset(path, known, data) if path is not None and known is not None else []
+    if of_subset:
+        rows: Iterator[Row] = chain.from_iterable(read_local(file) for file in of_subset)
+    elif path is not None and (data.file_format is not None or path.startswith(("http://", "https://"))):
         rows = _rows_of_file(path, data.file_format)
     else:
         # Another hub dataset is tested on its test split, unless `data.split` is set.
@@ -112,6 +123,31 @@ def _rows(data: EvalDataConfig, benchmark: Benchmark, limit: int | None) -> Iter
         if limit is not None and number >= limit:
             return
         yield row
+
+
+def _files_of_subset(path: str, benchmark: Benchmark, data: EvalDataConfig) -> list[str]:
+    """In a folder that was fetched from the hub: the files of the benchmark's subset. It may hold those of others, too."""
+    folder = Path(path).expanduser()
+    subsets = (data.subset,) if data.subset else tuple(name for name in benchmark.subsets if name is not None)
+    if not subsets or not folder.is_dir():
+        return []
+    files = sorted(file for file in folder.rglob("*") if str(file).endswith(FORMATS) and file.name not in _ABOUT_DATA)
+    words = {str(file): _as_words(str(file.relative_to(folder))) for file in files}
+    chosen = [file for file in words if any(f" {_as_words(name)} " in f" {words[file]} " for name in subsets)]
+    split = f" {data.split or benchmark.split} "
+    return [file for file in chosen if split in f" {words[file]} "] or chosen
+
+
+def _as_words(name: str) -> str:
+    return " ".join(re.split(r"[^a-z0-9]+", name.lower()))
+
+
+def _how_to_fetch(benchmark: Benchmark, error: DataError) -> str:
+    page = f"https://huggingface.co/datasets/{benchmark.hub}"
+    return (
+        f"data.dataset_name: {benchmark.name} is a gated dataset. Accept its terms at {page} and log in (`hf auth login`, or set "
+        f"HF_TOKEN); or fetch {benchmark.name}.csv from there and set data.data_path={benchmark.name}.csv. The hub said: {error}"
+    )
 
 
 def _rows_of_file(path: str, file_format: str | None) -> Iterator[Row]:

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.json_files import parse_json
+from posttrain.reward_values import NEEDED, is_reward
 from posttrain.types import Task
 
 PROBLEMS_FILE = "problems.jsonl"
@@ -188,7 +190,7 @@ def read_summary(folder: str | Path) -> EvaluationSummary:
             f"{path.parent}: no {SUMMARY_FILE}; expected the save_path of a finished `posttrain eval`"
         )
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise EvaluationError(f"{path}: not JSON ({error})") from None
     if not isinstance(row, dict) or row.get("format") != FORMAT_VERSION:
@@ -234,7 +236,7 @@ def read_problems(folder: str | Path) -> list[ProblemResult]:
 
 def parse_problem(line: str | bytes, where: str) -> ProblemResult:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise EvaluationError(f"{where}: not a JSON object ({error})") from None
     row = dict(_mapping(row, where))
@@ -257,8 +259,8 @@ def _sample(value: Any, where: str) -> SampleResult:
     sample = replace(sample, turns=tuple(sample.turns))
     if sample.num_tokens is not None and not isinstance(sample.num_tokens, int):
         raise EvaluationError(f"{where}: num_tokens is {sample.num_tokens!r}; expected an integer, or null if unknown")
-    if sample.reward is not None and not _is_finite(sample.reward):
-        raise EvaluationError(f"{where}: reward is {sample.reward!r}; expected a finite number, or null if unscored")
+    if sample.reward is not None and not (_is_finite(sample.reward) and is_reward(sample.reward)):
+        raise EvaluationError(f"{where}: reward is {sample.reward!r:.80}; {NEEDED}, or null if unscored")
     if sample.reward is None and not sample.error:
         raise EvaluationError(f"{where}: reward is null without an error that gives the reason")
     return sample

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from posttrain.config.evaluation import OpenAiConfig
 from posttrain.engines.native.noise import sequence_key
 from posttrain.errors import InputError
+from posttrain.redaction import CREDENTIAL_REMEDY, lacks_credential, redact
 from posttrain.roles import Progress
 from posttrain.types import Completion, NoiseKey, Sampling, Task
 
@@ -54,6 +55,8 @@ class OpenAiServer:
         except ImportError as error:
             raise InputError(f"evaluating a server needs httpx ({error}): pip install 'posttrain[eval]'") from error
         self.url = self.url.rstrip("/")
+        if lacks_credential(self.url):
+            raise InputError(f"{self.url}: its password was left out of the file; {CREDENTIAL_REMEDY}")
         key = os.environ.get(self.config.api_key_env_var)
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -220,14 +223,14 @@ def _read(reply: Any) -> Completion:
         given = (reply.get("usage") or {}).get("completion_tokens")
         num_tokens = given if isinstance(given, int) and given >= 0 else None
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        return _failed(f"the reply has no answer in it: {str(reply)[:200]}")
+        return _failed(f"the reply has no answer in it: {redact(str(reply))[:200]}")
     if reason not in ("stop", "length"):
         return _failed(f"the server ended it with finish_reason {reason!r}")
     return ServedCompletion((), (), text, reason, num_tokens=num_tokens)
 
 
 def _failed(reason: str) -> Completion:
-    return Completion((), (), "", "stop", error=f"request failed: {reason}")
+    return Completion((), (), "", "stop", error=redact(f"request failed: {reason}"))
 
 
 def _text_of(content: Any) -> str:
@@ -244,5 +247,5 @@ def _named(error: Exception) -> str:
 
 
 def _status_and_text(response: httpx.Response) -> str:
-    text = " ".join(str(response.text).split())[:200]
+    text = redact(" ".join(str(response.text).split()))[:200]
     return f"HTTP {response.status_code} {text}".strip()

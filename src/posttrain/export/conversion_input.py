@@ -13,10 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from posttrain.checkpointing import describe_model
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
+from posttrain.config.yaml_files import read_document
 from posttrain.errors import InputError, reason_of
 from posttrain.export.merge_lora import Adapter, adapter_in, open_adapter
 from posttrain.export.weight_names import WeightShapes, config_file_of, is_lora, match_names, plain_name, prefix_of
@@ -278,12 +277,7 @@ def _base_model(folder: Path, run_config: JsonMapping, config_file: Path | None,
 
 def read_run_config(path: Path) -> JsonObject:
     """A run's config.yaml, ours or NeMo RL's, as it is: only a few of its keys are needed, so no schema is applied."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConversionError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path} is no config of a run: it holds no sections")
+    content = read_document(path, str(path)).values
     if not isinstance(content.get("policy") or {}, dict):
         raise ConversionError(f"{path} is no config of a run: its policy is no section")
     return content

@@ -21,18 +21,22 @@ from posttrain.checkpointing.integrity import seal
 from posttrain.checkpointing.state import capture_rng, restore_rng
 from posttrain.errors import InputError, reason_of
 from posttrain.export.conversion_input import ConversionError, ConversionInput, Say, open_input
+from posttrain.export.loaded_adapters import adapter_tensors, compare_loaded, merge_loaded
 from posttrain.export.merge_lora import Adapter, MergedSource, open_adapter
 from posttrain.export.model_card import lineage, model_card
 from posttrain.export.new_folder import check_target, new_folder
 from posttrain.export.verification import Verification, compare, fits_into_memory, loaded_logits, streamed_logits
 from posttrain.export.weight_names import WeightShapes
 from posttrain.export.weight_sources import RenamedSource, SafetensorsSource, WeightSource
+from posttrain.json_files import JsonMapping, read_json
 from posttrain.models.hub import why_unavailable
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
+from posttrain.redaction import redact
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LINEAGE = "conversion.json"
 COPY_FOLDER = "hf"  # in a checkpoint
+WARNING = "checkpointing.save_consolidated:"
 Advance = Callable[[int, int], None]  # bytes just written, bytes in all
 
 
@@ -74,15 +78,17 @@ def convert(
     as_adapter = source.has_adapter and not settings.merge_lora
     with new_folder(target, settings.force) as folder:
         if as_adapter:
-            assert source.adapter is not None
-            num_files = _write_adapter(folder, source, source.adapter, settings, advance)
+            num_files = _write_adapter(folder, source, settings, advance)
+        elif source.has_adapter and source.shape.translated:
+            num_files = _merge_loaded(folder, source, settings, advance)
         else:
             num_files = _write_model(folder, source, settings, advance)
         _write_tokenizer(folder, source)
         verification = _verify(folder, source, settings, as_adapter, say) if settings.verify else None
         facts = lineage(source, shown_as or reference, merged=not as_adapter, verification=verification)
-        (folder / LINEAGE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(model_card(source, facts, name=shown_as or target.name), encoding="utf-8")
+        (folder / LINEAGE).write_text(redact(json.dumps(facts, indent=2)) + "\n", encoding="utf-8")
+        card = model_card(source, facts, name=shown_as or target.name)
+        (folder / "README.md").write_text(redact(card), encoding="utf-8")
         _make_readable(folder)
         seal(folder)
         num_bytes = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
@@ -162,23 +168,46 @@ def _explain_non_finite(name: str, written: Tensor, read: Tensor, where: str) ->
     )
 
 
-def _write_adapter(
-    folder: Path, source: ConversionInput, adapter: Adapter, settings: ConversionSettings, advance: Advance | None
-) -> int:
-    parts = [
-        RenamedSource(part, {f"base_model.model.{name}": name for name in part.facts})
-        for part in (adapter.factors, adapter.whole)
-    ]
+def _merge_loaded(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
+    adapter = adapter_tensors(source)
+    for _ in _finite(adapter, adapter.facts):  # NaN in it would be NaN in the model
+        pass
+    merge_loaded(folder, source, DTYPES[settings.dtype] if settings.dtype else None, settings.max_shard_bytes)
+    written = SafetensorsSource(folder)
+    for _ in _finite(written, written.facts):
+        pass
+    _write_configs(folder, source, written.facts)
+    num_bytes = sum(facts.num_bytes for facts in written.facts.values())
+    if advance is not None:
+        advance(num_bytes, num_bytes)
+    return len(list(folder.glob("*.safetensors")))
+
+
+def _write_adapter(folder: Path, source: ConversionInput, settings: ConversionSettings, advance: Advance | None) -> int:
+    parts: list[WeightSource]
+    peft_settings: JsonMapping
+    if source.shape.translated:
+        parts, peft_settings = [adapter_tensors(source)], read_json(source.folder / "adapter_config.json")
+    else:
+        assert source.adapter is not None
+        parts, peft_settings = _adapter_parts(source.adapter), source.adapter.settings
     plans = [{name: _converted(facts, settings.dtype) for name, facts in part.facts.items()} for part in parts]
-    plan = plans[0] | plans[1]
+    plan = {name: facts for part in plans for name, facts in part.items()}
     tensors = chain.from_iterable(_finite(part, own) for part, own in zip(parts, plans, strict=True))
     total = sum(facts.num_bytes for facts in plan.values())
     for count in write_safetensors(folder / "adapter_model.safetensors", plan, tensors):
         if advance is not None:
             advance(count, total)
-    config = {**adapter.settings, "base_model_name_or_path": source.base, "inference_mode": True}
+    config = {**peft_settings, "base_model_name_or_path": source.base, "inference_mode": True}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return 1
+
+
+def _adapter_parts(adapter: Adapter) -> list[WeightSource]:
+    return [
+        RenamedSource(part, {f"base_model.model.{name}": name for name in part.facts})
+        for part in (adapter.factors, adapter.whole)
+    ]
 
 
 # -- what else is in the folder ------------------------------------------------------------------------------------------
@@ -202,7 +231,7 @@ def _write_configs(folder: Path, source: ConversionInput, plan: Mapping[str, Ten
         try:
             generation = KeptGenerationConfig.from_pretrained(place)
             break
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             if file.is_file():  # it may hold the token that ends an answer
                 raise ConversionError(f"{file} cannot be read: {reason_of(error)}; fix or remove it") from error
     (generation or KeptGenerationConfig.from_model_config(config)).save_pretrained(folder)
@@ -217,7 +246,7 @@ def _write_tokenizer(folder: Path, source: ConversionInput) -> None:
         )
     try:
         AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=False).save_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # a file of the tokenizer that is not one may raise anything
         raise ConversionError(
             f"the tokenizer {source.tokenizer!r} cannot be read: {reason_of(error)}. Give the model that was trained with "
             "--base"
@@ -237,8 +266,8 @@ def _verify(
     folder: Path, source: ConversionInput, settings: ConversionSettings, as_adapter: bool, say: Say
 ) -> Verification | None:
     shape = source.shape
-    if shape.fuses and set(source.weights.facts) != set(shape.shapes):
-        return _verify_fused(folder, source, as_adapter, say)
+    if shape.translated and (source.has_adapter or set(source.weights.facts) != set(shape.shapes)):
+        return _verify_translated(folder, source, as_adapter, say)
     reference = streamed_logits(shape, source.weights, source.adapter)
     without = streamed_logits(shape, source.weights) if source.adapter is not None else None
     how: Literal["loaded", "streamed"] = "loaded" if fits_into_memory(shape) else "streamed"
@@ -267,12 +296,14 @@ def _found_logits(
     return streamed_logits(shape, SafetensorsSource(folder))
 
 
-def _verify_fused(folder: Path, source: ConversionInput, as_adapter: bool, say: Say) -> Verification | None:
+def _verify_translated(folder: Path, source: ConversionInput, as_adapter: bool, say: Say) -> Verification | None:
     """Files of this family hold other tensors than the model has, so it cannot be streamed: both are loaded whole."""
     original = source.loadable_folder
-    if original is None or as_adapter or source.adapter is not None or not fits_into_memory(source.shape):
+    if original is None or not fits_into_memory(source.shape):
         say("warning: not verified: the weights of this family can be compared only when loaded whole from a folder")
         return None
+    if source.has_adapter:
+        return compare_loaded(folder, source, as_adapter=as_adapter)
     reference = loaded_logits(original, source.shape)
     found = loaded_logits(folder, source.shape)
     rounded = any(facts.dtype != torch.float32 for facts in SafetensorsSource(folder).facts.values())
@@ -303,6 +334,12 @@ class PeriodicExport:
             convert(str(checkpoint), checkpoint / COPY_FOLDER, settings, shown_as=shown_as, say=lambda line: None)
         except InputError as error:
             shutil.rmtree(checkpoint / COPY_FOLDER, ignore_errors=True)
-            self.warn(f"checkpointing.save_consolidated: {name} is saved without its copy in {COPY_FOLDER}/: {error}")
+            self.warn(f"{WARNING} {name} is saved without its copy in {COPY_FOLDER}/: {error}")
         finally:
             restore_rng(rng)
+
+    def beside(self, checkpoint: Path, is_given_up: Callable[[], bool]) -> None:
+        """The same in another process: training goes on, and its random numbers are its own."""
+        from posttrain.export.copy_process import convert_beside
+
+        convert_beside(checkpoint, self.warn, is_given_up, merge_lora=self.merge_lora)

@@ -7,7 +7,6 @@ files.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,11 +18,8 @@ from posttrain.export.verification import Verification
 from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.hub import looks_like_hub_name
 from posttrain.recipes import KINDS
+from posttrain.redaction import without_credentials
 from posttrain.reporting.run_files import METRICS_FILE, read_rows
-
-_SECRET = re.compile(
-    r"(^|_)((api|access|secret|private)_key|password|secret|(hf|api|access|auth)_token)$", re.IGNORECASE
-)
 
 
 def lineage(source: ConversionInput, shown_as: str, *, merged: bool, verification: Verification | None) -> JsonObject:
@@ -168,14 +164,5 @@ def _verified(check: JsonMapping | None) -> str:
 def _config_section(run_config: JsonMapping) -> str:
     if not run_config:
         return ""
-    text = yaml.safe_dump(_without_secrets(run_config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(without_credentials(dict(run_config)), sort_keys=False, allow_unicode=True)
     return f"## Config\n\n<details><summary>The run's whole config</summary>\n\n```yaml\n{text}```\n\n</details>"
-
-
-def _without_secrets(value: object, name: str = "") -> object:
-    """The config without the values of keys that look like credentials: the card may be published."""
-    if isinstance(value, Mapping):
-        return {key: _without_secrets(item, str(key)) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(item) for item in value]
-    return "(left out)" if isinstance(value, str) and value and _SECRET.search(name) else value

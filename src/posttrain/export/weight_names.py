@@ -45,7 +45,7 @@ class WeightShapes:
     origin: str  # where the config came from, for messages
     shapes: Mapping[str, tuple[int, ...]]  # tied weights once
     tied: Mapping[str, str]  # name that shares its tensor -> the name in `shapes`
-    fuses: bool  # files hold other tensors than the model, e.g. one per expert; transformers converts between the two
+    translated: bool  # files may hold other names or tensors than the model (one per expert); transformers converts
 
     @classmethod
     def of(cls, config: PretrainedConfig, origin: str) -> WeightShapes:
@@ -62,7 +62,7 @@ class WeightShapes:
             if first.setdefault(id(parameter), name) != name:
                 tied[name] = first[id(parameter)]
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
-        return cls(config, model_class, origin, shapes, tied, _fuses(model))
+        return cls(config, model_class, origin, shapes, tied, _is_translated(model))
 
 
 def config_file_of(origin: str) -> str:
@@ -119,11 +119,10 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _fuses(model: nn.Module) -> bool:
+def _is_translated(model: nn.Module) -> bool:
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
 
-    return any(isinstance(entry, WeightConverter) for entry in get_model_conversion_mapping(model) or ())
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def plain_name(name: str) -> str:
@@ -160,7 +159,7 @@ def match_names(shape: WeightShapes, source: WeightSource) -> dict[str, str]:
             saved[name] = saved[partner]
             missing.remove(name)
     unexpected = [name for name in saved if name not in shape.shapes and name not in shape.tied]
-    if (missing or unexpected) and shape.fuses:
+    if (missing or unexpected) and shape.translated:
         return {name: old for name, old in saved.items() if name not in shape.tied}
     _check(shape, source, saved, missing, unexpected)
     return {name: saved[name] for name in shape.shapes}

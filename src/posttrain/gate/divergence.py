@@ -14,6 +14,7 @@ from pathlib import Path
 
 from posttrain.checkpointing import durable
 from posttrain.evaluation.results import PROBLEMS_FILE, Evaluation, EvaluationError
+from posttrain.json_files import parse_json
 
 KL_FILE = "kl.json"
 FORMAT_VERSION = 1
@@ -48,7 +49,7 @@ def read_divergence(evaluation: Evaluation) -> list[float | None]:
     """One value per problem, in the order of the evaluation."""
     path = evaluation.folder / KL_FILE
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
+        row = parse_json(path.read_text(encoding="utf-8"))
         if row["format"] != FORMAT_VERSION:
             raise EvaluationError(f"{path}: format {row['format']!r}; this version of posttrain reads {FORMAT_VERSION}")
         values = {str(name): None if value is None else float(value) for name, value in row["values"].items()}

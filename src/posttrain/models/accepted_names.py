@@ -27,6 +27,7 @@ from posttrain.checkpointing import CheckpointStore
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError
 from posttrain.json_files import read_json
+from posttrain.models.config_file import why_unusable
 from posttrain.models.hub import looks_like_hub_name
 
 WEIGHTS = Path("policy/weights/model")
@@ -200,6 +201,8 @@ def check_model_folder(path: Path) -> None:
         raise ModelReferenceError(
             f"{path} is a folder without config.json, adapter_config.json or step_N; accepted: {ACCEPTED}"
         )
+    if (reason := why_unusable(path)) is not None:
+        raise ModelReferenceError(reason)
     if not any(next(path.glob(pattern), None) for pattern in _WEIGHT_FILES):
         raise ModelReferenceError(f"{path} has a config.json but no weights (*.safetensors or pytorch_model.bin)")
     for index in sorted(path.glob("*.index.json")):

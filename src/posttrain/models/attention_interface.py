@@ -88,8 +88,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     for option, what in _NOT_COMPUTED.items():
         if options.get(option) is not None:
+            family = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
             raise InputError(
-                f"this model's attention has {what}, which posttrain does not compute; it cannot be trained here"
+                f"{family}: its attention has {what}, which posttrain does not compute; it cannot be used here"
             )
     if attention_mask is not None:  # transformers builds none for this implementation, see above
         raise InputError(

@@ -6,7 +6,6 @@ impossible values, weights that do not fit it.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,18 +13,38 @@ import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from posttrain.errors import InputError, reason_of
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.accepted_names import ModelReferenceError
 from posttrain.models.attention_interface import ATTENTION
+from posttrain.models.config_file import problem_in
 from posttrain.models.hub import why_unavailable
 
 # Raised by transformers while it reads a config or builds the modules of a model from it. ValueError also covers an
 # unknown kind of model.
-CONFIG_ERRORS = (StrictDataclassError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
+CONFIG_ERRORS = (
+    StrictDataclassError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Families that are refused by name, before their weights are read. Others are tried out: see `policy/model_support.py`.
+REFUSED_FAMILIES = {
+    "gpt_oss": "its attention has sinks, one learnt logit per head, which posttrain's attention does not compute",
+}
 
 
 class SettingsError(InputError):
@@ -56,11 +75,25 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObjec
     """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
     check_available(name, field)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
-    except (OSError, *CONFIG_ERRORS) as error:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        _refuse_family(config, name, field)
+        return config.to_dict()
+    except SettingsError:
+        raise
+    except (OSError, TypeError, *CONFIG_ERRORS) as error:
         if not isinstance(error, OSError) and (Path(name) / "config.json").is_file():
             raise _bad_config(name, field, error) from error
         raise explain_missing(name, field, ValueError(reason_of(error))) from error
+
+
+def _refuse_family(config: PretrainedConfig, name: str, field: str) -> None:
+    if (reason := REFUSED_FAMILIES.get(config.model_type)) is not None:
+        raise SettingsError(f"{field}: {name!r} is of the family {config.model_type}, which is not supported: {reason}")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise SettingsError(
+            f"{field}: {name!r} is of the family {config.model_type}, which transformers does not have as a causal language "
+            "model; models that need images, sound or an encoder are not supported"
+        )
 
 
 def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTrainedTokenizerBase:
@@ -69,7 +102,7 @@ def load_tokenizer(name: str, field: str = "policy.tokenizer.name") -> PreTraine
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise explain_missing(name, field, error) from error
-    except (LookupError, TypeError, AttributeError) as error:  # valid JSON that is no tokenizer
+    except Exception as error:  # valid JSON that is no tokenizer; the library in Rust raises plain Exceptions
         raise SettingsError(
             f"{field}: the tokenizer in {name!r} cannot be read: {type(error).__name__}: {error}; see tokenizer.json and "
             "tokenizer_config.json there"
@@ -85,7 +118,10 @@ def load_model(
     name: str, dtype: torch.dtype, device: torch.device, overrides: JsonMapping | None = None
 ) -> PreTrainedModel:
     check_available(name, "policy.model_name")
+    if overrides and (problem := problem_in(overrides)) is not None:
+        raise SettingsError(f"policy.hf_config_overrides: {problem}")
     try:
+        _refuse_family(AutoConfig.from_pretrained(name, trust_remote_code=False), name, "policy.model_name")
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
@@ -93,6 +129,8 @@ def load_model(
             output_loading_info=True,
             **{**(overrides or {}), "trust_remote_code": False},
         )
+    except SettingsError:
+        raise
     except OSError as error:
         raise explain_missing(name, "policy.model_name", error) from error
     except ImportError as error:  # quantized weights need a package per format
@@ -104,6 +142,12 @@ def load_model(
         raise SettingsError(f"policy.model_name {name!r}{changed}: {error}") from error
     except CONFIG_ERRORS as error:
         raise _bad_config(name, "policy.model_name", error, overrides) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise SettingsError(
+            f"policy.model_name: the weights in {name!r} have other shapes than its config.json describes"
+        ) from error
     if lacking := sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])]):
         raise SettingsError(
             f"policy.model_name: {name!r} has no fitting weights for {len(lacking)} parameters ({', '.join(lacking[:3])}, …), "
@@ -132,7 +176,7 @@ def sampling_dtype(precision: str, device: torch.device) -> torch.dtype:
 def _bad_config(name: str, field: str, error: Exception, overrides: JsonMapping | None = None) -> SettingsError:
     """The config was read, and no model can be built from it."""
     file = Path(name) / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = read_json(file, SettingsError) if file.is_file() else {}
     place = str(file) if file.is_file() else repr(name)
     changed = f" with policy.hf_config_overrides {dict(overrides)}" if overrides else ""
     return SettingsError(f"{field}: {place}{changed}: {explain_config_error(error, {**config, **(overrides or {})})}")
@@ -165,8 +209,15 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 def flops_per_token(model_config: JsonMapping, num_parameters: int) -> float:
-    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted."""
-    embedding = int(model_config.get("vocab_size", 0)) * int(model_config.get("hidden_size", 0))
-    tied = bool(model_config.get("tie_word_embeddings", False))
+    """Forward and backward pass of one token: 6N. Attention over short contexts is not counted, experts that a token does not
+    go to neither."""
+    text = {**model_config, **(model_config.get("text_config") or {})}
+    embedding = int(text.get("vocab_size", 0)) * int(text.get("hidden_size", 0))
+    tied = bool(text.get("tie_word_embeddings", False))
     # Looking up an embedding costs nothing. The output projection does; when tied, it is the same tensor.
-    return 6.0 * (num_parameters if tied else num_parameters - embedding)
+    used = num_parameters if tied else num_parameters - embedding
+    if experts := text.get("num_experts") or text.get("num_local_experts"):
+        width = text.get("moe_intermediate_size") or text["intermediate_size"]
+        idle = experts - text["num_experts_per_tok"]
+        used -= text["num_hidden_layers"] * idle * 3 * text["hidden_size"] * width
+    return 6.0 * used

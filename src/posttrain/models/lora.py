@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -32,15 +34,33 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: 
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
-        exclude_modules=list(lora.exclude_modules) or None,
+        exclude_modules=[*lora.exclude_modules, *_linear_layers_beside_text(model)] or None,
     )
     torch.manual_seed(seed)  # the initial values must not depend on what ran before
     try:
-        adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        with _without_remark_on_experts():
+            adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise SettingsError(f"policy.dtensor_cfg.lora_cfg: {error}") from error
     _initialise_adapters(adapted, lora.lora_A_init)
     return adapted
+
+
+def _linear_layers_beside_text(model: PreTrainedModel) -> list[str]:
+    """Those of a vision tower and its projection, through which no text passes: an adapter there would learn nothing."""
+    if model.config.get_text_config() is model.config:
+        return []
+    text = {id(module) for module in model.get_decoder().modules()}
+    text.add(id(model.get_output_embeddings()))
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) not in text]
+
+
+@contextmanager
+def _without_remark_on_experts() -> Iterator[None]:
+    """peft sets patterns of its own for the stacked tensors of experts, applies them, and warns that no module has them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following (alpha|rank)_pattern keys did not match")
+        yield
 
 
 def _initialise_adapters(model: nn.Module, how: str) -> None:
@@ -80,9 +100,10 @@ def add_adapter(model: nn.Module, adapter: Path, name: str = "default") -> nn.Mo
     if not any((adapter / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
         raise ModelReferenceError(f"{adapter} has an adapter_config.json but no weights (adapter_model.safetensors)")
     try:
-        adapted = PeftModel.from_pretrained(
-            model, str(adapter), adapter_name=name, autocast_adapter_dtype=False, torch_device=str(device)
-        )
+        with _without_remark_on_experts():
+            adapted = PeftModel.from_pretrained(
+                model, str(adapter), adapter_name=name, autocast_adapter_dtype=False, torch_device=str(device)
+            )
     except SafetensorError as error:
         raise ModelReferenceError(f"{adapter / 'adapter_model.safetensors'} is damaged: {error}") from error
     except (RuntimeError, ValueError, OSError, KeyError, TypeError, AttributeError) as error:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import InputError
+from posttrain.json_files import parse_json
 
 DTYPE_OF_CODE = {
     "F64": torch.float64,
@@ -77,8 +78,8 @@ def stored_parts(file: Path) -> dict[str, StoredPart]:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise ValueError("its header is no safetensors header")
-            header = json.loads(stream.read(length))
-        sharding = json.loads(header.pop("__metadata__", {}).get(_SHARDING, "{}"))
+            header = parse_json(stream.read(length))
+        sharding = parse_json(header.pop("__metadata__", {}).get(_SHARDING, "{}"))
         parts = {}
         for name, entry in header.items():
             facts = TensorFacts(tuple(entry["shape"]), DTYPE_OF_CODE[entry["dtype"]])

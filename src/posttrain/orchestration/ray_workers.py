@@ -1,4 +1,4 @@
-"""The policy's ranks as Ray actors, one per GPU, or per CPU slot where there is no GPU.
+"""Ranks as Ray actors, one per GPU, or per CPU slot where there is no GPU.
 
 Ray carries calls and results; gradients travel between the ranks through torch.distributed (NCCL on GPUs, gloo on CPUs).
 """
@@ -7,59 +7,65 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from logging import WARNING
-from typing import Concatenate, ParamSpec, TypeVar
+from datetime import timedelta
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 import torch
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.utils import logging
 
 from posttrain.errors import InputError
-from posttrain.orchestration.rank import Rank, build_rank
-from posttrain.orchestration.workers import WorkerDiedError, gather
+from posttrain.orchestration import ray_cluster
+from posttrain.orchestration.failures import NCCL_TIMEOUT_VARIABLE, WorkerDiedError
+from posttrain.orchestration.launch import RankLayout
+from posttrain.orchestration.rank import Rank
+from posttrain.orchestration.ray_cluster import Places
+from posttrain.orchestration.workers import gather
 from posttrain.policy.parallel import Mesh
-from posttrain.policy.trainer import RankSetup
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-START_TIMEOUT_S = 180.0
 
 
 class RankActor:
     """The process of a rank. It joins the process group first, then builds the rank, which shards over that group."""
 
-    def __init__(self, rank: int, world_size: int, num_threads: int) -> None:
-        self.index, self.world_size = rank, world_size
-        torch.set_num_threads(num_threads)
+    def __init__(self, index: int, layout: RankLayout) -> None:
+        self.index, self.layout = index, layout
+        torch.set_num_threads(layout.num_threads or max(1, (os.cpu_count() or 1) // layout.ranks_per_node))
         logging.set_verbosity_error()  # progress bars and advice would break up the driver's console
         logging.disable_progress_bar()
-        self.rank: Rank | None = None
+        self.rank: Any = None
+
+    def node(self) -> tuple[str, str]:
+        """The IP and the id of the node that the rank is on."""
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
 
     def address(self) -> tuple[str, int]:
         with socket.socket() as free:
             free.bind(("", 0))
             return ray.util.get_node_ip_address(), int(free.getsockname()[1])
 
-    def build(self, setup: RankSetup, address: tuple[str, int]) -> None:
+    def build(self, build: Callable[[], object], address: tuple[str, int]) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each actor only its own GPU
-        if self.world_size > 1:
-            cuda = torch.cuda.is_available() and setup.policy.device != "cpu"
+        if self.layout.is_process_group and self.layout.num_ranks > 1:
+            cuda = torch.cuda.is_available() and self.layout.device != "cpu"
             torch.distributed.init_process_group(
                 "cuda:nccl,cpu:gloo" if cuda else "gloo",
                 init_method=f"tcp://{address[0]}:{address[1]}",
                 rank=self.index,
-                world_size=self.world_size,
+                world_size=self.layout.num_ranks,
+                timeout=_collective_timeout(),
             )
-        self.rank = build_rank(setup)
+        self.rank = build()
 
     def run(self, operation: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        assert self.rank is not None
         return getattr(self.rank, operation)(*args, **kwargs)
 
 
@@ -74,88 +80,87 @@ class RayWorker:
 
 
 class RayWorkers:
-    """`WorkerGroup` over actors. Joins the cluster of RAY_ADDRESS if there is one, else starts Ray on this machine."""
+    """`WorkerGroup` over actors, one for each rank."""
 
     in_process = False
 
-    def __init__(self, setup: RankSetup, num_nodes: int, ranks_per_node: int) -> None:
-        self.mesh = Mesh(dp=num_nodes * ranks_per_node)
-        wants_gpu = setup.policy.device != "cpu"
-        self._started_ray = not ray.is_initialized()
-        if self._started_ray:
-            _start_ray(self.mesh.size, wants_gpu and torch.cuda.is_available())
-        # The cluster's GPUs count, not those of the driver: a head node often has none.
-        use_gpu = wants_gpu and ray.cluster_resources().get("GPU", 0) > 0
-        self._placement = self._reserve(num_nodes, ranks_per_node, use_gpu)
-        num_threads = setup.policy.num_threads or max(1, (os.cpu_count() or 1) // ranks_per_node)
-        actor = ray.remote(RankActor)
-        actors = [
-            actor.options(
-                num_cpus=1,
-                num_gpus=1 if use_gpu else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement, placement_group_bundle_index=rank // ranks_per_node
-                ),
-            ).remote(rank, self.mesh.size, num_threads)
-            for rank in range(self.mesh.size)
-        ]
-        self.workers = [RayWorker(actor) for actor in actors]
+    def __init__(self, build: Callable[[], object], layout: RankLayout, say: Callable[[str], None]) -> None:
+        self.mesh = Mesh(dp=layout.num_ranks)
+        self.workers: list[RayWorker] = []
+        self._places: Places | None = None
+        self._leaves_ray = not ray.is_initialized()
+        address = ray_cluster.connect(layout, say) if self._leaves_ray else ray.get_runtime_context().gcs_address
         try:
-            address: tuple[str, int] = gather("build", [_future(actors[0].address.remote())])[0]
-            gather("build", [_future(actor.build.remote(setup, address)) for actor in actors])
+            self._places = ray_cluster.reserve(layout, address, say)
+            self.workers = [RayWorker(self._actor(rank, layout)) for rank in range(layout.num_ranks)]
+            actors = [worker.actor for worker in self.workers]
+            self.nodes: list[tuple[str, str]] = gather("build", [_future(actor.node.remote()) for actor in actors])
+            rendezvous: tuple[str, int] = gather("build", [_future(actors[0].address.remote())])[0]
+            gather("build", [_future(actor.build.remote(build, rendezvous)) for actor in actors])
         except BaseException:
             self.close()
             raise
+        self._cluster = f"Ray cluster at {address}" if address else "private Ray on this machine"
 
-    def _reserve(self, num_nodes: int, ranks_per_node: int, use_gpu: bool) -> PlacementGroup:
-        bundle = {"CPU": float(ranks_per_node)}
-        if use_gpu:
-            bundle["GPU"] = float(ranks_per_node)
-        group = placement_group([bundle] * num_nodes, strategy="PACK" if num_nodes == 1 else "SPREAD")
-        if not group.wait(START_TIMEOUT_S):
-            have = ray.cluster_resources()
-            remove_placement_group(group)
-            raise InputError(
-                f"cluster.num_nodes={num_nodes} with cluster.gpus_per_node={ranks_per_node} needs {num_nodes} x {bundle}, "
-                f"but the Ray cluster offers {have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs"
+    def _actor(self, rank: int, layout: RankLayout) -> ActorHandle:
+        assert self._places is not None
+        return (
+            ray.remote(RankActor)
+            .options(
+                num_cpus=1,
+                num_gpus=layout.gpus_per_rank if self._places.use_gpu else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._places.group, placement_group_bundle_index=rank // layout.ranks_per_node
+                ),
             )
-        return group
+            .remote(rank, layout)
+        )
+
+    @property
+    def summary(self) -> str:
+        assert self._places is not None
+        device = "GPU" if self._places.use_gpu else "CPU"
+        by_node = Counter(self.nodes)
+        listed = ", ".join(f"{count} on {ip}" for (ip, _), count in by_node.items())
+        nodes = "1 node" if len(by_node) == 1 else f"{len(by_node)} nodes"
+        return f"{self._cluster}: {len(self.nodes)} {device} ranks on {nodes} ({listed})"
 
     def close(self) -> None:
         for worker in self.workers:
             ray.kill(worker.actor)
-        remove_placement_group(self._placement)
-        if self._started_ray:
+        if self._places is not None:
+            remove_placement_group(self._places.group)
+        if self._leaves_ray:
             ray.shutdown()
 
 
+def _collective_timeout() -> timedelta | None:
+    """None: that of torch, 10 minutes with NCCL and 30 with gloo."""
+    chosen = os.environ.get(NCCL_TIMEOUT_VARIABLE)
+    if not chosen:
+        return None
+    if not chosen.isdigit() or int(chosen) == 0:
+        raise InputError(f"{NCCL_TIMEOUT_VARIABLE} is {chosen!r}; accepted: a number of seconds above 0")
+    return timedelta(seconds=int(chosen))
+
+
 def _future(reference: ray.ObjectRef[T]) -> Future[T]:
-    """The result of a remote call. What the user can correct is raised as it was, not wrapped into Ray's frames."""
+    """The result of a remote call. The error of a rank is raised as it was there."""
     outcome: Future[T] = Future()
 
     def settle(done: Future[T]) -> None:
         error = done.exception()
+        cause = getattr(error, "cause", None)
         if error is None:
             outcome.set_result(done.result())
-        elif isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, InputError):
-            outcome.set_exception(error.cause)
-        elif isinstance(error, ray.exceptions.RayActorError):
+        elif isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
             outcome.set_exception(WorkerDiedError(str(error)))
+        elif isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, Exception):
+            if not isinstance(cause, InputError):
+                cause.__cause__ = error  # whose text is the traceback of the rank
+            outcome.set_exception(cause)
         else:
             outcome.set_exception(error)
 
     reference.future().add_done_callback(settle)
     return outcome
-
-
-def _start_ray(num_ranks: int, use_gpu: bool) -> None:
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level=WARNING)
-        return
-    # A private cluster on this machine: ranks share its cores even when there are fewer cores than ranks.
-    ray.init(
-        num_cpus=max(num_ranks, os.cpu_count() or 1),
-        num_gpus=None if use_gpu else 0,
-        include_dashboard=False,
-        logging_level=WARNING,
-    )

@@ -10,9 +10,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from posttrain.errors import InputError
+from posttrain.orchestration.failures import Where, WorkerTimeoutError, explain, first_cause
 from posttrain.orchestration.rank import Rank
 from posttrain.policy.parallel import Mesh
 
@@ -23,6 +25,7 @@ DEADLINE_VARIABLE = "POSTTRAIN_WORKER_DEADLINE_S"
 _SHORT_S, _FILES_S, _COMPUTE_S = 900.0, 3600.0, 4 * 3600.0
 # Far above what an operation takes on a machine that suits it: a deadline ends a hang, not a slow step.
 _DEADLINES_S = {
+    "reserve": 600.0,  # nodes that are being started join within minutes
     "build": _FILES_S,
     "save": _FILES_S,
     "begin_save": _FILES_S,
@@ -37,14 +40,6 @@ _DEADLINES_S = {
     "sample_round": _COMPUTE_S,
 }
 _GRACE_S = 10.0  # after the first error, for the rank that caused it: others often fail in a collective with it
-
-
-class WorkerDiedError(RuntimeError):
-    """The process of a rank has ended."""
-
-
-class WorkerTimeoutError(RuntimeError):
-    """A rank has not answered before the deadline of an operation."""
 
 
 class Worker(Protocol):
@@ -71,20 +66,32 @@ class LocalWorker:
     mesh = Mesh()
     in_process = True
 
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
+    def __init__(self, rank: Any) -> None:
+        self.rank = rank  # anything that has the operations which are called on it
+
+    @classmethod
+    def start(cls, build: Callable[[], object]) -> LocalWorker:
+        built: Future[Any] = _outcome(build)
+        return cls(gather("build", [built])[0])
 
     @property
     def workers(self) -> Sequence[Worker]:
         return [self]
 
     def submit(self, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        done: Future[T] = Future()
-        done.set_result(getattr(self.rank, operation.__name__)(*args, **kwargs))  # errors are raised here and now
-        return done
+        return _outcome(partial(getattr(self.rank, operation.__name__), *args, **kwargs))
 
     def close(self) -> None:
         pass
+
+
+def _outcome(call: Callable[[], T]) -> Future[T]:
+    done: Future[T] = Future()
+    try:
+        done.set_result(call())
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 def call_all(
@@ -103,13 +110,15 @@ def gather(operation: str, pending: Sequence[Future[T]]) -> list[T]:
     if errors and missing and not any(isinstance(error, InputError) for error in errors.values()):
         wait(pending, timeout=_GRACE_S)
         errors = _errors(pending)
-    waited = f"{time.monotonic() - start:.0f} s after the call"
-    for rank, error in errors.items():
-        if isinstance(error, WorkerDiedError):
-            raise WorkerDiedError(f"rank {rank} died during {operation}, {waited}: {error}") from error
-    for rank, error in errors.items():
-        if not isinstance(error, InputError):
-            error.add_note(f"rank {rank}, during {operation}, {waited}")
+    waited_s = time.monotonic() - start
+    if (first := first_cause(errors)) is not None:
+        error = errors[first]
+        if isinstance(error, InputError):
+            raise error
+        known = explain(error, Where(first, len(pending), operation, waited_s))
+        if known is not None:
+            raise known from error
+        error.add_note(f"rank {first}, during {operation}, {waited_s:.0f} s after the call")
         raise error
     if missing:
         late = ", ".join(str(rank) for rank, future in enumerate(pending) if future in missing)

@@ -12,7 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from posttrain.checkpointing.stopping import Interruption
@@ -22,13 +22,27 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_training(
-    kind: str, config: Path, *, quiet: bool, lock: int | None, heartbeat: Callable[[], None] = lambda: None
+    kind: str,
+    config: Path,
+    *,
+    quiet: bool,
+    lock: int | None,
+    heartbeat: Callable[[], None] = lambda: None,
+    variables: Mapping[str, str] | None = None,
 ) -> int:
-    """The exit code of `posttrain KIND --config FILE`. SIGTERM and Ctrl-C are forwarded, so that it saves."""
+    """The exit code of `posttrain KIND --config FILE`. SIGTERM and Ctrl-C are forwarded, so that it saves.
+
+    `variables`: further environment variables that the config refers to.
+    """
     arguments = [kind, "--config", str(config), *(["--quiet"] if quiet else [])]
     command = [sys.executable, "-m", __spec__.name, str(os.getpid()), str(-1 if lock is None else lock), *arguments]
     with Interruption() as interruption:
-        child = subprocess.Popen(command, process_group=0, pass_fds=() if lock is None else (lock,))
+        child = subprocess.Popen(
+            command,
+            process_group=0,
+            pass_fds=() if lock is None else (lock,),
+            env={**os.environ, **(variables or {})},
+        )
         forwarded = False
         try:
             while True:

@@ -78,6 +78,6 @@ def prompt_reads(group_size: int, heads_per_kv_head: int, element: int) -> int:
     """How often a step reads a prompt that `group_size` rows share (engines/native/kernels/shared_prefix.py)."""
     if group_size < 4:
         return group_size
-    most = max(1, (128 if element == 2 else 32) // heads_per_kv_head)
+    most = max(1, (128 if element <= 2 else 32) // heads_per_kv_head)
     tile = min(1 << (group_size - 1).bit_length(), 1 << (most.bit_length() - 1))
     return -(-group_size // tile)

@@ -42,7 +42,7 @@ class MemoryPlan:
 
 def plan_memory(rank: RankMemory, workload: Workload, gpu: Gpu) -> MemoryPlan:
     cache = _cache(rank, workload, gpu)
-    kept_cache = {"KV cache": cache.num_bytes} if cache is not None and cache.is_kept else {}
+    kept_cache = {**rank.fp8_weights(), "KV cache": cache.num_bytes} if cache is not None and cache.is_kept else {}
     phases = []
     if cache is not None:
         phases.append(Phase(SAMPLING, {**rank.while_sampling(), "KV cache": cache.num_bytes}))
@@ -56,7 +56,7 @@ def _cache(rank: RankMemory, workload: Workload, gpu: Gpu) -> CachePlan | None:
     engine = rank.settings.engine
     if engine is None or not workload.num_sampled:
         return None
-    per_token = rank.shape.layers * 2 * rank.shape.kv_width * rank.settings.element
+    per_token = round(rank.cache_bytes_per_token())
     page = engine.page_size * per_token
     wanted, least = cache_pages(workload, engine.page_size, engine.rows)
     if engine.kv_cache_gib is not None:
@@ -66,7 +66,7 @@ def _cache(rank: RankMemory, workload: Workload, gpu: Gpu) -> CachePlan | None:
         budget = engine.utilization * gpu.memory_bytes - used
     pages = min(wanted, max(int(budget // page), 0))
     held = (pages + 1) * page  # one is the scratch page for padding
-    is_kept = held <= KEPT_CACHE_SHARE * gpu.memory_bytes
+    is_kept = held + sum(rank.fp8_weights().values()) <= KEPT_CACHE_SHARE * gpu.memory_bytes
     return CachePlan(per_token, (wanted + 1) * page, held, least * page, is_kept)
 
 

@@ -98,7 +98,7 @@ def estimate_run(
 
 def _checkpoint_copy(config: CheckpointingConfig) -> CheckpointCopy:
     """As loop.py decides it on a GPU, where host memory suffices."""
-    if not config.enabled or config.async_save is False or config.save_consolidated:
+    if not config.enabled or config.async_save is False:
         return "none"
     return "with optimizer" if config.save_optimizer else "weights"
 

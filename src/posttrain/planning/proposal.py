@@ -6,7 +6,7 @@ Proposals do not change what is learnt, unless marked (adapters instead of all w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from posttrain.planning.plan import RunEstimate, estimate
@@ -18,6 +18,7 @@ _HEADROOM = 0.05  # of the GPU's memory, which a proposal leaves free
 _AS_GOOD = 0.015  # a smaller setting is preferred to one that saves less time than this share
 _WORTH_PROPOSING = 0.01  # of a step's time: for less, nothing is proposed
 _LARGEST_BUDGET = 131072
+_LEAST_UTILIZATION = 0.3  # of a GPU's memory, which sampling is left with
 _ROWS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -136,7 +137,7 @@ def _smallest_as_good(tried: list[RunEstimate], seconds: list[float]) -> RunEsti
 
 def remedies(found: RunEstimate) -> list[Remedy]:
     """Single changes, sufficient ones first; if none is sufficient, changes that are applied one after another."""
-    tried = [Remedy(words, with_settings(found, settings, workload)) for words, settings, workload in _changes(found)]
+    tried = _tried(found, {phase.name for phase in found.too_large})
     enough = [remedy for remedy in tried if remedy.is_enough]
     if enough or not tried:
         return enough
@@ -144,9 +145,7 @@ def remedies(found: RunEstimate) -> list[Remedy]:
     current = found
     for _ in range(len(tried)):
         # The change that frees most of the excess.
-        candidates = [
-            Remedy(words, with_settings(current, settings, workload)) for words, settings, workload in _changes(current)
-        ]
+        candidates = _tried(current, {phase.name for phase in current.too_large})
         better = [one for one in candidates if _excess(one.found) < _excess(current)]
         if not better:
             break
@@ -155,6 +154,21 @@ def remedies(found: RunEstimate) -> list[Remedy]:
         if best.is_enough:
             break
     return [Remedy(" ".join(words), current)] if words else []
+
+
+def savings(found: RunEstimate, phases: Collection[str]) -> list[tuple[str, float]]:
+    """Single changes and the bytes that each frees in the peak of these phases, most first."""
+
+    def peak(one: RunEstimate) -> float:
+        return max((one.needed_bytes(phase) for phase in one.memory.phases if phase.name in phases), default=0.0)
+
+    freed = [(remedy.words, peak(found) - peak(remedy.found)) for remedy in _tried(found, phases)]
+    return sorted((one for one in freed if one[1] > 0), key=lambda one: -one[1])
+
+
+def _tried(found: RunEstimate, phases: Collection[str]) -> list[Remedy]:
+    changes = _changes(found, phases)
+    return [Remedy(words, with_settings(found, settings, workload)) for words, settings, workload in changes]
 
 
 def _excess(found: RunEstimate) -> float:
@@ -166,9 +180,9 @@ def _excess(found: RunEstimate) -> float:
     return missing + sum(max(found.needed_bytes(p) - found.gpu.memory_bytes, 0.0) for p in found.memory.phases)
 
 
-def _changes(found: RunEstimate) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:
+def _changes(found: RunEstimate, phases: Collection[str]) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:
+    """Settings that need less memory in `phases`."""
     settings, workload, section = found.settings, found.workload, found.workload.budget_section
-    phases = {phase.name for phase in found.too_large}
     if TRAINING in phases:
         if not settings.checkpointing:
             yield "policy.dtensor_cfg.activation_checkpointing=true", replace(settings, checkpointing=True), None
@@ -192,6 +206,10 @@ def _changes(found: RunEstimate) -> Iterator[tuple[str, RunSettings | None, Work
         if settings.engine.kv_cache_gib is not None:
             words += " policy.generation.native_cfg.kv_cache_gib=null"
         yield words, replace(settings, engine=engine), None
+        if settings.engine.kv_cache_gib is None and settings.engine.utilization > _LEAST_UTILIZATION:
+            share = round(settings.engine.utilization - 0.1, 2)
+            words = f"policy.generation.native_cfg.gpu_memory_utilization={share}"
+            yield words, replace(settings, engine=replace(settings.engine, utilization=share)), None
 
 
 def _state_changes(settings: RunSettings) -> Iterator[tuple[str, RunSettings | None, Workload | None]]:

@@ -64,10 +64,10 @@ class TimeModel:
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
-    def forward_s(self, row: Pass, *, head: bool = True, adapters: bool = True) -> float:
-        """On the device: one forward pass; `head`: with the logits of response tokens."""
+    def forward_s(self, row: Pass, *, head: bool = True, adapters: bool = True, fp8_share: float = 0.0) -> float:
+        """On the device: one forward pass; `head`: with the logits of response tokens; `fp8_share` of the layers in FP8."""
         shape = self.memory.shape
-        flops = 2.0 * shape.layer_products * row.tokens
+        flops = 2.0 * shape.layer_products * row.tokens * self._time_share(fp8_share)
         moved = shape.layers * row.tokens * self._layer.moved_forward() + shape.layers * self._gather_bytes(row)
         if adapters:
             moved += shape.layers * row.tokens * self._layer.moved_by_adapters()[0]
@@ -90,6 +90,15 @@ class TimeModel:
         if settings.checkpointing:
             seconds += self.forward_s(row, head=False) / self._unfused
         return self._unfused * seconds
+
+    def _time_share(self, fp8_share: float) -> float:
+        """Time of products of which this share is in FP8, in parts of their time in bf16."""
+        return 1 - fp8_share + fp8_share / CALIBRATION.fp8_speedup
+
+    @property
+    def _fp8_share(self) -> float:
+        engine = self.memory.settings.engine
+        return 0.0 if engine is None else engine.fp8_share(self.memory.shape.layers)
 
     @property
     def _unfused(self) -> float:
@@ -176,9 +185,13 @@ class TimeModel:
         tokens = workload.num_groups * prompt
         row = Pass(tokens, 0.0, 0.0, tokens * (prompt + 1) / 2)
         prompts = max(
-            self.forward_s(row, head=False),
+            self.forward_s(row, head=False, fp8_share=self._fp8_share),
             shape.layers * CALIBRATION.forward_host_s * tokens / engine.max_prefill_tokens,
         )
+        element = self.memory.settings.element
+        prompts += self._moved_s(
+            (element + 1) * self._fp8_share * shape.layer_products
+        )  # the weights are quantised first
         longest = min(workload.max_new_tokens, int(workload.max_total_tokens - prompt))
         count = round(workload.num_groups * workload.num_sampled)
         mean = longest if workload.fixed_length else workload.lengths.answer
@@ -210,19 +223,22 @@ class TimeModel:
         context = own_tokens + prompt * reads
         if shape.window is not None:
             context = min(context, shape.window)
-        cached = rows * context * shape.layers * 2 * shape.kv_width * element
+        cached = rows * context * self.memory.cache_bytes_per_token()
         adapters = self._layer.moved_by_adapters()[0]
         moved = size * shape.layers * (self._layer.moved_forward() + adapters)
-        layers = self._few_rows_s(shape.layer_products, size) + self._moved_s(moved)
-        layers += cached / (self.gpu.copy_bytes_per_s * CALIBRATION.decode_attention_share)
+        layers = self._few_rows_s(shape.layer_products, size, self._fp8_share) + self._moved_s(moved)
+        in_fp8 = settings.engine is not None and settings.engine.cache_in_fp8
+        attention = CALIBRATION.fp8_decode_attention_share if in_fp8 else CALIBRATION.decode_attention_share
+        layers += cached / (self.gpu.copy_bytes_per_s * attention)
         launches = 1.0 if settings.lora_rank is None else 2.0  # kernels of a layer, as a multiple of the plain one's
         layers += shape.layers * (launches * CALIBRATION.decode_layer_s + size * CALIBRATION.decode_row_s)
         head = self._few_rows_s(shape.head_products, size) + self._moved_s(2 * FP32 * shape.vocab * size)
         return self._unfused * (layers + head)
 
-    def _few_rows_s(self, num_weights: float, rows: int) -> float:
+    def _few_rows_s(self, num_weights: float, rows: int, fp8_share: float = 0.0) -> float:
         """Products of a few rows: computing and reading the weights overlap, the slower of the two dominates."""
-        computing = self._products_s(2.0 * num_weights * rows)
-        reading = self.memory.settings.element * num_weights
-        reading /= self.gpu.copy_bytes_per_s * CALIBRATION.weight_read_share
+        computing = self._products_s(2.0 * num_weights * rows) * self._time_share(fp8_share)
+        reading = (1 - fp8_share) * self.memory.settings.element * num_weights / CALIBRATION.weight_read_share
+        reading += fp8_share * num_weights / CALIBRATION.fp8_weight_read_share
+        reading /= self.gpu.copy_bytes_per_s
         return float((computing**3 + reading**3) ** (1 / 3))

@@ -30,8 +30,14 @@ class LayerShape:
     dtype: torch.dtype
 
     @property
+    def is_fp8(self) -> bool:
+        """Then each head of a token has a factor for its key and one for its value."""
+        return self.dtype == torch.float8_e4m3fn
+
+    @property
     def bytes_per_token(self) -> int:
-        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        factors = 2 * torch.float32.itemsize if self.is_fp8 else 0
+        return self.num_heads * ((self.key_dim + self.value_dim) * self.dtype.itemsize + factors)
 
 
 class Head(Protocol):

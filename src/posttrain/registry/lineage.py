@@ -14,6 +14,7 @@ from pathlib import Path
 
 import posttrain
 from posttrain.json_files import JsonMapping, JsonObject, read_json
+from posttrain.redaction import without_credentials
 from posttrain.registry.artifacts import content_digest, measure
 from posttrain.registry.errors import RegistryError
 
@@ -92,7 +93,7 @@ def gather_lineage(
     """The lineage from the files; arguments take precedence. `evaluations`: name -> folder of a finished evaluation."""
     config_path = config or _find_config(folder)
     values, config_hash = _read_config(config_path) if config_path else ({}, None)
-    converted = read_json(folder / CONVERSION_FILE, RegistryError) if (folder / CONVERSION_FILE).is_file() else {}
+    converted = _read_conversion(folder / CONVERSION_FILE) if (folder / CONVERSION_FILE).is_file() else {}
     sources = list(data) or _data_of(values) or _data_of_conversion(converted)
     judged = _read_gate(gate) if gate else None
     if judged is not None:
@@ -143,7 +144,7 @@ def _read_config(path: Path) -> tuple[JsonObject, str]:
         raise RegistryError(f"{path}: the config cannot be read ({error})") from error
     flat = {dotted(key): value for key, value in leaves(values)}
     # Records are JSON, which has neither dates nor .inf: they are stored as text.
-    plain = json.loads(json.dumps(flat, default=str), parse_constant=str)
+    plain = without_credentials(json.loads(json.dumps(flat, default=str), parse_constant=str))
     return plain, hashlib.sha256(content).hexdigest()
 
 
@@ -168,9 +169,23 @@ def _data_of(config: JsonMapping) -> list[str]:
     return [str(one) for name in named if name for one in (name if isinstance(name, list) else [name])]
 
 
+def _read_conversion(path: Path) -> JsonObject:
+    converted = read_json(path, RegistryError)
+    _check_kinds(path, converted, {"base_model": str, "data": list, "metrics": dict})
+    return converted
+
+
+def _check_kinds(path: Path, content: JsonMapping, kinds: Mapping[str, type]) -> None:
+    """Refuses a file that was edited by hand into something else."""
+    for key, kind in kinds.items():
+        if not isinstance(content.get(key), kind | None):
+            raise RegistryError(f"{path}: {key} is {content[key]!r:.80}; a {kind.__name__} is needed")
+
+
 def _data_of_conversion(converted: JsonMapping) -> list[str]:
     """The same of a model that `posttrain convert` wrote."""
-    train = [block for block in converted.get("data") or [] if block.get("role") == "train"]
+    blocks = converted.get("data") or []
+    train = [block for block in blocks if isinstance(block, dict) and block.get("role") == "train"]
     return [str(name) for block in train if (name := block.get("data_path") or block.get("dataset_name"))]
 
 
@@ -189,7 +204,7 @@ def _hash_of(source: str, *, told: bool) -> str | None:
 def _training_metrics(folder: Path, converted: JsonMapping) -> dict[str, float]:
     path = folder / TRAINING_FILE
     if not path.is_file():
-        measured = converted.get("metrics") or {}
+        measured = {key: value for key, value in (converted.get("metrics") or {}).items() if _is_number(value)}
         return {f"training/{key}": float(value) for key, value in measured.items() if key.startswith("validation/")}
     kept = {key: value for key, value in read_json(path, RegistryError).items() if key == "total_steps" or ":" in key}
     return {f"training/{key}": float(value) for key, value in kept.items() if _is_number(value)}
@@ -215,13 +230,17 @@ def _read_gate(path: Path) -> JsonObject:
             f"{path}: verdict is {verdict!r}; expected the JSON that `posttrain gate --json FILE` writes, with the verdict "
             "promote, reject or needs_more_samples"
         )
+    _check_kinds(path, report, {"reasons": list, "candidate": dict})
+    candidate = report.get("candidate") or {}
+    _check_kinds(path, candidate, dict.fromkeys(candidate, dict))
     return {
         "verdict": verdict,
-        "reasons": list(report.get("reasons", [])),
+        "reasons": list(report.get("reasons") or []),
         "report": str(path),
         "judged": {
             name: {key: evaluation.get(key) for key in ("model", "model_fingerprint")}
-            for name, evaluation in (report.get("candidate") or {}).items()
+            for name, evaluation in candidate.items()
+            if evaluation is not None
         },
     }
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from posttrain.checkpointing import durable
 from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.locks import LockHeld, locked
+from posttrain.redaction import redact
 from posttrain.registry.errors import RegistryBusy, RegistryError
 
 DATABASE = "registry.db"
@@ -298,7 +299,7 @@ def _client(uri: str) -> Any:
 
 
 def _to_tags(record: JsonMapping) -> dict[str, str]:
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    text = redact(json.dumps(record, ensure_ascii=False, allow_nan=False))
     pieces = [text[start : start + _MAX_TAG_CHARACTERS] for start in range(0, len(text), _MAX_TAG_CHARACTERS)]
     return {f"{_RECORD}.{place}": piece for place, piece in enumerate(pieces)}
 

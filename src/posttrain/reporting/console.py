@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from posttrain.redaction import redact
 from posttrain.reporting.wording import Line, Style, duration, printable
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Console:
     def _put(self, lines: Sequence[Line], *, to_log: bool, to_stream: bool) -> None:
         if not lines or not (to_log or to_stream):
             return
-        plain = [printable(line.text) for line in lines]
+        plain = [redact(printable(line.text)) for line in lines]
         with self._lock:
             if to_log:
                 self._append_to_log(plain)

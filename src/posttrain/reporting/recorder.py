@@ -48,6 +48,7 @@ from posttrain.reporting.run_files import (
     config_from_step,
     open_run,
     read_info,
+    write_text,
     write_whole,
 )
 from posttrain.reporting.wording import Line
@@ -117,7 +118,10 @@ class RunRecorder:
         self._unscored_shown = False
         self._traceback_shown = False
         self._num_losses = 0  # how often the folder was found deleted
-        self._lost_step = 0  # rows and samples of the steps up to this one were in a folder that was deleted
+        self._has_rows = False  # this process has written one
+        self._lost_step: int | None = (
+            None  # rows and samples of the steps up to this one were in a folder that was deleted
+        )
         self._is_complete = False  # the run in the folder needs no more steps, so no file is changed
 
     # ------------------------------------------------------------------ the life of a run
@@ -133,6 +137,7 @@ class RunRecorder:
         if self._attempt is not None:
             self._attempt.confirm()  # loading the model may have taken minutes
             self._attempt.has_begun = True
+            self._num_losses = self._attempt.num_losses  # before there was anything to lose
         notes, losses = open_run(self.folder, resumed_step)
         self._open_log()
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
@@ -201,9 +206,9 @@ class RunRecorder:
                 f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. {UNSCORED_FILE} has "
                 "the reasons; mend the reward, and begin again with --restart"
             )
-        elif self._lost_step:
+        elif self._lost_step is not None:
             ending = "record lost"
-            reason += f", but {self.folder} was deleted meanwhile, and the rows and samples up to step {self._lost_step} are lost"
+            reason += f", but {self.folder} was deleted meanwhile, and the record of the steps up to {self._lost_step} is lost"
         if not self._is_complete:
             self._write_info(FINISHED if self._step >= self._max_steps else "ended early", reason)
             self._refresh_report(now=True)
@@ -260,8 +265,22 @@ class RunRecorder:
     def _write(self, row: Row, *, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> Row:
         """Write everything of one step, the row of metrics last. Returns the row as written."""
         assert self._started is not None, "start() was not called"
-        self._confirm_folder()
         row, non_finite = without_non_finite(row)
+        for is_last_try in (False, False, True):
+            try:
+                self._confirm_folder()
+                self._write_files(row, train_groups, validation_groups)
+                break
+            except FileNotFoundError:  # the folder is being deleted
+                if is_last_try:
+                    raise
+        for key, value in non_finite.items():
+            if key not in self._non_finite_named:
+                self._non_finite_named.add(key)
+                self.warn(f"{key} is {value} at step {row['step']}; {METRICS_FILE} holds null for it")
+        return row
+
+    def _write_files(self, row: Row, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> None:
         step, rollouts = row["step"], self.folder / ROLLOUTS_FOLDER
         for name, stage, groups in (
             ("step", "train", train_groups),
@@ -270,33 +289,27 @@ class RunRecorder:
             if groups:
                 write_rollouts(rollouts / f"{name}_{step}.jsonl.gz", groups)
                 self._write_unscored(step, stage, groups)
-        try:
-            append_rows(self.folder / METRICS_FILE, [row])
-        except FileNotFoundError:  # the folder was deleted a moment ago
-            self._confirm_folder()
-            append_rows(self.folder / METRICS_FILE, [row])
-        for key, value in non_finite.items():
-            if key not in self._non_finite_named:
-                self._non_finite_named.add(key)
-                self.warn(f"{key} is {value} at step {step}; {METRICS_FILE} holds null for it")
-        return row
+        append_rows(self.folder / METRICS_FILE, [row])
+        self._has_rows = True
 
     def _confirm_folder(self) -> None:
         """Before writing: Superseded if a newer attempt has the folder. What can be restored of a deleted one is."""
-        if self._attempt is None:
+        num_losses = self._num_losses
+        if self._attempt is not None:
+            self._attempt.confirm()
+            num_losses = self._attempt.num_losses
+        if num_losses == self._num_losses and (not self._has_rows or (self.folder / METRICS_FILE).exists()):
             return
-        self._attempt.confirm()
-        if self._attempt.num_losses == self._num_losses:
-            return
-        self._num_losses = self._attempt.num_losses
         self._lost_step = self._step
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / CONFIG_FILE, self._config_bytes())
         self._open_log()
         self.warn(
-            f"{self.folder} was deleted or replaced after step {self._step}. It is made again and the run goes on, but the rows, "
-            "samples and checkpoints that were in it are lost, and the run will not end with exit code 0"
+            f"{self.folder} or its {METRICS_FILE} was deleted or replaced after step {self._step}. It is made again and the run "
+            "goes on, but what was in it is lost, and the run will not end with exit code 0"
         )
         self._write_info("running")
+        self._num_losses, self._has_rows = num_losses, False
 
     def _open_log(self) -> None:
         attempt = self._attempt
@@ -355,7 +368,7 @@ class RunRecorder:
             "wall_s": self._earlier_wall_s + self._wall_s(),
             "warnings": list(self._warnings.values()),
         }
-        write_whole(self.folder / INFO_FILE, (json.dumps(self._info, indent=2) + "\n").encode())
+        write_text(self.folder / INFO_FILE, json.dumps(self._info, indent=2) + "\n")
 
     def _wall_s(self) -> float:
         return self._clock() - self._started if self._started is not None else 0.0

@@ -11,7 +11,7 @@ from posttrain.reporting.presentation import ChartSpec
 from posttrain.reporting.report_samples import samples_section, unscored_section
 from posttrain.reporting.rows import TOTAL_STEP
 from posttrain.reporting.run_data import RunData, load_run
-from posttrain.reporting.run_files import CONFIG_FILE, REPORT_FILE, write_whole
+from posttrain.reporting.run_files import CONFIG_FILE, REPORT_FILE, write_text
 from posttrain.reporting.scales import label
 from posttrain.reporting.wording import duration, summarise, validation_metric
 
@@ -68,7 +68,7 @@ CHARTS = (
 def write_report(folder: Path) -> Path:
     """Write the report of the run in `folder` into that folder. Returns its path."""
     target = folder / REPORT_FILE
-    write_whole(target, render(load_run(folder)).encode("utf-8", "backslashreplace"))
+    write_text(target, render(load_run(folder)))
     return target
 
 

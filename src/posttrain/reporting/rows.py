@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
+from posttrain.redaction import redact, redact_values
 from posttrain.reporting.run_files import Row, write_whole
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _completion_row(rollout: Rollout) -> Row:
         **shaped,
         "parts": {name: _finite(value) for name, value in score.parts.items()},
         "advantage": _finite(rollout.advantage),
-        "error": score.error,
+        "error": None if score.error is None else redact(score.error),
         "finish_reason": rollout.completion.finish_reason,
         "num_tokens": rollout.completion.num_sampled,
         "versions": rollout.completion.versions,
@@ -192,7 +193,7 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
     # mtime 0 and no file name: the header of a gzip file would otherwise differ from run to run.
     with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0, compresslevel=5) as packed:
         for group in groups:
-            line = json.dumps(group_row(group), ensure_ascii=False, allow_nan=False) + "\n"
+            line = redact_values(json.dumps(group_row(group), ensure_ascii=False, allow_nan=False)) + "\n"
             # A lone surrogate has no UTF-8 form; written as \udc80 it is a legal JSON escape.
             packed.write(line.encode("utf-8", "backslashreplace"))
     write_whole(path, buffer.getvalue())

@@ -23,7 +23,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.json_files import JsonMapping, JsonObject, parse_json
+from posttrain.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"
 UNSCORED_FILE = "unscored.jsonl"
@@ -52,14 +53,19 @@ def write_whole(path: Path, content: bytes) -> None:
     os.replace(aside, path)
 
 
+def write_text(path: Path, text: str) -> None:
+    """`write_whole` of a text without the credentials in it."""
+    write_whole(path, redact(text).encode("utf-8", "backslashreplace"))
+
+
 def append_rows(path: Path, rows: Sequence[JsonMapping]) -> None:
-    """Append JSON objects, one per line. They are on disk when this returns.
+    """Append JSON objects, one per line, without credentials. They are on disk when this returns.
 
     Python writes a float as the shortest text that reads back as the same float, so equal numbers give equal bytes.
     """
     lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     with path.open("ab") as file:
-        file.write(lines.encode())
+        file.write(redact(lines).encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -71,7 +77,7 @@ def parse_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
     with path.open("rb") as file:
         for line in file:
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 row = None
             yield line.rstrip(b"\n"), row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
@@ -85,7 +91,7 @@ def read_rows(path: Path) -> list[Row]:
 def read_info(folder: Path) -> Row:
     """`run.json`; empty if it is missing or unreadable, because the report has to work without it."""
     try:
-        info = json.loads((folder / INFO_FILE).read_bytes())
+        info = parse_json((folder / INFO_FILE).read_bytes())
     except (OSError, ValueError):
         return {}
     return info if isinstance(info, dict) else {}

@@ -116,7 +116,7 @@ def buckets(steps: Sequence[int], values: Sequence[float | None], max_points: in
         start, end = len(steps) * index // count, len(steps) * (index + 1) // count
         part = [value for value in values[start:end] if value is not None]
         if part:
-            result.append(Bucket(steps[end - 1], math.fsum(part) / len(part), min(part), max(part)))
+            result.append(Bucket(steps[end - 1], math.fsum(value / len(part) for value in part), min(part), max(part)))
         else:
             result.append(Bucket(steps[end - 1], None, None, None))
     return result

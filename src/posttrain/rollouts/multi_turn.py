@@ -12,13 +12,13 @@ the judge of its block under `env:`, and added as well. A conversation whose env
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.environments.turns.interface import EndReason, TurnItem, TurnTask
 from posttrain.environments.turns.pool import TurnOutcome, TurnRouter
+from posttrain.reward_values import NEEDED, is_reward, total
 from posttrain.roles import RoundEngine
 from posttrain.rollouts.fresh import FreshRollouts, UnscoredRollout
 from posttrain.rollouts.next_turn import Exchange, NextTurn
@@ -102,10 +102,10 @@ class Dialogue:
             return self.failure
         if not self.rewards and self.answer is None:
             return Score(None, error="the environment ended the conversation without a reward or an answer to judge")
-        total = math.fsum(self.rewards)
-        if not math.isfinite(total):
-            return Score(None, error=f"the rewards of the turns add up to {total}: a finite number is needed")
-        return Score(total, parts=dict(self.parts))
+        reward = total(self.rewards)
+        if not is_reward(reward):
+            return Score(None, error=f"the rewards of the turns add up to {reward}: {NEEDED}")
+        return Score(reward, parts=dict(self.parts))
 
     def unscored(self, renderer: NextTurn, *, has_judge: bool) -> UnscoredRollout:
         completion = Completion(

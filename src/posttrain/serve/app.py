@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator, Coroutine
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from posttrain.serve.canary import CANARY
 from posttrain.serve.jobs import chat_job, choices_of, completion_job
+from posttrain.serve.options import is_loopback
 from posttrain.serve.protocol import (
     ApiError,
     ChatBody,
@@ -31,6 +33,7 @@ log = logging.getLogger("posttrain.serve")
 
 # Bytes of an oversized body that are read and discarded: a client that is still sending would miss the error.
 MOST_BYTES_TO_DISCARD = 32 * 2**20
+DISCARD_S = 1.0  # for that, where the head has announced it
 SLOW_READER_S = 30.0  # after the time limit of a request, for a client to read the end of its stream
 CLIENT_CLOSED_REQUEST = 499  # for logs only: the client has disconnected
 
@@ -101,6 +104,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
 def _authorise(service: Service, request: Request) -> None:
     if not service.api_keys:
+        _refuse_foreign_pages(service, request)
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     accepted = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in service.api_keys]
@@ -114,13 +118,33 @@ def _authorise(service: Service, request: Request) -> None:
         )
 
 
+def _refuse_foreign_pages(service: Service, request: Request) -> None:
+    """Without a key, a web page could use the server through the browser of somebody who can reach it.
+
+    Browsers say with `Origin` which page asks. A page whose name was made to point here (DNS rebinding) has the `Host` that it
+    claims, so a server for this machine answers to the names of this machine only.
+    """
+    host = request.headers.get("host", "")
+    origin = request.headers.get("origin")
+    if origin is not None and origin.lower().partition("://")[2] != host.lower():
+        raise ApiError(
+            403, f"requests from the page {origin} are refused by a server without a key", code="foreign_origin"
+        )
+    if not service.no_auth and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        raise ApiError(
+            403, f"Host is {host!r}: a server without a key answers to localhost only; set a key", code="foreign_host"
+        )
+
+
 async def _read(service: Service, request: Request) -> bytes:
     """The body, after the API key was checked, up to the size limit."""
     _authorise(service, request)
     limit = service.limits.max_body_bytes
-    parts, size = [], 0
+    declared = request.headers.get("content-length", "")
+    size = limit + 1 if declared.isdecimal() and int(declared[:20]) > limit else 0
+    parts: list[bytes] = []
     try:
-        async with asyncio.timeout(service.limits.body_timeout_s):
+        async with asyncio.timeout(service.limits.body_timeout_s if not size else DISCARD_S):
             async for part in request.stream():
                 size += len(part)
                 if size <= limit:
@@ -130,8 +154,9 @@ async def _read(service: Service, request: Request) -> bytes:
     except ClientDisconnect:
         raise ApiError(CLIENT_CLOSED_REQUEST, "the client left before its body was complete") from None
     except TimeoutError:
-        seconds = service.limits.body_timeout_s
-        raise ApiError(408, f"the body did not arrive within {seconds:g} s", headers={"Connection": "close"}) from None
+        if size <= limit:
+            message = f"the body did not arrive within {service.limits.body_timeout_s:g} s"
+            raise ApiError(408, message, headers={"Connection": "close"}) from None
     if size > limit:
         message = f"the body has more than {limit} bytes"
         raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})

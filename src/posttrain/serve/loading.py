@@ -74,7 +74,9 @@ def build_service(options: ServeOptions, say: Say = log.info) -> Service:
         found = adapters[options.canary].model if canary_is_adapter else other
         canary = Canary(options.canary_rules or CanaryRules(), _on_rollback(found, options.registry, say))
     limits = replace(options.limits, max_samples=min(options.limits.max_samples, options.engine.max_batch_size))
-    return Service(models, limits, canary=canary, canary_version=canary_version, api_keys=options.api_keys)
+    return Service(
+        models, limits, canary=canary, canary_version=canary_version, api_keys=options.api_keys, no_auth=options.no_auth
+    )
 
 
 def _adapter(name: str, text: str, main: ResolvedModel, say: Say, registry: str | None) -> ServedAdapter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,4 +45,13 @@ class ServeOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
     limits: ServerLimits = field(default_factory=ServerLimits)
     api_keys: Sequence[str] = ()
+    no_auth: bool = False  # without a key, for everyone who can reach the address
     registry: str | None = None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

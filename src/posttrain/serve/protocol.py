@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from posttrain.json_files import parse_json
 from posttrain.types import SMALLEST_TEMPERATURE, Sampling
 
 MAX_TOP_LOGPROBS = 20
@@ -241,9 +242,9 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
-    "tools": (None, []),
+    "tools": (None,),
     "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
+    "functions": (None,),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
@@ -274,9 +275,12 @@ def parse_feedback(body: bytes) -> FeedbackBody:
 
 def _parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     try:
+        parse_json(body)  # refuses what pydantic lets pass, such as a key that is set twice
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise _explained(error) from error
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from error
     for field, harmless in _NO_EFFECT.items():
         value = getattr(parsed, field, None)
         if value not in harmless:

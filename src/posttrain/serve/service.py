@@ -86,6 +86,7 @@ class Service:
         canary: Canary | None = None,
         canary_version: Version | None = None,
         api_keys: Sequence[str] = (),
+        no_auth: bool = False,
     ) -> None:
         assert (canary is None) == (canary_version is None)
         self.models = dict(models)
@@ -93,6 +94,7 @@ class Service:
         self.limits = limits or ServerLimits()
         self.canary, self.canary_version = canary, canary_version
         self.api_keys = tuple(api_keys)
+        self.no_auth = no_auth
         self.answers = AnswerLog()
         self.created = int(time.time())
         self.draining = False

@@ -113,6 +113,14 @@ def test_the_rewards_of_the_data_travel_with_the_tokens() -> None:
     assert columns["num_class_tokens"].tolist() == [3.0] * 6
 
 
+def test_validation_counts_pairs_and_throughput_counts_responses() -> None:
+    algorithm = dpo(FakePolicy(), FakeReference())
+    validation = algorithm.validate(1)
+    assert validation is not None
+    assert validation.num_samples == len(algorithm.validation)
+    assert algorithm.step(1).num_samples == 2 * algorithm.num_pairs_per_step
+
+
 def test_validation_looks_up_its_own_step_and_is_timed() -> None:
     policy, reference = FakePolicy(), FakeReference()
     report = dpo(policy, reference).validate(4)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.algorithms.advantages import GroupAdvantages
+from posttrain.reward_values import MAX_REWARD
 
 OneGroup = Callable[[list[float | None]], list[float]]
 
@@ -167,3 +168,15 @@ def test_a_better_reward_never_gets_a_worse_advantage_in_its_group(rewards: list
     for estimator in (MEAN, PLAIN_MEAN, PLAIN_LEAVE_ONE_OUT):
         ranked = [a for _, a in sorted(zip(rewards, estimator(rewards), strict=True))]
         assert all(b >= a - 1e-12 for a, b in pairwise(ranked))
+
+
+@pytest.mark.parametrize("rewards", [[1e308, 1e308, -1e308], [1e200, -1e200, 0.0], [math.inf, -math.inf, 1.0]])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_rewards_whose_sums_overflow_do_not_raise(rewards: list[float | None], leave_one_out: bool) -> None:
+    assert len(of_one_group(True, leave_one_out)(rewards)) == 3
+
+
+@given(st.lists(st.floats(-MAX_REWARD, MAX_REWARD), min_size=2, max_size=6))
+def test_every_reward_that_is_accepted_has_finite_advantages(rewards: list[float | None]) -> None:
+    for estimate in (LEAVE_ONE_OUT, MEAN, PLAIN_LEAVE_ONE_OUT):
+        assert all(map(math.isfinite, estimate(rewards)))

@@ -137,3 +137,12 @@ def test_schedules_must_be_well_formed() -> None:
         load_config("grpo", None, ["policy.scheduler=[{name: a.B}, {name: a.C}]"])
     with pytest.raises(ConfigError, match=r"policy\.scheduler"):
         load_config("grpo", None, ["policy.scheduler=[{nam: a.B}]"])
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rm"])
+def test_pack_that_cannot_hold_both_answers_of_a_pair_is_refused(kind: str) -> None:
+    packing = ["policy.max_total_sequence_length=512", "policy.sequence_packing.enabled=true"]
+    load_config(kind, None, [*packing, "policy.sequence_packing.train_mb_tokens=1024"])
+    with pytest.raises(ConfigError, match=r"train_mb_tokens = 1023 is less than twice .* = 512.*set it to 1024"):
+        load_config(kind, None, [*packing, "policy.sequence_packing.train_mb_tokens=1023"])
+    load_config("sft", None, [*packing, "policy.sequence_packing.train_mb_tokens=600"])

@@ -27,6 +27,21 @@ RENAMES = [
     ("grpo", "data.input_key=question", {"data.default.input_key": "question"}),
     ("dpo", "data.val_data_paths={held: v.jsonl}", {"data.validation": [{"name": "held", "data_path": "v.jsonl"}]}),
     ("grpo", "policy.megatron_cfg.fp8_cfg=null", {"policy.megatron_cfg.fp8_cfg": ABSENT}),
+    (
+        "grpo",
+        "policy.generation.vllm_cfg.precision=fp8",
+        {"policy.generation.native_cfg.precision": "fp8", "loss_fn.use_importance_sampling_correction": True},
+    ),
+    (
+        "grpo",
+        "policy.generation.vllm_cfg.kv_cache_dtype=fp8_e4m3",
+        {"policy.generation.native_cfg.kv_cache_dtype": "fp8"},
+    ),
+    (
+        "grpo",
+        "policy.generation.vllm_cfg.num_last_layers_in_bf16=2",
+        {"policy.generation.native_cfg.num_last_layers_in_bf16": 2},
+    ),
     ("grpo", "policy.megatron_cfg.converter_type=Qwen2ForCausalLM", {"policy.megatron_cfg.converter_type": ABSENT}),
     ("grpo", "policy.refit_buffer_size_gb=4", {"policy.refit_buffer_size_gb": ABSENT}),
     ("grpo", "policy.fsdp_offload_enabled=false", {"policy.fsdp_offload_enabled": ABSENT}),

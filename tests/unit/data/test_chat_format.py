@@ -124,6 +124,26 @@ def test_template_comes_from_a_file_or_inline(tmp_path: Path) -> None:
     assert ChatFormat(tokenizer, inline).prompt(ASK)[0] == ChatFormat(tokenizer, str(file)).prompt(ASK)[0] == "[2+2?]"
 
 
+@pytest.mark.parametrize("is_special", [True, False])
+def test_extra_id_template_writes_what_nemo_aligner_documents(is_special: bool) -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    if is_special:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<extra_id_0>", "<extra_id_1>"]})
+    chat = ChatFormat(tokenizer, "extra_id")
+    opened = "<extra_id_0>System\n\n<extra_id_1>User\n2+2?\n<extra_id_1>Assistant\n"
+    assert chat.render_turn(ASK, "4") == (opened, "4\n<extra_id_1>")
+    assert chat.templated_turn(opened, "4\n<extra_id_1>") == (opened, "4\n<extra_id_1>"), (
+        "rows in the template are as they are"
+    )
+    turns = [{"role": "system", "content": "Be terse."}, *ASK, {"role": "assistant", "content": "4"}]
+    assert chat.render([*turns, {"role": "user", "content": "3+3?"}]) == (
+        "<extra_id_0>System\nBe terse.\n<extra_id_1>User\n2+2?\n<extra_id_1>Assistant\n4\n"
+        "<extra_id_1>User\n3+3?\n<extra_id_1>Assistant\n"
+    )
+    with pytest.raises(DataError, match="system, user and assistant, not tool"):
+        chat.render([*turns, {"role": "tool", "content": "6"}])
+
+
 def test_template_arguments_reach_the_template() -> None:
     template = "{{ style }}" + CHATML
     assert ChatFormat(byte_tokenizer(template), "default", {"style": "terse "}).prompt(ASK)[0].startswith("terse ")

@@ -190,11 +190,16 @@ def test_command_writes_what_training_reads(tmp_path: Path, capsys: pytest.Captu
     entry = {"dataset_name": "PackedPairs", "data_path": target}
     assert len(load_pair_dataset(entry, None, CHAT, max_total_tokens=1000, seed=0)) == 40
 
-    assert main([*arguments, "--pack-size", "95", "--max-length", "78", "--json"]) == 0
-    numbers = json.loads(capsys.readouterr().out)
-    assert numbers["statistics"]["pack_size"] == 95
-    assert numbers["num_pairs"] + sum(numbers["dropped"].values()) == 40
-    assert set(numbers["dropped"]) == {"longer than 78 tokens", "larger than a pack of 95 tokens"}
+    limits = {
+        ("--pack-size", "95"): {"larger than a pack of 95 tokens"},
+        ("--pack-size", "156", "--max-length", "78"): {"longer than 78 tokens"},
+    }
+    for limit, dropped in limits.items():
+        assert main([*arguments, *limit, "--json"]) == 0
+        numbers = json.loads(capsys.readouterr().out)
+        assert numbers["statistics"]["pack_size"] == int(limit[1])
+        assert numbers["num_pairs"] + sum(numbers["dropped"].values()) == 40
+        assert set(numbers["dropped"]) == dropped
 
 
 def test_command_takes_keys_of_the_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +216,7 @@ def test_command_takes_keys_of_the_dataset(tmp_path: Path, capsys: pytest.Captur
     [
         (["--model", "nowhere", "--pack-size", "9"], "--model: no folder 'nowhere'"),
         (["--model", "MODEL", "--pack-size", "9"], "no pair fits into a pack of 9 tokens"),
+        (["--model", "MODEL", "--pack-size", "155", "--max-length", "78"], "twice --max-length 78"),
         (["--model", "MODEL", "--pack-size", "200", "word"], "'word' is not a key of a dataset"),
     ],
 )

@@ -142,7 +142,7 @@ def test_bad_rows_are_named_and_counted_and_the_rest_is_used(tmp_path: Path, sha
         "not a record": 1,
         "text is not valid Unicode": 2,
         "no reward": 2,
-        "reward is NaN or infinite": 2,
+        "reward is NaN, infinite or beyond ±1e+30": 2,
         "reward is not a number": 2,
     }
     assert report.problems["broken JSON"].examples == [f"{path}, row 4"]
@@ -157,7 +157,7 @@ def test_bad_rewards_in_parquet(tmp_path: Path) -> None:
     list(iter_trace_groups(write_parquet(tmp_path / "t.parquet", rows), report=report))
     assert {reason: tally.examples for reason, tally in report.problems.items()} == {
         "no reward": [f"{tmp_path}/t.parquet, row 2"],
-        "reward is NaN or infinite": [f"{tmp_path}/t.parquet, row 3"],
+        "reward is NaN, infinite or beyond ±1e+30": [f"{tmp_path}/t.parquet, row 3"],
         "no prompt": [f"{tmp_path}/t.parquet, row 4"],
     }
     assert report.complete

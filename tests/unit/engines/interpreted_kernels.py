@@ -17,6 +17,7 @@ from kernel_references import (
     Case,
     assert_equal_to_rounding,
     assert_steps_like_torch,
+    in_fp8,
     mend_interpreter,
     random_cache,
     slow_attention,
@@ -124,6 +125,43 @@ def test_unsupported_shapes_are_declined() -> None:
     assert not kernels.supports(torch.zeros(1, 4, 512), torch.zeros(2, 16, 2, 512), torch.zeros(2, 16, 2, 512))
 
 
+FP8_CASES = {
+    "4 query heads per key head": Case(lengths=SHORT),
+    "odd group, odd dim": Case(heads=9, kv_heads=3, dim=80, lengths=SHORT),
+    "soft cap in a window": Case(heads=4, kv_heads=2, dim=32, softcap=50.0, window=37, lengths=SHORT),
+    "values narrower than keys": Case(heads=4, kv_heads=2, dim=48, value_dim=16, lengths=SHORT),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("case", FP8_CASES.values(), ids=FP8_CASES.keys())
+def test_attention_over_a_cache_in_fp8_equals_reference(case: Case, splits: int) -> None:
+    if splits == 2:
+        case = replace(case, lengths=(1, 129, 160))
+    cache, meant = in_fp8(random_cache(case, torch.float16, "cpu"))
+    options = {**case.options, "factors": cache.factors, "tile": TILE, "splits": splits}
+    out = kernels.paged_attention(*cache.tensors, **options, out=poisoned(case, torch.float16))
+    assert_equal_to_rounding(out, slow_attention(meant, **case.options))
+
+
+def test_shared_prefix_in_fp8_equals_reference() -> None:
+    case = Case(heads=6, kv_heads=2, dim=16, lengths=SHARED_LENGTHS)
+    cache, meant = in_fp8(random_cache(case, torch.float16, "cpu", GROUPS, PREFIXES))
+    tiles = PrefixTiles.empty(6, samples=2, min_rows=1)
+    tiles.plan(GROUPS, PREFIXES)
+    out = kernels.shared_prefix_attention(
+        *cache.tensors, tiles, **case.options, factors=cache.factors, out=poisoned(case, torch.float16), tile=TILE,
+        prefix_tile=TILE, splits=1, prefix_splits=1,
+    )  # fmt: skip
+    assert_equal_to_rounding(out, slow_attention(meant, **case.options))
+
+
+def test_keys_and_values_in_fp8_need_their_factors() -> None:
+    cache, _ = in_fp8(random_cache(Case(lengths=SHORT), torch.float16, "cpu"))
+    with pytest.raises(AssertionError, match="have factors"):
+        kernels.paged_attention(*cache.tensors, **Case().options)
+
+
 # -- shared prefixes ---------------------------------------------------------------------------------------------------
 
 GROUPS = [[4, 0, 2], [1, 5], [3]]
@@ -187,6 +225,10 @@ def test_sharing_pays_for_long_prompts_of_large_groups() -> None:
     assert not kernels.shared_prefix_pays(shape, [2] * 256, [512] * 256)  # pairs are too small for a tile
     assert not kernels.shared_prefix_pays(shape, [4], [64])  # the launch costs more than there is to save
     assert not kernels.shared_prefix_pays(shape, [], [])
+    in_fp8 = replace(shape, itemsize=1)
+    assert kernels.shared_prefix_pays(shape, [32] * 16, [128] * 16)
+    assert not kernels.shared_prefix_pays(in_fp8, [32] * 16, [128] * 16)
+    assert kernels.shared_prefix_pays(in_fp8, [32] * 16, [512] * 16)
     assert kernels.samples_per_tile(4, 2, 16) == 16
     assert kernels.samples_per_tile(8, 2, 64) == 16
 
@@ -226,6 +268,27 @@ def test_rotation_has_the_bits_of_torch(heads: int, kv_heads: int, dim: int, rot
     untouched = [slot for slot in range(12) if slot not in (9, 2)]
     assert keys[untouched].isnan().all()
     assert values[untouched].isnan().all()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotated"), [(9, 3, 32, 32), (10, 9, 24, 8)])
+def test_keys_and_values_are_quantised_as_they_are_written(heads: int, kv_heads: int, dim: int, rotated: int) -> None:
+    given = projections(heads, kv_heads, dim, torch.float16, rotated)
+    plain = projections(heads, kv_heads, dim, torch.float16, rotated)
+    queries = kernels.write_kv_rope(**plain, exact_like_torch=False)
+    factors = torch.full((2, 3, 4, kv_heads), NAN)
+    for name in ("key_cache", "value_cache"):
+        given[name] = given[name].to(torch.float8_e4m3fn)
+    out = kernels.write_kv_rope(**given, exact_like_torch=False, factors=(factors[0], factors[1]))
+    assert torch.equal(out, queries), "queries are not quantised"
+    for name, factor in zip(("key_cache", "value_cache"), factors, strict=True):
+        wide = (given[name].double() * factor.double()[..., None]).flatten(0, 1)
+        expected = plain[name].flatten(0, 1).double()
+        largest = expected[[9, 2]].abs().amax(-1)
+        torch.testing.assert_close(factor.flatten(0, 1)[[9, 2]].double() * 448, largest, rtol=2e-3, atol=0.0)
+        assert ((wide - expected)[[9, 2]].abs() <= 0.04 * largest[..., None]).all()
+        untouched = [slot for slot in range(12) if slot not in (9, 2)]
+        assert factor.flatten(0, 1)[untouched].isnan().all()
+        assert wide[untouched].isnan().all()
 
 
 def test_rotation_in_place_and_angles_in_fp32() -> None:

@@ -67,6 +67,20 @@ def test_shared_prefixes_use_the_matrix_units(compiled: Compiled) -> None:
     assert "warp_group_dot" in compiled["shared_prefix_kernel"].asm["ttgir"]
 
 
+def test_fp8_is_brought_to_the_matrix_units_in_pairs(compiled: Compiled) -> None:
+    from posttrain.engines.native import kernels
+
+    query, pool, _, table, lengths = attention_inputs(32, 8, 128)
+    pool, factors = pool.to(torch.float8_e4m3fn), torch.zeros(4, 16, 8)
+    options: dict[str, Any] = {"scale": 0.1, "window": None, "softcap": None, "factors": (factors, factors)}
+    kernels.paged_attention(query, pool, pool, table, lengths, **options, splits=1)
+    kernel = compiled["paged_attention_kernel"]
+    assert 3 * kernel.metadata.shared <= SHARED_MEMORY_BYTES
+    assert "cvt.rn.f16x2.e4m3x2" in kernel.asm["ptx"]
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in kernel.asm["ptx"], "values are turned as they are loaded"
+    assert "ld.shared.b8" not in kernel.asm["ptx"]
+
+
 def test_stepping_kernels_compile(compiled: Compiled) -> None:
     from posttrain.engines.native import kernels
 

@@ -62,7 +62,7 @@ def test_packed_prompts_attend_to_themselves_and_are_cached(window: int | None, 
     expected = torch.cat([slow_attention(*first, window, softcap), slow_attention(*second, window, softcap)])
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     for (_, k, v), pages in ((first, (5, 2)), (second, (9, 1, 7))):
-        keys, values = cache.read(0, torch.from_numpy(cache.slots(pages, 0, len(k))))
+        keys, values = cache.read(0, torch.from_numpy(cache.slots(pages, 0, len(k))), k.dtype)
         assert torch.equal(keys, k)
         assert torch.equal(values, v)
 

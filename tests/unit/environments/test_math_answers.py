@@ -108,6 +108,7 @@ def test_math_verify(hf_score: Callable[[ScoringItem], float], response: str, re
         ({"match_types": ["expr"]}, r"it is $\frac{14}{2}$", "7", 0.0, 1.0),
         ({"boxed_match_priority": 100}, r"So \boxed{8}. The final answer is 7.", "7", 1.0, 0.0),
         ({"reference_as": "written"}, "7", "so 7 apples", 1.0, 0.0),
+        ({"as_math_verify": True}, r"\boxed{\frac{1}{2006!}}", r"\frac{1}{2004!}", 1.0, 0.0),
         ({"math_verify_impl": "dapo_math_verify"}, "Answer: 0.5", "1/2", 0.0, 1.0),
         ({"verifier_type": "english_multichoice"}, "The answer is (b).", "B", 1.0, 0.0),
     ],
@@ -155,6 +156,40 @@ def test_an_error_in_the_verifier_is_raised_unless_another_reading_agrees(monkey
     assert score(item(r"\boxed{5}", "5")) == 1.0  # equal as text
     with pytest.raises(TypeError, match="cannot compare"):
         score(item(r"\boxed{5.0}", "5"))
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "reward"),
+    [
+        # math-verify says equal: nothing is left of either.
+        (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}", 0.0),
+        (r"\frac{1}{3^{50}} \cdot \sqrt{2}", r"\frac{\sqrt{2}}{3^{49}}", 0.0),
+        ("0.0000002", "0.0000001", 0.0),
+        ("0.0000002", r"\frac{1}{10^7}", 0.0),
+        # equal indeed, or equal to `precision` decimals
+        (r"\frac{2}{2^{100}}", r"\frac{1}{2^{99}}", 1.0),
+        (r"\sqrt{6}", r"\sqrt{2} \cdot \sqrt{3}", 1.0),
+        ("0.0000001", r"\frac{1}{10^7}", 1.0),
+        ("0.33333334", r"\frac{1}{3}", 1.0),
+        (r"9\%", "9", 1.0),
+        (r"\infty", r"\infty", 1.0),
+    ],
+)
+def test_numbers_that_differ_are_not_equal_because_both_are_cut_off(
+    hf_score: Callable[[ScoringItem], float], response: str, reference: str, reward: float
+) -> None:
+    assert hf_score(item(f"\\boxed{{{response}}}", reference)) == reward
+
+
+@pytest.mark.parametrize("reference", ["5", "x<2", "[0,1]", r"\{1,2\}", r"(-\infty,3)"])
+@pytest.mark.parametrize(
+    "response",
+    [r"[0,\frac{0}{0}]", r"\frac{1}{0}", r"\{1,\frac{0}{0}\}", r"x=\frac{1}{0}", r"\log(0)", r"\infty-\infty"],
+)
+def test_an_answer_without_a_value_is_wrong(
+    hf_score: Callable[[ScoringItem], float], response: str, reference: str
+) -> None:
+    assert hf_score(item(f"\\boxed{{{response}}}", reference)) == 0.0
 
 
 @pytest.mark.parametrize("form", ["\\boxed{%s}", "#### %s", "The answer is %s."])

@@ -44,6 +44,8 @@ REWARDS = """
         if response == "none": return None
         if response == "nan": return float("nan")
         if response == "infinity": return float("inf")
+        if response == "extreme": return -1e308
+        if response == "extreme sum": return {"a": 1e308, "b": 1e308}
         if response == "unpicklable": return lambda: 1
         if response == "recursion": return act(prompt, response, reference)
         if response == "noise":
@@ -132,8 +134,13 @@ def wait_until_gone(process_ids: list[int]) -> list[int]:
         ("close everything", "the worker process exited with code 1"),
         ("string", "the reward function returned '0.5' (str): a number, or a dict of named numbers, is needed"),
         ("none", "the reward function returned None: a number, or a dict of named numbers, is needed"),
-        ("nan", "the reward function returned nan: a finite number is needed"),
-        ("infinity", "the reward function returned inf: a finite number is needed"),
+        ("nan", "the reward function returned nan: a finite number within ±1e+30 is needed"),
+        ("infinity", "the reward function returned inf: a finite number within ±1e+30 is needed"),
+        ("extreme", "the reward function returned -1e+308: a finite number within ±1e+30 is needed"),
+        (
+            "extreme sum",
+            "the reward function returned part 'a' = 1e+308: a finite number within ±1e+30 is needed",
+        ),
         ("die and leave a child", "the worker process exited with code 5"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain.config import load_config
-from posttrain.evaluation.build import native_precision, vllm_precision
+from posttrain.evaluation.engines import native_precision, vllm_precision
 
 
 @pytest.mark.parametrize(

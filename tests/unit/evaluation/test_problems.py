@@ -158,7 +158,7 @@ def test_gpqa_is_shuffled_by_the_seed_and_the_letter_follows() -> None:
             "row 2: the expected answer is empty",
         ),
         ([{"problem": "1+1?", "answer": []}], {}, "row 1: the expected answer is empty"),
-        ([{"problem": "1+1?", "answer": float("nan")}], {}, "row 1: the expected answer nan is no number"),
+        ([{"problem": "1+1?", "answer": float("nan")}], {}, "row 1: 'answer' is nan; every row needs a value"),
         ([{"problem": "1+1?", "answer": [1, float("inf")]}], {}, "row 1: the expected answer [1, inf] is no number"),
         ([{"problem": "", "answer": "2"}], {}, "row 1: the problem is empty"),
         ([{"problem": "1+1?", "answer": "2"}], {"problem_key": "quest"}, "no key 'quest'"),

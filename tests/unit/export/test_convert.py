@@ -93,6 +93,8 @@ def test_checkpoint_of_two_ranks_gives_equal_logits(
     assert done.verification.how == "loaded"
     assert done.verification.max_difference < 1e-3 * done.verification.spread
     assert load_file(tmp_path / "hf/model.safetensors").keys() == load_file(model / "model.safetensors").keys()
+    convert(str(tmp_path), tmp_path / "again", say=quiet)  # the run's folder: its newest checkpoint
+    assert load_file(tmp_path / "again/model.safetensors").keys() == load_file(tmp_path / "hf/model.safetensors").keys()
     card = (tmp_path / "hf/README.md").read_text()
     assert all(words in card for words in ("DeepScaler", "GRPO", str(model), "60"))
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from posttrain import hub_requests
 from posttrain.cli.main import main
 from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.errors import InputError
 from posttrain.export.conversion_input import open_input
-from posttrain.models import hub as model_hub
 from posttrain.models.hub import looks_like_hub_name, why_unavailable
 from posttrain.models.loading import check_model_exists, load_model, load_tokenizer
 from posttrain.policy.memory.model_shape import find_shape
@@ -68,7 +68,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(time, "sleep", refuse_to_wait)
-    monkeypatch.delenv(model_hub.PATIENCE_SETTING, raising=False)
+    monkeypatch.delenv(hub_requests.PATIENCE_SETTING, raising=False)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -158,11 +158,11 @@ def test_unknown_hub_model_is_requested_once(start_hub: Callable[..., Hub], stat
 
 def test_silent_hub_times_out(start_hub: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     start_hub(200, answers=False)
-    monkeypatch.setattr(model_hub, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(hub_requests, "PATIENCE_S", 0.3)
     reason = why_unavailable(NAME)
     assert reason is not None
     assert "has not answered within 0.3 s" in reason
-    assert model_hub.PATIENCE_SETTING in reason
+    assert hub_requests.PATIENCE_SETTING in reason
 
 
 def test_time_limits_of_the_http_client_and_of_its_caller_are_reported_alike(
@@ -170,10 +170,10 @@ def test_time_limits_of_the_http_client_and_of_its_caller_are_reported_alike(
 ) -> None:
     """In the test above either of them may expire first. Here each one does."""
     start_hub(200, answers=False)
-    assert model_hub._request(NAME, 0.1) == model_hub._Answer(is_silent=True)
+    assert hub_requests._request("models", NAME, 0.1) == hub_requests._silent(0.1)
     answers_late = Event()
-    monkeypatch.setattr(model_hub, "_request", lambda *_: answers_late.wait() and model_hub._Answer())
-    monkeypatch.setattr(model_hub, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(hub_requests, "_request", lambda *_: answers_late.wait() and hub_requests.HubAnswer())
+    monkeypatch.setattr(hub_requests, "PATIENCE_S", 0.1)
     reason = why_unavailable(NAME)
     answers_late.set()
     assert reason is not None
@@ -182,8 +182,8 @@ def test_time_limits_of_the_http_client_and_of_its_caller_are_reported_alike(
 
 def test_timeout_follows_the_hubs_setting(start_hub: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     start_hub(200)
-    monkeypatch.setattr(model_hub, "PATIENCE_S", 0.0)
-    monkeypatch.setenv(model_hub.PATIENCE_SETTING, "60")
+    monkeypatch.setattr(hub_requests, "PATIENCE_S", 0.0)
+    monkeypatch.setenv(hub_requests.PATIENCE_SETTING, "60")
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 60)
     assert why_unavailable(NAME) is None
 

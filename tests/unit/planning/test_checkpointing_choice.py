@@ -57,9 +57,10 @@ def test_checkpointing_depends_on_the_micro_batch() -> None:
 def test_a_pair_stays_together_whatever_the_budget() -> None:
     long = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.max_total_sequence_length=16384"]
     long += ["policy.train_micro_batch_size=1"]
+    budget = ["policy.dynamic_batching.enabled=true", "policy.dynamic_batching.train_mb_tokens=16384"]
     packed = ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=16384"]
     assert chooses(policy("dpo", *long), 120)
-    assert chooses(policy("dpo", *long, *packed), 120)
+    assert chooses(policy("dpo", *long, *budget), 120)
     assert not chooses(policy("grpo", *long, *packed), 120)
 
 

@@ -306,3 +306,32 @@ def test_run_on_a_cpu_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (folder / "run.json").write_text(json.dumps({"device_word": "device"}))
     assert main(["plan", "--run", str(folder)]) == 0
     assert "was made on a CPU" in capsys.readouterr().err
+
+
+# -- cost ----------------------------------------------------------------------------------------------------------------
+
+
+def test_price_of_a_gpu_gives_the_cost_of_step_and_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "grpo", *STEP, *SHORT_STATE, "grpo.max_num_steps=100", "cluster.gpus_per_node=8"]
+    assert main([*words, "--gpu-hour-price", "2.5", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    per_step = 8 * 2.5 * plan["seconds"]["total_step_time"] / 3600
+    assert plan["cost"]["per_step"] == pytest.approx(per_step)
+    assert plan["cost"]["in_all"] == pytest.approx(100 * per_step)
+    assert main([*words, "--gpu-hour-price", "2.5"]) == 0
+    said = capsys.readouterr().out
+    assert "on 8 GPUs at 2.5 an hour each" in said
+    assert f"{100 * per_step:,.2f} for 100 steps" in said
+
+
+def test_cost_of_a_run_without_a_limit_of_steps_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "grpo", *STEP, *SHORT_STATE, "--gpu-hour-price", "2.5"]) == 0
+    assert "for 1,000 steps; how many a run has depends on the data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("price", ["0", "-1", "nan", "inf", "cheap"])
+def test_price_that_is_none_is_refused(price: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "grpo", f"--gpu-hour-price={price}"])
+    assert ended.value.code == 64
+    assert "is not a price" in capsys.readouterr().err

@@ -75,6 +75,27 @@ def test_decode_steps_of_other_contexts_and_models_are_predicted_within_15_perce
     assert 1e3 * time.decode_step_s(rows, rows, prompt, own, group) == pytest.approx(milliseconds, rel=0.15)
 
 
+FP8 = replace(PLAIN, engine=replace(PLAIN.engine, in_fp8=True, cache_in_fp8=True))
+
+
+@pytest.mark.parametrize(("context", "milliseconds"), [(256, 11.68), (578, 14.31)])
+def test_decode_steps_in_fp8_are_predicted_within_15_percent(context: float, milliseconds: float) -> None:
+    time = TimeModel(RankMemory(LLAMA, FP8), H200)
+    assert 1e3 * time.decode_step_s(512, 512, 0, context, 1) == pytest.approx(milliseconds, rel=0.15)
+
+
+def test_layers_left_in_bf16_cost_as_much_as_before() -> None:
+    half = replace(FP8, engine=replace(FP8.engine, layers_in_bf16=LLAMA.layers // 2))
+    steps = [TimeModel(RankMemory(LLAMA, s), H200).decode_step_s(16, 16, 0, 256, 1) for s in (PLAIN, half, FP8)]
+    assert steps[0] > steps[1] > steps[2]
+    plain, half_memory, fp8 = (RankMemory(LLAMA, settings) for settings in (PLAIN, half, FP8))
+    assert not plain.fp8_weights()
+    assert 2 * half_memory.fp8_weights()["FP8 weights"] == fp8.fp8_weights()["FP8 weights"] == LLAMA.layer_products
+    per_token = 32 * 8 * (2 * 128 + 2 * 4)  # a byte for each number, and two factors for each head
+    assert fp8.cache_bytes_per_token() == per_token
+    assert half_memory.cache_bytes_per_token() == (per_token + plain.cache_bytes_per_token()) / 2
+
+
 # -- decoding ------------------------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,7 @@ def test_sampler_mismatch_metrics_follow_their_definitions(kind: str, level: boo
             lambda lc, lp, lg: 0.5 * (estimate(half_way(lp, lg) - lp, kind) + estimate(half_way(lp, lg) - lg, kind)),
         ),
         "sampling_importance_ratio": token_mean(case, lambda lc, lp, lg: math.exp(lp - lg)),
+        "sampling_importance_square": token_mean(case, lambda lc, lp, lg: math.exp(lp - lg) ** 2),
         "approx_entropy": token_mean(case, lambda lc, lp, lg: -math.exp(lc - lg) * lc),
     }
     for name, value in expected.items():

@@ -392,11 +392,12 @@ def test_an_attempt_that_was_superseded_writes_no_row(bench: Any, report: Any) -
     assert {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_deleted_folder_is_made_again_and_the_end_names_the_lost_steps(bench: Any, report: Any) -> None:
+@pytest.mark.parametrize("deleted", ["the folder", "its metrics"])
+def test_a_deleted_folder_is_made_again_and_the_end_names_the_lost_steps(deleted: str, bench: Any, report: Any) -> None:
     recorder = bench.recorder(attempt=Attempt(bench.folder), max_steps=4)
     for step in (1, 2, 3, 4):
         if step == 3:
-            shutil.rmtree(bench.folder)
+            shutil.rmtree(bench.folder) if deleted == "the folder" else (bench.folder / "metrics.jsonl").unlink()
             recorder.stage("Generating responses")
         recorder.record_step(step, report(step), None)
     assert recorder.finish("finished") == "record lost"
@@ -404,7 +405,33 @@ def test_a_deleted_folder_is_made_again_and_the_end_names_the_lost_steps(bench: 
     assert {path.name for path in bench.folder.iterdir()} >= {"config.yaml", "run.json", "report.html", "attempts"}
     assert bench.output.count("was deleted or replaced after step 2") == 1
     assert "Generating responses" in (bench.folder / "logs" / "train.log").read_text()
-    assert "the rows and samples up to step 2 are lost" in bench.output
+    assert "the record of the steps up to 2 is lost" in bench.output
+
+
+def test_a_folder_that_is_deleted_while_a_step_is_written_is_made_again(
+    bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder), max_steps=2)
+    recorder.record_step(1, report(1), None)
+    append = recorder_module.append_rows
+
+    def delete_and_append(path: Any, rows: Any) -> None:
+        monkeypatch.setattr(recorder_module, "append_rows", append)
+        shutil.rmtree(bench.folder)
+        append(path, rows)
+
+    monkeypatch.setattr(recorder_module, "append_rows", delete_and_append)
+    recorder.record_step(2, report(2), None)
+    assert recorder.finish("finished") == "record lost"
+    assert [row["step"] for row in bench.rows()] == [2]
+
+
+def test_a_folder_that_is_deleted_before_the_run_begins_has_lost_nothing(bench: Any, report: Any) -> None:
+    attempt = Attempt(bench.folder)
+    shutil.rmtree(bench.folder)
+    recorder = bench.recorder(attempt=attempt, max_steps=1)
+    recorder.record_step(1, report(1), None)
+    assert recorder.finish("finished") == "complete"
 
 
 def test_a_run_without_any_score_says_so_at_its_end_and_when_started_again(bench: Any, report: Any) -> None:

@@ -55,7 +55,7 @@ def test_prompts_of_text_and_of_tokens(prompt: Any, expected: Any) -> None:
 
 
 def test_labels_and_values_without_effect_are_accepted() -> None:
-    harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "presence_penalty": 0, "logit_bias": {}, "tools": [],
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "presence_penalty": 0, "logit_bias": {},
                 "response_format": {"type": "text"}, "n": None, "stream": None, "ignore_eos": None,
                 "parallel_tool_calls": True}  # fmt: skip
     chat, plain_chat = (parse_chat(json.dumps(body).encode()) for body in ({**CHAT, **harmless}, CHAT))
@@ -71,6 +71,8 @@ def test_labels_and_values_without_effect_are_accepted() -> None:
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": []}, "tools"),
+        ({"functions": []}, "functions"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
@@ -108,6 +110,9 @@ def test_wrong_values_name_their_field(extra: dict[str, Any], param: str, words:
 
 def test_invalid_bodies_are_refused() -> None:
     assert "not valid JSON" in refusal(parse_chat, b"{").message
+    assert "the key 'model' is set twice" in refusal(parse_chat, b'{"model": "a", "model": "b"}').message
+    assert "nested more than" in refusal(parse_chat, b'{"model": ' + b"[" * 200_000).message
+    assert "too many digits" in refusal(parse_chat, b'{"model": ' + b"1" * 5000 + b"}").message
     assert "messages is missing" in refusal(parse_chat, {"model": "m"}).message
     assert "the body: Input should be an object" in refusal(parse_chat, b"[]").message
     assert refusal(parse_completion, {**COMPLETION, "prompt": []}).param == "prompt"

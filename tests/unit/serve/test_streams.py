@@ -65,7 +65,7 @@ def test_tokens_before_the_end_are_delivered_before_it() -> None:
 
 
 def test_client_disconnect_during_upload_is_handled(caplog: pytest.LogCaptureFixture) -> None:
-    service: Any = SimpleNamespace(limits=ServerLimits(), metrics=ServeMetrics(), api_keys=())
+    service: Any = SimpleNamespace(limits=ServerLimits(), metrics=ServeMetrics(), api_keys=(), no_auth=True)
     messages = iter([{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}])
     sent: list[Any] = []
 

@@ -31,6 +31,7 @@ from posttrain.data.traces.layout import Layout
 from posttrain.data.traces.report import ReadReport
 from posttrain.data.traces.values import Trace
 from posttrain.json_files import JsonMapping
+from posttrain.reward_values import MAX_REWARD
 
 # A row is known by one number that grows in the order of the files: file, line, and which answer of a preference row.
 FILE_SHIFT, LINE_SHIFT = 40, 1
@@ -160,7 +161,7 @@ def _rewards(block: Block, name: str) -> tuple[NDArray[np.float64], NDArray[np.o
                 reward[index] = _as_float(value)
             else:
                 problem[index] = reasons.REWARD_NOT_A_NUMBER
-    problem[~np.isfinite(reward)] = reasons.REWARD_NOT_FINITE
+    problem[~(np.abs(reward) <= MAX_REWARD)] = reasons.REWARD_NOT_FINITE
     return reward, problem
 
 
@@ -305,7 +306,7 @@ def _text_column(block: Block, name: str) -> pa.Array:
     if column is not None and pa.types.is_integer(column.type):
         return column.cast(TEXT)
     values = block.values(name) if column is None else column.to_pylist()
-    return pa.array([None if value is None else _id_text(value) for value in values], TEXT)
+    return pa.array([None if value is None or value != value else _id_text(value) for value in values], TEXT)
 
 
 def _id_text(value: Any) -> str:

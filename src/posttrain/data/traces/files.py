@@ -6,7 +6,6 @@ were asked for are read. The meaning of the columns is decided elsewhere.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from posttrain.data.errors import DataError
 from posttrain.data.sources import filesystem_of, not_found
 from posttrain.data.traces.report import BROKEN_LINE, NOT_A_RECORD, NOT_UNICODE, ReadReport
 from posttrain.errors import reason_of
-from posttrain.json_files import JsonMapping
+from posttrain.json_files import JsonMapping, parse_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -316,12 +315,12 @@ def _parse_records(data: bytes, file: str, first_line: int, report: ReadReport) 
             continue
         reason = ""
         try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             if not isinstance(record, dict):
                 reason = NOT_A_RECORD
         except UnicodeDecodeError:
             reason = NOT_UNICODE
-        except (ValueError, RecursionError):  # a number of thousands of digits is a plain ValueError
+        except ValueError:
             reason = BROKEN_LINE
         if reason:
             report.rows += 1

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from posttrain.json_files import JsonObject
+from posttrain.reward_values import MAX_REWARD
 
 EXAMPLES_PER_REASON = 5
 
@@ -17,7 +18,7 @@ EXAMPLES_PER_REASON = 5
 BROKEN_LINE = "broken JSON"
 NOT_A_RECORD = "not a record"
 NO_REWARD = "no reward"
-REWARD_NOT_FINITE = "reward is NaN or infinite"
+REWARD_NOT_FINITE = f"reward is NaN, infinite or beyond ±{MAX_REWARD:g}"
 REWARD_NOT_A_NUMBER = "reward is not a number"
 NO_PROMPT = "no prompt"
 NO_RESPONSE = "no response"

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.engines.native.kv_cache import PagedKvCache, zeros
+from posttrain.engines.native.kv_cache import PagedKvCache, dequantised, zeros
 from posttrain.engines.native.scheduler import Sample, pages_for
 from posttrain.policy.attention import PackedAttention, PackedKeys, Segment
 
@@ -77,7 +77,7 @@ class PrefillAttention:
         self.cache.write(layer, self.slots, key, value)
         if self.packed is not None:
             return self.packed.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
-        keys, values = self.cache.read(layer, self.all_slots)
+        keys, values = self.cache.read(layer, self.all_slots, key.dtype)
         return self.packed_keys.attend(query, keys, values, scale, window, softcap)
 
 
@@ -252,12 +252,16 @@ class PagedDecode:
     ) -> Tensor:
         """`attend` for queries and keys that have not been rotated: one launch rotates them and fills the cache."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        query = self.kernel.write_kv_rope(query, key, value, cos, sin, keys, values, self.slots, exact_like_torch=False)
+        query = self.kernel.write_kv_rope(
+            query, key, value, cos, sin, keys, values, self.slots, exact_like_torch=False,
+            factors=self.cache.factors.get(layer),
+        )  # fmt: skip
         return self._attend(layer, query, scale=scale, window=window, softcap=softcap)
 
     def _attend(self, layer: int, query: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        options["factors"] = self.cache.factors.get(layer)
         if self.kernel is None or not self.kernel.supports(query, keys, values):
             return gathered_attention(query, keys, values, self.table, self.lengths, **options)
         query = query.contiguous()
@@ -278,9 +282,17 @@ def gathered_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    factors: tuple[Tensor, Tensor] | None = None,  # of keys and values in FP8
 ) -> Tensor:
     """One token per row over its pages, in plain torch: the reference of the kernel, and its replacement where it cannot run."""
-    k, v = keys[table.long()].flatten(1, 2), values[table.long()].flatten(1, 2)
+    at = table.long()
+    if factors is None:
+        k, v = keys[at].flatten(1, 2), values[at].flatten(1, 2)
+    else:
+        k, v = (
+            dequantised(pool, factor, at, query.dtype).flatten(1, 2)
+            for pool, factor in zip((keys, values), factors, strict=True)
+        )
     visible = visible_positions(lengths.long()[:, None], k.shape[1], window)
     return attend_to_rows(query, k, v, visible, scale, softcap)
 

@@ -1,7 +1,8 @@
 """The native engine: samples from the modules that are being trained. Implements `roles.Engine`.
 
-No weight is copied, merged or changed. The KV cache and other working memory are allocated on first use. On a GPU they stay
-for the next call, together with the CUDA graphs that contain their addresses, until `release` frees them for training.
+No weight is merged or changed, and none is copied, but for sampling in FP8 (`fp8.py`). The KV cache and other working memory are
+allocated on first use. On a GPU they stay for the next call, together with the CUDA graphs that contain their addresses, until
+`release` frees them for training.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from posttrain.engines.native.attention import DenseDecode, PagedDecode
 from posttrain.engines.native.decoding import SingleBackend
 from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
 from posttrain.engines.native.forward import ForwardPass
+from posttrain.engines.native.fp8 import cache_layers, check_fp8, fp8_weights
 from posttrain.engines.native.graphs import DecodeGraphs
 from posttrain.engines.native.kv_cache import PagedKvCache, num_pages_for_call
 from posttrain.engines.native.noise import sequence_key
@@ -27,6 +29,7 @@ from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for, pages_needed
 from posttrain.engines.native.stopping import StopRules
 from posttrain.errors import InputError
+from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.runtime import evaluation_mode
 from posttrain.roles import Progress
@@ -43,7 +46,7 @@ from posttrain.types import (
 
 
 class NativeSettings(NativeConfig):
-    """The config section and what the engine needs beside it. Sizes only: none of them changes what is sampled."""
+    """The config section and what the engine needs beside it. Sizes change nothing that is sampled, number formats do."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -66,6 +69,7 @@ class Workspace:
     max_length: int  # of a sequence, in tokens
     decode: DenseDecode | PagedDecode
     graphs: DecodeGraphs | None = None
+    fp8: Fp8Weights | None = None
 
     def fits(self, wanted: int, least: int, longest: int) -> bool:
         enough = self.num_pages >= wanted or (self.is_largest and self.num_pages >= least)
@@ -92,7 +96,8 @@ class NativeEngine:
         # Sharded modules use other streams, which cannot be captured, and their weights change address.
         sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self.forward = ForwardPass(model)
-        fuse_layers(self.forward.head.decoder, may_join=not sharded)
+        num_fused = fuse_layers(self.forward.head.decoder, may_join=not sharded)
+        check_fp8(self.forward, self.settings, num_fused=num_fused, is_sharded=sharded)
         self._keeps_workspace = self.forward.device.type != "cpu"
         self._use_graphs = not sharded and self.forward.device.type == "cuda"  # until a capture fails
         self._workspace: Workspace | None = None
@@ -186,15 +191,18 @@ class NativeEngine:
         return replace(group, answers=tuple(answers))
 
     def release(self) -> None:
-        """Free the memory of the KV cache and of CUDA graphs for training. The next call allocates them again."""
+        """Free the memory of the KV cache, of CUDA graphs and of FP8 weights for training. The next call allocates them
+        again."""
         if self._workspace is not None:
-            self._workspace = None
+            self._workspace = self.forward.fp8 = None
             torch.cuda.empty_cache()  # the graphs' memory pool is not reusable before
 
     @property
     def num_held_bytes(self) -> int:
         """Memory that `release` would free, without that of CUDA graphs."""
-        return 0 if self._workspace is None else self._workspace.cache.num_bytes
+        if (held := self._workspace) is None:
+            return 0
+        return held.cache.num_bytes + (0 if held.fp8 is None else held.fp8.num_bytes)
 
     def _group(self, task: Task, max_new_tokens: int) -> PromptGroup:
         length, limit = len(task.prompt_ids), self.settings.max_total_tokens
@@ -242,7 +250,7 @@ class NativeEngine:
                 if num_finished and progress is not None:
                     progress(num_finished)
         except BaseException:
-            self._workspace = None  # steps may still be running in it
+            self._workspace = self.forward.fp8 = None  # steps may still be running in it
             raise
         self.num_preemptions = scheduler.num_preemptions
         if workspace.graphs is not None and driver.graphs is None:
@@ -255,6 +263,8 @@ class NativeEngine:
         least = max(pages_needed(group, settings.page_size) for group in groups)
         held = self._workspace
         if held is not None and held.fits(wanted, least, longest):
+            if held.fp8 is not None:
+                held.fp8.refresh()  # the weights may have been trained since
             return held
         self.release()
         if self._keeps_workspace:
@@ -262,6 +272,7 @@ class NativeEngine:
                 longest = settings.max_total_tokens  # how attention is split over processors depends on it
             # Calls of many sizes take turns, the turns of conversations for instance: the largest so far fits them all.
             wanted, longest = self._largest = max(wanted, self._largest[0]), max(longest, self._largest[1])
+        fp8 = fp8_weights(self.forward, settings)  # before the cache takes the memory that is left
         num_pages = num_pages_for(self.forward, settings, wanted, least)
         depends_on_free_memory = self._keeps_workspace and settings.kv_cache_gib is None and num_pages < wanted
         if settings.deterministic and depends_on_free_memory:
@@ -276,8 +287,8 @@ class NativeEngine:
         width = pages_for(longest, settings.page_size)
         decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.config.num_attention_heads)
         graphs = DecodeGraphs(self.forward, decode) if self._use_graphs else None
-        workspace = Workspace(cache, num_pages, num_pages < wanted, width * settings.page_size, decode, graphs)
-        self._workspace = workspace
+        workspace = Workspace(cache, num_pages, num_pages < wanted, width * settings.page_size, decode, graphs, fp8)
+        self._workspace, self.forward.fp8 = workspace, fp8
         return workspace
 
     def _completion(self, sample: Sample) -> Completion:
@@ -313,7 +324,7 @@ def _num_finished(updates: Sequence[Update]) -> int:
 def num_pages_for(forward: ForwardPass, settings: NativeSettings, wanted: int, least: int) -> int:
     """Pages for sequences that memory allows: `wanted` at most, `least` at least."""
     return num_pages_for_call(
-        forward.layers(), settings.page_size, settings.kv_cache_gib, forward.device, wanted=wanted, least=least,
+        cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device, wanted=wanted, least=least,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         reserve=forward.working_bytes(settings.max_prefill_tokens, settings.max_batch_size),
     )  # fmt: skip
@@ -321,7 +332,7 @@ def num_pages_for(forward: ForwardPass, settings: NativeSettings, wanted: int, l
 
 def new_cache(forward: ForwardPass, settings: NativeSettings, num_pages: int) -> PagedKvCache:
     """A cache with `num_pages` for sequences and the scratch page for padding."""
-    return PagedKvCache(forward.layers(), num_pages + 1, settings.page_size, forward.device)
+    return PagedKvCache(cache_layers(forward, settings), num_pages + 1, settings.page_size, forward.device)
 
 
 def _pages_wanted(groups: Sequence[PromptGroup], num_samples: int, settings: NativeSettings) -> int:

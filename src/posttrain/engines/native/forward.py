@@ -12,6 +12,7 @@ from posttrain.engines.native.attention import DenseDecode, PagedDecode, Prefill
 from posttrain.engines.native.kv_cache import PagedKvCache
 from posttrain.engines.native.scheduler import Prefill, PromptGroup, Sample
 from posttrain.models.attention_interface import ATTENTION, AttentionContext, attention_context
+from posttrain.policy.fused.fp8 import Fp8Weights, fp8_products
 from posttrain.policy.head import OutputHead, UnsupportedModelError, without_adapter_wrapper
 from posttrain.policy.model_support import LayerShape, check_length, observe_layers
 
@@ -27,6 +28,7 @@ class ForwardPass:
             )
         self.head = OutputHead(model)
         self._layers: dict[tuple[torch.device, torch.dtype], dict[int, LayerShape]] = {}
+        self.fp8: Fp8Weights | None = None  # what products are computed with, instead of the weights themselves
 
     @property
     def device(self) -> torch.device:
@@ -39,7 +41,7 @@ class ForwardPass:
 
     def hidden(self, context: AttentionContext, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [tokens, hidden size] of one packed row; `context` computes the attention."""
-        with attention_context(context):
+        with attention_context(context), fp8_products(self.fp8):
             return self.head.hidden(token_ids[None], positions[None])
 
     def next_logits(self, decode: DenseDecode | PagedDecode, samples: Sequence[Sample]) -> Tensor:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -40,10 +40,15 @@ class PagedKvCache:
         self.device = device
         self.keys: dict[int, Tensor] = {}  # layer -> [pages, page size, heads, dim]
         self.values: dict[int, Tensor] = {}
+        self.factors: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # of layers in FP8: of keys and values [pages, page size, heads]
         for layer, shape in layers.items():
             pages = (num_pages, page_size, shape.num_heads)
             self.keys[layer] = zeros((*pages, shape.key_dim), shape.dtype, device)
             self.values[layer] = zeros((*pages, shape.value_dim), shape.dtype, device)
+            if shape.is_fp8:
+                self.factors[layer] = zeros(pages, torch.float32, device), zeros(pages, torch.float32, device)
 
     @property
     def scratch_page(self) -> int:
@@ -55,26 +60,43 @@ class PagedKvCache:
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values of tokens to `slots` (page * page size + offset in the page)."""
+        if layer in self.factors:
+            from posttrain.policy.fused.fp8_kernels import quantise_into
+
+            pools = (self.keys[layer], self.values[layer])
+            for rows, pool, factors in zip((key, value), pools, self.factors[layer], strict=True):
+                quantise_into(rows, pool, factors, slots)
+            return
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
         self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
 
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values at `slots`; [slots, heads, dim]."""
-        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
-        return keys.index_select(0, slots), values.index_select(0, slots)
+    def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The keys and values at `slots`; [slots, heads, dim]. `dtype` is that of a cache in FP8 once it is read."""
+        pools = (self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1))
+        if layer not in self.factors:
+            return pools[0].index_select(0, slots), pools[1].index_select(0, slots)
+        key_factors, value_factors = (factors.flatten(0, 1) for factors in self.factors[layer])
+        return dequantised(pools[0], key_factors, slots, dtype), dequantised(pools[1], value_factors, slots, dtype)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         if not copies:
             return
         source, target = torch.tensor(copies, dtype=torch.long).T.contiguous().to(self.device)
-        for pool in (*self.keys.values(), *self.values.values()):
+        for pool in self._pools():
             pool.index_copy_(0, target, pool.index_select(0, source))
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Fill pages with zeros: masked positions must be finite, see `zeros`."""
         at = torch.tensor(pages, dtype=torch.long, device=self.device)
-        for pool in (*self.keys.values(), *self.values.values()):
+        for pool in self._pools():
             pool.index_fill_(0, at, 0)
+
+    def _pools(self) -> Iterator[Tensor]:
+        """All tensors with a first dimension of pages, in types that torch can index."""
+        for pool in (*self.keys.values(), *self.values.values()):
+            yield pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
+        for factors in self.factors.values():
+            yield from factors
 
     def slots(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
         """Slots of positions [start, end) of the sequence in `pages`."""
@@ -82,6 +104,12 @@ class PagedKvCache:
         return (
             np.asarray(pages, dtype=np.int64)[position // self.page_size] * self.page_size + position % self.page_size
         )
+
+
+def dequantised(pool: Tensor, factors: Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
+    """Entries of a pool in FP8, by their place in its first dimension."""
+    values = pool.view(torch.uint8)[at].view(pool.dtype)
+    return (values.float() * factors[at][..., None]).to(dtype)
 
 
 def num_pages_for_call(

@@ -20,6 +20,7 @@ import torch
 from posttrain.engines.native.decoding import BackendPerAdapter
 from posttrain.engines.native.driver import Driver, NanLogits, Request, Update
 from posttrain.engines.native.engine import NativeEngine, NativeSettings, new_cache, num_pages_for
+from posttrain.engines.native.fp8 import fp8_weights
 from posttrain.engines.native.graphs import ModelLogprobs
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
@@ -90,6 +91,7 @@ class GenerationSession:
     def _allocate(self) -> None:
         settings, longest = self.settings, self.settings.max_total_tokens
         self.forward.check_length(longest)
+        self.forward.fp8 = fp8_weights(self.forward, settings)
         least = pages_for(longest, settings.page_size) + 1
         self.num_pages = num_pages_for(self.forward, settings, least * settings.max_batch_size + 1, least)
         self._cache = new_cache(self.forward, settings, self.num_pages)

@@ -6,7 +6,6 @@ in every worker: this is for thousands of documents, not for millions.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.environments.turns.tools import ToolEnvironment, ToolError
-from posttrain.json_files import JsonMapping
+from posttrain.json_files import JsonMapping, parse_json
 
 _K1, _B = 1.5, 0.75
 
@@ -79,7 +78,7 @@ def _read(path: Path) -> list[tuple[str, str]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             documents.append((str(row.get("title") or ""), str(row["text"])))
         except (ValueError, AttributeError, KeyError):
             raise ValueError(f"documents: {path}, line {number}: an object with 'text' is needed") from None

@@ -66,8 +66,16 @@ class TrainStage(Stage):
         for warning in loaded.warnings:
             context.say(f"warning: train: {warning}")
         file = folder / "train.yaml"
-        durable.write_text(file, loaded.to_yaml())
-        code = run_training(algorithm, file, quiet=context.quiet, lock=context.lock, heartbeat=context.heartbeat)
+        text, credentials = loaded.to_yaml_and_credentials()
+        durable.write_text(file, text)
+        code = run_training(
+            algorithm,
+            file,
+            quiet=context.quiet,
+            lock=context.lock,
+            heartbeat=context.heartbeat,
+            variables=credentials,
+        )
         if code:
             raise Stop(*_ended(code, algorithm))
         checkpoint = choose_checkpoint(run, loaded, config.train.checkpoint)

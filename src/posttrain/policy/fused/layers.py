@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from posttrain.models.attention_interface import active_context
 from posttrain.policy.fused.adapters import product_of
+from posttrain.policy.fused.fp8 import Fp8Product, active_fp8
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
 
@@ -233,6 +234,12 @@ class FusedLayer:
             return self.pending.leave(x[None], delta)
         return Add.apply(x, delta)[None]
 
+    def module_groups(self) -> list[list[nn.Module]]:
+        """The linear modules, those with the same input together."""
+        attention, mlp = self.layer.self_attn, self.layer.mlp
+        joined = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+        return [joined[0], [attention.o_proj], joined[1], [mlp.down_proj]]
+
     def _product(self, modules: Sequence[nn.Module]) -> Product | None:
         return product_of(modules) if self.may_join else None
 
@@ -243,6 +250,8 @@ class FusedLayer:
         from posttrain.policy.fused.ops import AddNorm, NormedLinear
 
         if (product := self._product(modules)) is not None:
+            if (in_fp8 := _in_fp8(product)) is not None:
+                return in_fp8.of_norm(x, delta, norm.weight, norm.variance_epsilon)
             total, out = NormedLinear.apply(x, delta, norm.weight, norm.variance_epsilon, product, *product.parts)
             return total, out
         total, y = AddNorm.apply(x, delta, norm.weight, norm.variance_epsilon, norm.weight.dtype)
@@ -253,6 +262,8 @@ class FusedLayer:
         if product is None or product.weight.dtype != x.dtype:
             out: Tensor = module(x)
             return out
+        if (in_fp8 := _in_fp8(product)) is not None:
+            return in_fp8.of(x)
         return Multiply.apply(x, product, *product.parts)
 
     def _down(self, module: nn.Module, gate_up: Tensor | list[Tensor]) -> Tensor:
@@ -260,6 +271,8 @@ class FusedLayer:
 
         product = self._product([module])
         if isinstance(gate_up, Tensor) and product is not None and product.weight.dtype == gate_up.dtype:
+            if (in_fp8 := _in_fp8(product)) is not None:
+                return in_fp8.of_swiglu(gate_up)
             return SwigluLinear.apply(gate_up, product, *product.parts)
         gate, up = gate_up if isinstance(gate_up, list) else gate_up.chunk(2, dim=1)
         return self._linear(module, Swiglu.apply(gate, up))
@@ -279,12 +292,18 @@ class FusedLayer:
         turned = []
         for part, norm in zip(parts[:2], self.head_norms, strict=True):
             if norm is not None:
-                rows = part.reshape(-1, self.head_dim)
+                rows = part.reshape(-1, self.head_dim).contiguous()
                 rows = AddNorm.apply(rows, None, norm.weight, norm.variance_epsilon, norm.weight.dtype)[1]
                 part = rows.view(part.shape)
             part = Rotate.apply(part.contiguous(), cos, sin, part.shape[1] // self.head_dim)
             turned.append(part)
         return [part.unflatten(1, (-1, self.head_dim)) for part in (*turned, parts[2])]
+
+
+def _in_fp8(product: Product) -> Fp8Product | None:
+    """Where a sampler runs with FP8 copies of the weights."""
+    copies = active_fp8()
+    return None if copies is None else copies.product(product)
 
 
 class FusedNorm:

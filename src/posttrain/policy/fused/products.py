@@ -56,15 +56,19 @@ class Product:
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The outputs, and the inputs as the adapters see them, which the backward pass needs."""
         out = torch.mm(x, self.weight.T) if self.bias is None else torch.addmm(self.bias, x, self.weight.T)
+        return out, self.add_adapters(x, out)
+
+    def add_adapters(self, x: Tensor, out: Tensor) -> Tensor | None:
+        """Add to `out` what adapters make of `x`; returns the inputs as they see them."""
         if (adapters := self.low_rank) is None:
-            return out, None
+            return None
         low = torch.mm(x, adapters.down.T)
         pieces = low.split(adapters.ranks, dim=1)
         for target, piece, up, scaling in zip(
             adapters.columns(out), pieces, adapters.ups, adapters.scalings, strict=True
         ):
             target.addmm_(piece, up.T, alpha=scaling)
-        return out, low
+        return low
 
     def needs_input(self, needed: Sequence[bool]) -> bool:
         """Whether gradients of parts are needed that are computed from x; `needed` goes with `parts`."""

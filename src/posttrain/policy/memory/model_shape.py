@@ -6,12 +6,12 @@ are refused.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.errors import InputError, reason_of
-from posttrain.json_files import JsonMapping, JsonObject
+from posttrain.json_files import JsonMapping, JsonObject, read_json
+from posttrain.models.config_file import problem_in
 from posttrain.models.hub import why_unavailable
 
 # Families whose layers run through the fused kernels (policy/fused/layers.py decides by a trial run).
@@ -174,16 +174,15 @@ def _fetch_config(name: str) -> Path:
 
 def _read_config(path: Path) -> JsonObject:
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UnknownModelError(f"policy.model_name: {path} could not be read: {error}") from error
-    if not isinstance(config, dict):
-        raise UnknownModelError(f"policy.model_name: {path} holds no map of settings")
-    return config
+        return read_json(path, UnknownModelError)
+    except UnknownModelError as error:
+        raise UnknownModelError(f"policy.model_name: {error}") from error
 
 
 def shape_of_config(name: str, config: JsonMapping) -> ModelShape:
     """The shape that the contents of a config.json describe."""
+    if (problem := problem_in(config)) is not None:
+        raise UnknownModelError(f"{name}: config.json: {problem}")
     text = {**config, **(config.get("text_config") or {})}
     if lacking := [key for key in _SIZES if not isinstance(text.get(key), int)]:
         raise UnknownModelError(

@@ -109,7 +109,22 @@ class RankMemory:
         per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
         working = engine.max_prefill_tokens * per_token + 3 * engine.rows * s.vocab * FP32
         whole = {"whole weights": self.weights} if self.settings.ranks > 1 else {}
-        return {**self.resident(), **whole, "working memory": working}
+        return {**self.resident(), **whole, **self.fp8_weights(), "working memory": working}
+
+    def fp8_weights(self) -> dict[str, float]:
+        """Of a sampler in FP8: copies of the layers' weights (policy/fused/fp8.py)."""
+        engine = self.settings.engine
+        if engine is None or not engine.in_fp8:
+            return {}
+        return {"FP8 weights": engine.fp8_share(self.shape.layers) * self.shape.layer_products}
+
+    def cache_bytes_per_token(self) -> float:
+        engine, s = self.settings.engine, self.shape
+        assert engine is not None
+        quantised = engine.fp8_share(s.layers) if engine.cache_in_fp8 else 0.0
+        plain = 2 * s.kv_width * self.settings.element
+        in_fp8 = 2 * (s.kv_width + FP32 * s.kv_heads)  # and a factor for each head
+        return s.layers * ((1 - quantised) * plain + quantised * in_fp8)
 
     def hidden_bytes(self, tokens: float) -> float:
         return self.settings.element * self.shape.hidden * tokens

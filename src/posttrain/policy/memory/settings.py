@@ -46,6 +46,13 @@ class EngineSettings:
     max_prefill_tokens: int
     kv_cache_gib: float | None
     utilization: float  # of the GPU's memory, by everything, while sampling
+    in_fp8: bool = False
+    cache_in_fp8: bool = False
+    layers_in_bf16: int = 0  # of a sampler in FP8
+
+    def fp8_share(self, num_layers: int) -> float:
+        """Of the layers."""
+        return max(0.0, 1 - self.layers_in_bf16 / num_layers) if self.in_fp8 else 0.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,9 @@ def run_settings(
             native.max_prefill_tokens,
             native.kv_cache_gib,
             native.gpu_memory_utilization,
+            in_fp8=native.precision == "fp8",
+            cache_in_fp8=native.precision == "fp8" and native.kv_cache_dtype != "bfloat16",
+            layers_in_bf16=native.num_first_layers_in_bf16 + native.num_last_layers_in_bf16,
         )
     setting, lora = policy.dtensor_cfg.activation_checkpointing, policy.dtensor_cfg.lora_cfg
     return RunSettings(

@@ -168,6 +168,7 @@ class ClippedPolicyGradient:
                 0.5 * kl_estimate(mixture - lg, kind) + 0.5 * kl_estimate(mixture - lp, kind)
             ),
             "sampling_importance_ratio": frame.token_mean((lp - lg).exp()),
+            "sampling_importance_square": frame.token_mean((2 * (lp - lg)).exp()),
             "approx_entropy": frame.token_mean(-(lc - lg).exp() * lc),
         }
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from posttrain.engines.native.kernels.attend_fp8 import attend_fp8
+
 
 @triton.jit
 def _piece(begin, end, index, SPLITS: tl.constexpr, BLOCK: tl.constexpr, MIN_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -136,6 +138,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [rows, heads, KEY_DIM], strides below, the last one 1
     key_ptr,  # [pages, PAGE_SIZE, KV_HEADS, KEY_DIM]
     value_ptr,  # [pages, PAGE_SIZE, KV_HEADS, VALUE_DIM]
+    key_factor_ptr,  # [pages, PAGE_SIZE, KV_HEADS], float32; read if FP8
+    value_factor_ptr,
     out_ptr,  # [rows, heads, VALUE_DIM]; unused if SPLITS > 1
     piece_ptr,  # [rows, heads, SLOTS, VALUE_DIM], float32
     piece_sum_ptr,  # [rows, heads, SLOTS], float32: log2 of the sum of a piece
@@ -165,6 +169,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     HAS_START: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    FP8: tl.constexpr,  # keys and values are pairs in 16 bits: `attend_fp8.py`
+    IN_ASSEMBLY: tl.constexpr,
     EXACT_WEIGHTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -191,11 +197,19 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     heads = head * GROUP + g
     at_query = row * query_row_stride + heads[:, None] * query_head_stride + dk[None, :]
     query = tl.load(query_ptr + at_query, mask=(g < GROUP)[:, None] & (dk < KEY_DIM)[None, :], other=0.0)
-    acc, piece_sum = _attend(
-        query, key_ptr, value_ptr, table_ptr + row * table_stride, low, high, g, head, inner_scale, outer_scale,
-        GROUP_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
-        False, HAS_SOFTCAP, EXACT_WEIGHTS, PRECISION,
-    )  # fmt: skip
+    if FP8:
+        acc, piece_sum = attend_fp8(
+            query, key_ptr, value_ptr, key_factor_ptr, value_factor_ptr, table_ptr + row * table_stride, low, high, g,
+            head, inner_scale, outer_scale,
+            GROUP_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
+            False, HAS_SOFTCAP, IN_ASSEMBLY,
+        )  # fmt: skip
+    else:
+        acc, piece_sum = _attend(
+            query, key_ptr, value_ptr, table_ptr + row * table_stride, low, high, g, head, inner_scale, outer_scale,
+            GROUP_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
+            False, HAS_SOFTCAP, EXACT_WEIGHTS, PRECISION,
+        )  # fmt: skip
     at_head = row * (KV_HEADS * GROUP) + heads
     out_mask = (g < GROUP)[:, None] & (dv < VALUE_DIM)[None, :]
     if SPLITS == 1:
@@ -217,6 +231,8 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
     query_ptr,
     key_ptr,
     value_ptr,
+    key_factor_ptr,
+    value_factor_ptr,
     piece_ptr,  # [rows, heads, SLOTS, VALUE_DIM], float32
     piece_sum_ptr,  # [rows, heads, SLOTS], float32
     table_ptr,  # [rows, most pages], int32
@@ -244,6 +260,8 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    FP8: tl.constexpr,  # keys and values are pairs in 16 bits: `attend_fp8.py`
+    IN_ASSEMBLY: tl.constexpr,
     EXACT_WEIGHTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -274,11 +292,19 @@ def shared_prefix_kernel(  # type: ignore[no-untyped-def]
         first = tl.where(present, tl.maximum(length - window, 0), 2147483647)
         from_block = tl.maximum(low, tl.min(first, 0))
 
-    acc, piece_sum = _attend(
-        query, key_ptr, value_ptr, table_row, from_block, high, first, head, inner_scale, outer_scale,
-        QUERIES_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
-        HAS_WINDOW, HAS_SOFTCAP, EXACT_WEIGHTS, PRECISION,
-    )  # fmt: skip
+    if FP8:
+        acc, piece_sum = attend_fp8(
+            query, key_ptr, value_ptr, key_factor_ptr, value_factor_ptr, table_row, from_block, high, first, head,
+            inner_scale, outer_scale,
+            QUERIES_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
+            HAS_WINDOW, HAS_SOFTCAP, IN_ASSEMBLY,
+        )  # fmt: skip
+    else:
+        acc, piece_sum = _attend(
+            query, key_ptr, value_ptr, table_row, from_block, high, first, head, inner_scale, outer_scale,
+            QUERIES_PADDED, KV_HEADS, KEY_DIM, KEY_PADDED, VALUE_DIM, VALUE_PADDED, PAGE_SIZE, BLOCK,
+            HAS_WINDOW, HAS_SOFTCAP, EXACT_WEIGHTS, PRECISION,
+        )  # fmt: skip
     at_slot = (row * (KV_HEADS * GROUP) + heads) * SLOTS + split
     out_mask = present[:, None] & (dv < VALUE_DIM)[None, :]
     tl.store(piece_ptr + at_slot[:, None] * VALUE_DIM + dv[None, :], acc, mask=out_mask)

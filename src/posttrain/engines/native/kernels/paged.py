@@ -29,6 +29,8 @@ _MAX_GROUP = 128
 # The smallest tile of the matrix units.
 SMALLEST_TILE = 16
 _LOG2_E = math.log2(math.e)
+# Of keys and of values in FP8, [pages, page size, kv heads] each, float32.
+Factors = tuple[Tensor, Tensor]
 
 
 def supports(query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -36,7 +38,8 @@ def supports(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     heads, kv_heads = query.shape[1], keys.shape[2]
     return (
         runs_here(query)
-        and query.dtype == keys.dtype == values.dtype
+        and keys.dtype == values.dtype
+        and (keys.dtype == query.dtype or (keys.dtype == torch.float8_e4m3fn and _has_pairs(keys, values)))
         and query.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and query.shape[-1] == keys.shape[-1]
         and keys.shape[:3] == values.shape[:3]
@@ -47,6 +50,11 @@ def supports(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and keys.is_contiguous()
         and values.is_contiguous()
     )
+
+
+def _has_pairs(keys: Tensor, values: Tensor) -> bool:
+    """Keys and values in FP8 are read two numbers at a time."""
+    return keys.shape[-1] % 2 == 0 and values.shape[-1] % 2 == 0
 
 
 def runs_here(tensor: Tensor) -> bool:
@@ -64,6 +72,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    factors: Factors | None = None,
     out: Tensor | None = None,  # [rows, heads, value dim], contiguous
     tile: AttentionTile | None = None,
     splits: int | None = None,
@@ -77,13 +86,13 @@ def paged_attention(
         return out
     group = heads // kv_heads
     padded = max(next_power_of_two(max(dim, value_dim)), SMALLEST_TILE)
-    tile = tile or attention_tile(padded, query.element_size(), max(next_power_of_two(group), SMALLEST_TILE))
+    tile = tile or attention_tile(padded, keys.element_size(), max(next_power_of_two(group), SMALLEST_TILE))
     if splits is None:
         splits = num_splits(rows * kv_heads, table.shape[1] * page_size, multiprocessors(query.device))
     pieces, sums = piece_buffers(out, splits, 0)
     attend_to_own(
-        query, keys, values, table, lengths, None, out, pieces, sums, scale=scale, window=window, softcap=softcap,
-        tile=tile, splits=splits, prefix_splits=0, prefix_block=1,
+        query, keys, values, factors, table, lengths, None, out, pieces, sums, scale=scale, window=window,
+        softcap=softcap, tile=tile, splits=splits, prefix_splits=0, prefix_block=1,
     )  # fmt: skip
     return out
 
@@ -120,7 +129,7 @@ def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def attend_to_own(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, starts: Tensor | None,
+    query: Tensor, keys: Tensor, values: Tensor, factors: Factors | None, table: Tensor, lengths: Tensor, starts: Tensor | None,
     out: Tensor, pieces: Tensor, sums: Tensor, *, scale: float, window: int | None, softcap: float | None,
     tile: AttentionTile, splits: int, prefix_splits: int, prefix_block: int,
 ) -> None:  # fmt: skip
@@ -133,14 +142,15 @@ def attend_to_own(
     starts_or_any, has_start = (lengths, False) if starts is None else (starts, True)
     slots = num_slots_of(splits, prefix_splits)
     paged_attention_kernel[(kv_heads, rows, splits)](
-        query, keys, values, out, pieces, sums, table, lengths, starts_or_any,
+        query, *as_read(keys, values, factors), out, pieces, sums, table, lengths, starts_or_any,
         inner, outer, window_or_0, query.stride(0), query.stride(1), table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, GROUP_PADDED=max(next_power_of_two(group), SMALLEST_TILE),
-        KEY_DIM=dim, KEY_PADDED=max(next_power_of_two(dim), SMALLEST_TILE),
-        VALUE_DIM=value_dim, VALUE_PADDED=max(next_power_of_two(value_dim), SMALLEST_TILE),
+        KEY_DIM=dim, KEY_PADDED=padded_dim(dim, factors),
+        VALUE_DIM=value_dim, VALUE_PADDED=padded_dim(value_dim, factors),
         PAGE_SIZE=page_size, BLOCK=tile.block, SPLITS=splits, MIN_TOKENS=MIN_SPLIT_TOKENS,
         SLOTS=slots, PREFIX_SPLITS=prefix_splits, PREFIX_BLOCK=prefix_block, HAS_START=has_start,
-        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, EXACT_WEIGHTS=exact_weights(tile, query),
+        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, FP8=factors is not None,
+        IN_ASSEMBLY=not triton.knobs.runtime.interpret, EXACT_WEIGHTS=exact_weights(tile, query),
         PRECISION=dot_precision(query), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:
@@ -151,6 +161,25 @@ def attend_to_own(
             PREFIX_BLOCK=prefix_block, BLOCK=tile.block, MIN_TOKENS=MIN_SPLIT_TOKENS,
             HAS_START=has_start, HAS_WINDOW=window is not None, num_warps=4 if slots > 8 else 1, num_stages=1,
         )  # fmt: skip
+
+
+def factors_or_any(keys: Tensor, factors: Factors | None) -> Factors:
+    """What the kernels are passed: something that they do not read where keys and values are not quantised."""
+    assert (factors is not None) == (keys.dtype == torch.float8_e4m3fn), "keys and values in FP8 have factors"
+    return (keys, keys) if factors is None else factors
+
+
+def as_read(keys: Tensor, values: Tensor, factors: Factors | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pools and factors as the attention kernels take them: pairs of FP8 as numbers of 16 bits."""
+    first, second = factors_or_any(keys, factors)
+    if factors is None:
+        return keys, values, first, second
+    return keys.view(torch.uint16), values.view(torch.uint16), first, second
+
+
+def padded_dim(dim: int, factors: Factors | None) -> int:
+    """A power of two; with FP8 the even and the odd dims are a tile each."""
+    return max(next_power_of_two(dim), SMALLEST_TILE if factors is None else 2 * SMALLEST_TILE)
 
 
 def check_indices(table: Tensor, lengths: Tensor) -> None:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.engines.native.kernels.paged import runs_here
+from posttrain.engines.native.kernels.paged import Factors, factors_or_any, runs_here
 from posttrain.engines.native.kernels.shapes import next_power_of_two
 
 # Heads of one row that a program takes.
@@ -60,10 +60,10 @@ def _scaled(  # type: ignore[no-untyped-def]
 @triton.jit
 def _rotate_heads(  # type: ignore[no-untyped-def]
     x_ptr, row, head, num_heads, row_stride, head_stride,
-    out_ptr, out_row, out_row_stride, out_head_stride, may_write,
+    out_ptr, factor_ptr, out_row, out_row_stride, out_head_stride, may_write,
     cos_ptr, sin_ptr, cos_stride, sin_stride, norm_ptr, eps,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, EXACT: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, EXACT: tl.constexpr, FP8: tl.constexpr,
     IN_TYPE: tl.constexpr, NORM_TYPE: tl.constexpr, ROPE_TYPE: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, HALF_PADDED)
@@ -96,11 +96,23 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     sin2 = tl.load(sin_ptr + row * sin_stride + i + HALF, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
     y1 = _rounded(x1 * cos1, ROPE_TYPE, EXACT) - _rounded(x2 * sin1, ROPE_TYPE, EXACT)
     y2 = _rounded(x2 * cos2, ROPE_TYPE, EXACT) + _rounded(x1 * sin2, ROPE_TYPE, EXACT)
+    y1 = _rounded(y1, ROPE_TYPE, EXACT)
+    y2 = _rounded(y2, ROPE_TYPE, EXACT)
+    if FP8:
+        largest = tl.maximum(tl.max(tl.abs(y1), 1), tl.max(tl.abs(y2), 1))
+        if REST_PADDED > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(rest), 1))
+        largest = tl.maximum(largest, 1e-12)
+        tl.store(factor_ptr + out_row * num_heads + head, largest / 448.0, mask=(head < num_heads) & may_write)
+        y1 = y1 * (448.0 / largest)[:, None]
+        y2 = y2 * (448.0 / largest)[:, None]
+        if REST_PADDED > 0:
+            rest = rest * (448.0 / largest)[:, None]
     # In place the output is the input: all reads precede the first write.
     tl.debug_barrier()
     out_type = out_ptr.dtype.element_ty
-    tl.store(out_ptr + at_out, _rounded(y1, ROPE_TYPE, EXACT).to(out_type), mask=there & may_write)
-    tl.store(out_ptr + at_out + HALF, _rounded(y2, ROPE_TYPE, EXACT).to(out_type), mask=there & may_write)
+    tl.store(out_ptr + at_out, y1.to(out_type), mask=there & may_write)
+    tl.store(out_ptr + at_out + HALF, y2.to(out_type), mask=there & may_write)
     if REST_PADDED > 0:
         at_rest_out = out_row * out_row_stride + head[:, None] * out_head_stride + r[None, :]
         tl.store(out_ptr + at_rest_out, rest.to(out_type), mask=rest_there & may_write)
@@ -108,14 +120,15 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write_kv_rope_kernel(  # type: ignore[no-untyped-def]
-    query_ptr, key_ptr, value_ptr, out_ptr, key_cache_ptr, value_cache_ptr, cos_ptr, sin_ptr, slot_ptr,
+    query_ptr, key_ptr, value_ptr, out_ptr, key_cache_ptr, value_cache_ptr, key_factor_ptr, value_factor_ptr,
+    cos_ptr, sin_ptr, slot_ptr,
     query_norm_ptr, key_norm_ptr, eps,
     query_row_stride, query_head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     out_row_stride, out_head_stride, cos_stride, sin_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, EXACT: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, EXACT: tl.constexpr, FP8: tl.constexpr,
     IN_TYPE: tl.constexpr, NORM_TYPE: tl.constexpr, ROPE_TYPE: tl.constexpr,
 ):  # fmt: skip
     """A program has some heads of one row: of its queries, of its keys, or of its values, in this order."""
@@ -127,16 +140,16 @@ def _write_kv_rope_kernel(  # type: ignore[no-untyped-def]
     if part < QUERY_BLOCKS:
         _rotate_heads(
             query_ptr, row, part * HEAD_BLOCK + h, HEADS, query_row_stride, query_head_stride,
-            out_ptr, row, out_row_stride, out_head_stride, part >= 0,
+            out_ptr, key_factor_ptr, row, out_row_stride, out_head_stride, part >= 0,
             cos_ptr, sin_ptr, cos_stride, sin_stride, query_norm_ptr, eps,
-            DIM, HALF, HALF_PADDED, REST_PADDED, HAS_NORM, HAS_OFFSET, EXACT, IN_TYPE, NORM_TYPE, ROPE_TYPE,
+            DIM, HALF, HALF_PADDED, REST_PADDED, HAS_NORM, HAS_OFFSET, EXACT, False, IN_TYPE, NORM_TYPE, ROPE_TYPE,
         )  # fmt: skip
     elif part < QUERY_BLOCKS + KEY_BLOCKS:
         _rotate_heads(
             key_ptr, row, (part - QUERY_BLOCKS) * HEAD_BLOCK + h, KV_HEADS, key_row_stride, key_head_stride,
-            key_cache_ptr, slot, KV_HEADS * DIM, DIM, kept,
+            key_cache_ptr, key_factor_ptr, slot, KV_HEADS * DIM, DIM, kept,
             cos_ptr, sin_ptr, cos_stride, sin_stride, key_norm_ptr, eps,
-            DIM, HALF, HALF_PADDED, REST_PADDED, HAS_NORM, HAS_OFFSET, EXACT, IN_TYPE, NORM_TYPE, ROPE_TYPE,
+            DIM, HALF, HALF_PADDED, REST_PADDED, HAS_NORM, HAS_OFFSET, EXACT, FP8, IN_TYPE, NORM_TYPE, ROPE_TYPE,
         )  # fmt: skip
     else:
         head = (part - QUERY_BLOCKS - KEY_BLOCKS) * HEAD_BLOCK + h
@@ -144,6 +157,11 @@ def _write_kv_rope_kernel(  # type: ignore[no-untyped-def]
         mask = (head < KV_HEADS)[:, None] & (d < VALUE_DIM)[None, :] & kept
         at = row * value_row_stride + head[:, None] * value_head_stride + d[None, :]
         value = tl.load(value_ptr + at, mask=mask, other=0.0)
+        if FP8:
+            value = value.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(value), 1), 1e-12)
+            tl.store(value_factor_ptr + slot * KV_HEADS + head, largest / 448.0, mask=(head < KV_HEADS) & kept)
+            value = value * (448.0 / largest)[:, None]
         at_cache = (slot * KV_HEADS + head)[:, None] * VALUE_DIM + d[None, :]
         tl.store(value_cache_ptr + at_cache, value.to(value_cache_ptr.dtype.element_ty), mask=mask)
 
@@ -163,6 +181,7 @@ def write_kv_rope(
     norm_eps: float = 1e-6,
     norm_offset: bool = False,  # the factor is 1 + weight, in float32: Gemma's norm
     exact_like_torch: bool = True,
+    factors: Factors | None = None,  # of a cache in FP8: written with it
     out: Tensor | None = None,  # where rotated queries go; `query` itself: in place. None: a new tensor
 ) -> Tensor:
     """Rotated queries [rows, heads, dim]; keys and values are in the cache."""
@@ -183,7 +202,7 @@ def write_kv_rope(
         norm_type = torch.promote_types(query.dtype, query_norm.dtype)
     unused = cos
     _write_kv_rope_kernel[(rows, query_blocks + 2 * key_blocks)](
-        query, key, value, out, key_cache, value_cache, cos, sin, slots,
+        query, key, value, out, key_cache, value_cache, *factors_or_any(key_cache, factors), cos, sin, slots,
         unused if query_norm is None else query_norm, unused if key_norm is None else key_norm, norm_eps,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         out.stride(0), out.stride(1), cos.stride(0), sin.stride(0),
@@ -192,7 +211,7 @@ def write_kv_rope(
         REST_PADDED=next_power_of_two(dim - rotated) if dim > rotated else 0,
         VALUE_PADDED=next_power_of_two(value_dim), HEAD_BLOCK=_HEADS_PER_PROGRAM, QUERY_BLOCKS=query_blocks,
         KEY_BLOCKS=key_blocks, HAS_NORM=query_norm is not None, HAS_OFFSET=norm_offset, EXACT=exact_like_torch,
-        IN_TYPE=_TRITON_TYPE[query.dtype], NORM_TYPE=_TRITON_TYPE[norm_type],
+        FP8=factors is not None, IN_TYPE=_TRITON_TYPE[query.dtype], NORM_TYPE=_TRITON_TYPE[norm_type],
         ROPE_TYPE=_TRITON_TYPE[torch.promote_types(norm_type, cos.dtype)],
         # A product and a sum in one instruction would skip a rounding.
         num_warps=2, num_stages=1, enable_fp_fusion=not exact_like_torch,

@@ -42,10 +42,14 @@ TILES: dict[int, AttentionTile] = {
 }
 
 
+# Pairs of FP8 (`attend_fp8.py`), any dim: fewer warps, each with more of the work of taking pairs apart.
+FP8_TILE = AttentionTile(block=64, num_warps=2, num_stages=3)
+
+
 def attention_tile(padded_dim: int, itemsize: int, tile_rows: int) -> AttentionTile:
     """The tile for keys of `padded_dim` numbers; one program has `tile_rows` queries."""
     row_bytes = min(max(padded_dim * itemsize, min(TILES)), max(TILES))
-    tile = TILES[row_bytes]
+    tile = FP8_TILE if itemsize == 1 else TILES[row_bytes]
     if tile_rows * padded_dim >= 64 * 256 or tile_rows >= 128:
         # The sums of a tile this large need the registers of eight warps.
         return AttentionTile(min(tile.block, 64), 8, min(tile.num_stages, 2), tile.exact_weights)

@@ -1,0 +1,58 @@
+"""Starts the ranks of a run: one in this process, or several as Ray actors. The only place that chooses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from posttrain.errors import InputError
+from posttrain.orchestration.workers import LocalWorker, WorkerGroup
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """How many ranks there are, on how many nodes, and what each of them gets."""
+
+    num_nodes: int = 1
+    ranks_per_node: int = 1
+    gpus_per_rank: int = 1  # where there are GPUs
+    device: str = "auto"  # of the config: auto, cpu or cuda
+    num_threads: int | None = None  # of each rank; None: its share of the node's cores
+    is_process_group: bool = True  # False: ranks that know nothing of each other
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.ranks_per_node * self.gpus_per_rank
+
+
+def start_workers(
+    build: Callable[[], object], layout: RankLayout, launcher: str, *, quiet: bool = False
+) -> WorkerGroup:
+    """`build` makes a rank, in the process that it will run in; it is picklable."""
+    size = layout.num_ranks
+    if launcher == "local" and size > 1:
+        raise InputError(
+            f"cluster.launcher: local is one process, but num_nodes x gpus_per_node is {size}; use ray or auto"
+        )
+    if size == 1 and launcher != "ray":
+        return LocalWorker.start(build)
+    try:
+        from posttrain.orchestration.ray_workers import RayWorkers
+    except ImportError as error:
+        raise InputError(
+            f"cluster: {size} ranks need Ray, which is not installed: pip install 'posttrain[ray]'; "
+            "or set cluster.num_nodes=1 cluster.gpus_per_node=1"
+        ) from error
+    workers = RayWorkers(build, layout, _warn)
+    if not quiet:
+        _warn(workers.summary)
+    return workers
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

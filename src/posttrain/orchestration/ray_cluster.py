@@ -1,0 +1,259 @@
+"""Finds the Ray cluster of a run and joins it, or starts a private Ray, and reserves places for ranks on its nodes.
+
+A private Ray is one node, so it is started for runs on one node only. Places are one placement group: all or nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from logging import WARNING
+from pathlib import Path
+
+import ray
+import torch
+from ray._private import services
+from ray._raylet import Config, GcsClient  # type: ignore[attr-defined]
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from posttrain.errors import InputError, reason_of
+from posttrain.orchestration.launch import RankLayout
+from posttrain.orchestration.workers import DEADLINE_VARIABLE, deadline_s
+
+Say = Callable[[str], None]
+
+RESERVE = "reserve"  # the operation whose deadline bounds the wait for nodes
+_ANSWER_TIMEOUT_S = 5.0
+_TOKEN_FILE = Path("~/.ray/auth_token")
+_START = (
+    "On the first machine run `ray start --head --port=6379`, on each of the others `ray start --address=HEAD_IP:6379`, then "
+    "start this command on the first"
+)
+
+
+def connect(layout: RankLayout, say: Say) -> str | None:
+    """Joins the cluster of RAY_ADDRESS, or the one that `ray start` has recorded on this machine; else starts a private Ray.
+
+    Returns the cluster's address; None: a private Ray.
+    """
+    address = find_cluster(say, needs_one=layout.num_nodes > 1)
+    if address is None:
+        _start_private(layout)
+    else:
+        _join(address)
+    return address
+
+
+def find_cluster(say: Say, *, needs_one: bool) -> str | None:
+    """The address of a running cluster; None: there is none, and none is needed."""
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named not in ("", "auto", "local"):
+        if why := _why_unreachable(named):
+            raise InputError(
+                f"RAY_ADDRESS={named}: no Ray head answers there ({why}). The address may be stale: from a file or a variable "
+                "that an earlier run left behind. Remove it, see that the head runs (`ray start --head --port=6379` prints "
+                "its address), and set RAY_ADDRESS to that; on the head's own machine RAY_ADDRESS may be left out"
+            )
+        return named
+    stale = ""
+    recorded = None if named == "local" else services.find_bootstrap_address(None)
+    if recorded is not None:
+        why = _why_unreachable(recorded)
+        if not why:
+            return str(recorded)
+        stale = f"the address that `ray start` recorded on this machine, {recorded}, is stale ({why})"
+    if named == "auto":
+        services.find_gcs_addresses.cache_clear()
+        heads = sorted(services.find_gcs_addresses())
+        if len(heads) == 1:
+            return str(heads[0])
+        found = f"{len(heads)} heads run here: {', '.join(heads)}; set RAY_ADDRESS to one of them" if heads else _START
+        raise InputError(f"RAY_ADDRESS=auto: no cluster to choose{stale and ': ' + stale}. {found}")
+    if needs_one:
+        raise InputError(_no_cluster(named, stale))
+    if stale:
+        say(f"{stale}; a private Ray is started. `ray stop` removes the record")
+    return None
+
+
+def _no_cluster(named: str, stale: str) -> str:
+    why = "RAY_ADDRESS=local is a private Ray" if named == "local" else stale or "no Ray cluster was found"
+    heads = sorted(services.find_gcs_addresses())
+    others = (
+        f". Ray heads that run on this machine, perhaps with another --temp-dir: {', '.join(heads)}; to use one, set RAY_ADDRESS"
+        if heads
+        else ""
+    )
+    return f"cluster.num_nodes is above 1, and a private Ray has one node: {why}. {_START}, or set RAY_ADDRESS{others}"
+
+
+def _why_unreachable(address: str) -> str:
+    """Why no connection can be made to `address`; empty: one can."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return "accepted: auto, local, HOST:PORT or ray://HOST:PORT"
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_TIMEOUT_S).close()
+    except OSError as error:
+        return reason_of(error)
+    return ""
+
+
+# -- tokens --------------------------------------------------------------------------------------------------------------
+
+
+def token_source() -> str | None:
+    """Where Ray would take the token of a cluster from."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return f"RAY_AUTH_TOKEN_PATH={path}"
+    return str(_TOKEN_FILE) if _TOKEN_FILE.expanduser().is_file() else None
+
+
+def _join(address: str) -> None:
+    if token_source() is not None:
+        _use_token()
+    try:
+        if not address.startswith("ray://"):
+            GcsClient(address=address)  # `ray.init` would repeat a refused call for 20 seconds
+        ray.init(address=address, logging_level=WARNING)
+    except Exception as error:  # of a dozen classes, by what is wrong
+        text = str(error)
+        if "AuthToken" in text or "authentication" in text.lower():
+            raise InputError(_about_token(address)) from error
+        raise InputError(
+            f"the Ray cluster at {address} cannot be joined: {reason_of(error)}. Ray and Python must have the same versions "
+            f"here (Ray {ray.__version__}) and there"
+        ) from error
+
+
+def _use_token() -> None:
+    """Ray sends no token to an address that is given, unless told to. A cluster without authentication ignores it."""
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # the mode was read when ray was imported
+
+
+def _about_token(address: str) -> str:
+    source, mode = token_source(), os.environ.get("RAY_AUTH_MODE", "")
+    if mode.lower() == "disabled":
+        found = "RAY_AUTH_MODE=disabled is set here: unset it"
+    elif source is None:
+        found = f"none was found here (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, {_TOKEN_FILE})"
+    else:
+        found = f"the one from {source} is another one"
+    return (
+        f"the Ray cluster at {address} asks for a token, and {found}. `ray get-auth-token` prints it on the head; here set "
+        f"RAY_AUTH_TOKEN to it, or write it to {_TOKEN_FILE}. Machines that join need it too, with RAY_AUTH_MODE=token for "
+        "`ray start`"
+    )
+
+
+# -- a private Ray -------------------------------------------------------------------------------------------------------
+
+
+def _start_private(layout: RankLayout) -> None:
+    num_ranks = layout.num_ranks
+    num_gpus = torch.cuda.device_count() if layout.device != "cpu" else 0
+    needed = num_ranks * layout.gpus_per_rank
+    if 0 < num_gpus < needed:
+        raise InputError(
+            f"cluster.gpus_per_node={needed}, but this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''} and no Ray "
+            f"cluster was found. Set cluster.gpus_per_node={num_gpus}, or RAY_ADDRESS to the address of a cluster"
+        )
+    if token_source() is None and "RAY_AUTH_MODE" not in os.environ:
+        # Without one, Ray would write a token into ~/.ray, and later `ray start --head` would ask every node for it.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    _use_token()
+    # Ranks share the cores even where there are fewer cores than ranks.
+    ray.init(
+        address="local",
+        num_cpus=max(num_ranks, os.cpu_count() or 1),
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        logging_level=WARNING,
+    )
+
+
+# -- places on nodes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Places:
+    """Reserved room: bundle i of the group is on the i-th node of the run."""
+
+    group: PlacementGroup
+    use_gpu: bool
+
+
+def reserve(layout: RankLayout, address: str | None, say: Say) -> Places:
+    """Room for all ranks, each bundle on a node of its own. Waits for nodes that are still joining, up to the deadline."""
+    limit_s = deadline_s(RESERVE)
+    end = time.monotonic() + limit_s
+    use_gpu = _uses_gpu(layout, end, say)
+    bundle = {"CPU": float(layout.ranks_per_node)}
+    if use_gpu:
+        bundle["GPU"] = float(layout.ranks_per_node * layout.gpus_per_rank)
+    group = placement_group([bundle] * layout.num_nodes, strategy="STRICT_SPREAD" if layout.num_nodes > 1 else "PACK")
+    patience_s = min(2.0, limit_s)
+    if not group.wait(patience_s):
+        say(f"waiting up to {limit_s:.0f} s for {_wanted(layout, use_gpu)}; {_offered()}")
+        if not group.wait(max(end - time.monotonic(), 0.01)):
+            offered = _offered()
+            remove_placement_group(group)
+            raise InputError(_too_few(layout, use_gpu, address, limit_s, offered))
+    return Places(group, use_gpu)
+
+
+def _uses_gpu(layout: RankLayout, end: float, say: Say) -> bool:
+    """The cluster's GPUs count, not those of the driver: a head often has none. Ranks on CPUs only if no node has one."""
+    told = False
+    while True:
+        nodes = alive_nodes()
+        if layout.device == "cpu":
+            return False
+        if layout.device == "cuda" or any(node["Resources"].get("GPU", 0) for node in nodes):
+            return True
+        if len(nodes) >= layout.num_nodes or time.monotonic() > end:
+            return False
+        if not told:
+            say(f"waiting for {layout.num_nodes} nodes; {_offered()}")
+            told = True
+        time.sleep(0.5)
+
+
+def alive_nodes() -> list[dict[str, dict[str, float]]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _wanted(layout: RankLayout, use_gpu: bool) -> str:
+    gpus = f"{layout.ranks_per_node * layout.gpus_per_rank} GPUs and " if use_gpu else ""
+    return f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''} with {gpus}{layout.ranks_per_node} CPUs free on each"
+
+
+def _offered() -> str:
+    nodes, free = alive_nodes(), ray.available_resources()
+    listed = "; ".join(
+        f"{node['NodeManagerAddress']} with {node['Resources'].get('GPU', 0):g} GPUs, {node['Resources'].get('CPU', 0):g} CPUs"
+        for node in nodes
+    )
+    return (
+        f"the cluster has {len(nodes)} ({listed}), of which {free.get('GPU', 0):g} GPUs and {free.get('CPU', 0):g} CPUs "
+        "are free"
+    )
+
+
+def _too_few(layout: RankLayout, use_gpu: bool, address: str | None, limit_s: float, offered: str) -> str:
+    gpus = f" --num-gpus={layout.ranks_per_node * layout.gpus_per_rank}" if use_gpu else ""
+    join = f"ray start --address={address or 'HEAD_IP:6379'}{gpus}"
+    return (
+        f"cluster.num_nodes={layout.num_nodes} with cluster.gpus_per_node={layout.gpus_per_node} needs "
+        f"{_wanted(layout, use_gpu)}; after {limit_s:.0f} s {offered}. On each missing machine run `{join}`, or lower "
+        f"cluster.num_nodes or cluster.gpus_per_node. What other jobs hold, `ray status` shows; {DEADLINE_VARIABLE} sets how "
+        "long to wait"
+    )

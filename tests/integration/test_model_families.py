@@ -1,0 +1,169 @@
+"""Every family of models through a whole run: GRPO, resume, DPO, LoRA, conversion, serving. docs/models.md lists them.
+
+That sampling is `transformers.generate`, and that log-probabilities and gradients are those of the model's own forward pass,
+is tested for the same tiny models in `unit/engines/test_native_families.py`, `invariants/test_sampler_equals_trainer.py` and
+`unit/policy/test_packed_rows.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import urllib.request
+from pathlib import Path
+
+import generated_pages
+import pytest
+import tiny_models
+import torch
+from generated_pages import CHECKS, FAMILIES, PAGES, refreshed
+from peft import PeftModel
+from tiny_models import byte_tokenizer, tiny_model
+from tiny_runs import LORA, dpo, grpo, results_of, rows_of, run, save_data, weights_of
+from tiny_server import options_for, running
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from posttrain.cli.main import main
+from posttrain.models.loading import REFUSED_FAMILIES
+
+LENGTHS = ["policy.max_total_sequence_length=96", "policy.generation.max_new_tokens=8"]
+SAVE_EACH_STEP = ["checkpointing.save_period=1", "checkpointing.metric_name=null"]
+PROMPT = torch.tensor([[5, 9, 200, 17, 3, 3, 90]])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param.name)
+    save_model(request.param.name, folder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == request.param.model_type
+    return folder
+
+
+def save_model(family: str, folder: Path) -> None:
+    tokenizer = byte_tokenizer()
+    special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    tiny_model(family, vocab_size=len(tokenizer), **special).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of GRPO, a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("grpo")
+    assert run(grpo_command(model, data, folder)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("converted") / "hf"
+    assert main(["convert", str(trained), "--to", str(folder)]) == 0
+    return folder
+
+
+def grpo_command(model: Path, data: Path, folder: Path) -> list[str]:
+    return [*grpo(model, data, folder, steps=2), *LENGTHS, *SAVE_EACH_STEP, "grpo.val_period=0"]
+
+
+def checkpoint(run_folder: Path, step: int) -> Path:
+    return run_folder / f"step_{step}" / "policy" / "weights" / "model"
+
+
+@torch.no_grad()
+def logits_of(folder: Path, adapter: Path | None = None) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter))
+    logits: Tensor = model.eval()(PROMPT).logits
+    return logits
+
+
+def test_grpo_steps_change_the_model(model: Path, trained: Path) -> None:
+    steps = rows_of(trained)
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in steps)
+    # The sampler's probabilities against the trainer's: the mean ratio is 1 where the two compute the same.
+    assert all(row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4) for row in steps)
+    assert not torch.allclose(logits_of(model), logits_of(checkpoint(trained, 2)), atol=1e-3)
+
+
+def test_resumed_run_equals_the_uninterrupted_one(model: Path, trained: Path, data: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "step_2")
+    assert run(grpo_command(model, data, tmp_path / "run")) == 0
+    assert results_of(tmp_path / "run") == results_of(trained)
+    assert weights_of(tmp_path / "run" / "step_2") == weights_of(trained / "step_2")
+
+
+def test_a_dpo_step_starts_at_the_reference_and_leaves_it(model: Path, data: Path, tmp_path: Path) -> None:
+    assert run([*dpo(model, data, tmp_path / "dpo", steps=2), *LENGTHS, *SAVE_EACH_STEP, "dpo.val_period=0"]) == 0
+    first, second = (row["train/preference_loss"] for row in rows_of(tmp_path / "dpo") if "train/loss" in row)
+    assert first == pytest.approx(math.log(2), abs=1e-4)
+    assert abs(second - math.log(2)) > 1e-3
+
+
+def test_lora_trains_and_is_merged_or_kept(model: Path, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "lora"
+    lora = [*LORA, "policy.optimizer.kwargs.lr=5e-2", "checkpointing.save_consolidated=true"]
+    command = [*grpo(model, data, folder, steps=1), *LENGTHS, *SAVE_EACH_STEP, *lora, "grpo.val_period=0"]
+    assert run(command) == 0
+    adapter = checkpoint(folder, 1)
+    expected = logits_of(model, adapter)
+    assert not torch.allclose(expected, logits_of(model), atol=1e-2), "the adapter does something"
+    torch.testing.assert_close(logits_of(folder / "step_1" / "hf"), expected, rtol=1e-3, atol=1e-3)
+    assert main(["convert", str(folder), "--to", str(tmp_path / "adapter")]) == 0
+    assert torch.equal(logits_of(model, tmp_path / "adapter"), expected)
+
+
+def test_converted_model_has_the_logits_of_the_checkpoint(trained: Path, converted: Path) -> None:
+    assert torch.equal(logits_of(converted), logits_of(checkpoint(trained, 2)))
+    lineage = json.loads((converted / "conversion.json").read_text())
+    assert lineage["verification"]["how"] == "loaded"
+
+
+def test_served_answer_is_that_of_transformers_generate(converted: Path) -> None:
+    messages = [{"role": "user", "content": "1 + 1 = ?"}]
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(converted, attn_implementation="eager").eval()
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)[
+        0, ids.shape[1] :
+    ]
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 12, "logprobs": True}
+    with running(options_for(converted)) as server:
+        request = urllib.request.Request(
+            f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        choice = json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]
+    assert choice["message"]["content"] == tokenizer.decode(made, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED_FAMILIES))
+def test_a_refused_family_is_refused_by_name_before_its_weights_are_read(
+    family: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoConfig.for_model(family).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    assert run(grpo_command(tmp_path / "model", data, tmp_path / "run")) == 64
+    said = capsys.readouterr().err
+    assert f"is of the family {family}, which is not supported: {REFUSED_FAMILIES[family]}" in said
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_generated_tables_of_the_documentation_are_current(page: str) -> None:
+    written = (generated_pages.DOCS / page).read_text(encoding="utf-8")
+    assert written == refreshed(page), "run `python tests/generated_pages.py`"
+
+
+def test_every_column_of_the_table_is_a_test_over_every_family() -> None:
+    assert {family.name for family in FAMILIES} <= set(tiny_models.FAMILIES)  # which the tests elsewhere run over
+    for place in CHECKS.values():
+        file, _, test = place.partition("::")
+        assert f"def {test}(" in (Path(__file__).parents[1] / file).read_text()

@@ -1,0 +1,127 @@
+"""Runs on a Ray cluster of two nodes, which `ray start` makes on this machine as on two: head, worker, driver.
+
+The cluster asks for a token, as a machine's does on which Ray has made one. It records its address where Ray looks by
+default, so commands find it without RAY_ADDRESS.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray_nodes import RayNodes
+from tiny_runs import grpo, questions, results_of, run, same_up_to_rounding, save_data, save_model, write_rows
+
+from posttrain.evaluation.results import read_evaluation
+
+pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TOKEN = "5eed" * 16
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """A head; the first test adds the second node."""
+    cluster = RayNodes(TOKEN)
+    try:
+        cluster.start_head()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_data(tmp_path_factory.mktemp("data"))
+    rows = [{"problem": row["input"], "answer": row["output"]} for row in questions(5)]
+    write_rows(folder / "sums.jsonl", rows)
+    return folder
+
+
+def start(arguments: list[str | Path], nodes: RayNodes, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**nodes.environment, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def output_of(arguments: list[str | Path], nodes: RayNodes, **variables: str) -> tuple[int, str]:
+    process = start(arguments, nodes, **variables)
+    shown, _ = process.communicate(timeout=240)
+    return process.returncode, shown
+
+
+def test_head_worker_and_driver_train_on_two_nodes(nodes: RayNodes, model: Path, data: Path, tmp_path: Path) -> None:
+    """As printed in the walk-through: `ray start --head`, the command on the head, and `ray start --address=…` elsewhere.
+
+    The worker comes last, so the driver has to wait for it.
+    """
+    arguments = grpo(model, data, tmp_path / "two", steps=2)[1:]
+    two = ["cluster.num_nodes=2", "cluster.gpus_per_node=1"]
+    driver = start([EXAMPLES / "run_grpo.py", *arguments, *two], nodes, POSTTRAIN_WORKER_DEADLINE_S="120")
+    assert driver.stdout is not None
+    shown = ""
+    for line in driver.stdout:
+        shown += line
+        if line.startswith("waiting") and "the cluster has 1 (" in line:
+            nodes.add_node()
+    assert driver.wait() == 0, shown
+    assert f"Ray cluster at {nodes.address}: 2 CPU ranks on 2 nodes" in shown
+    assert run([*grpo(model, data, tmp_path / "local", steps=2), "cluster.launcher=local"]) == 0
+    for ours, theirs in zip(results_of(tmp_path / "two"), results_of(tmp_path / "local"), strict=True):
+        assert ours == {key: same_up_to_rounding(value) for key, value in theirs.items()}
+
+
+def test_an_evaluation_on_two_nodes_gives_the_answers_of_one_process(
+    nodes: RayNodes, model: Path, data: Path, tmp_path: Path
+) -> None:
+    def arguments(name: str) -> list[str]:
+        return [
+            *("eval", str(model), f"data.dataset_name={data / 'sums.jsonl'}", f"eval.save_path={tmp_path / name}"),
+            *("generation.device=cpu", "generation.num_threads=1", "generation.vllm_cfg.max_model_len=64"),
+            *("generation.max_new_tokens=12", "generation.temperature=1", "eval.num_tests_per_prompt=3"),
+            *(f"env.mine.function={data / 'rewards.py:odd'}", "env.mine.num_workers=1", "eval.bootstrap_resamples=10"),
+            "eval.gpu_hour_price=3600",
+        ]
+
+    code, shown = output_of(["-m", "posttrain.cli.main", *arguments("two"), "cluster.num_nodes=2"], nodes)
+    assert code == 0, shown
+    assert "2 engines share the problems" in shown
+    assert run(arguments("one")) == 0
+    two, one = (read_evaluation(tmp_path / name) for name in ("two", "one"))
+    assert two.problems == one.problems
+    assert two.summary.metrics == one.summary.metrics
+    assert two.summary.cost == pytest.approx(2 * two.summary.wall_s), "two engines are paid for"
+
+
+START = (
+    "from posttrain.orchestration.launch import RankLayout, start_workers; start_workers(int, RankLayout({}), 'auto')"
+)
+
+
+def test_a_third_node_that_never_comes_is_an_error_that_says_how_it_joins(nodes: RayNodes) -> None:
+    code, shown = output_of(["-c", START.format("num_nodes=3")], nodes, POSTTRAIN_WORKER_DEADLINE_S="1")
+    assert code == 1, shown
+    assert "InputError: cluster.num_nodes=3 with cluster.gpus_per_node=1 needs 3 nodes" in shown
+    assert "the cluster has 2 (" in shown
+    assert f"ray start --address={nodes.address}" in shown
+
+
+def test_a_missing_token_is_an_error_that_says_where_to_get_it(nodes: RayNodes) -> None:
+    code, shown = output_of(["-c", START.format("num_nodes=2")], nodes, HOME="/nowhere")
+    assert code == 1, shown
+    assert f"InputError: the Ray cluster at {nodes.address} asks for a token, and none was found here" in shown
+    assert "ray get-auth-token" in shown

@@ -1,0 +1,239 @@
+"""FP8 products and quantised activations against float64, in Triton's interpreter on a CPU. Run by `test_fp8_interpreted.py`,
+in a process of its own: whether kernels are interpreted is decided when Triton is imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fused_references import EPS, assert_near, noise, norm, poisoned_memory, swiglu, trainer_logprobs
+from kernel_references import mend_interpreter
+from peft import LoraConfig, get_peft_model
+from tiny_models import byte_tokenizer, tiny_model
+from torch import Tensor, nn
+
+from posttrain.engines.native import NativeEngine, NativeSettings, kernels
+from posttrain.engines.native import attention as engine_attention
+from posttrain.engines.native import fp8 as engine_fp8
+from posttrain.engines.native.engine import Workspace
+from posttrain.policy.fused import fp8_kernels
+from posttrain.policy.fused.fp8 import Fp8Weights
+from posttrain.policy.fused.fp8_kernels import FP8, LARGEST, Fp8Rows, ProductTile
+from posttrain.policy.fused.layers import fuse_layers
+from posttrain.types import Completion, NoiseKey, Sampling, Task
+
+mend_interpreter()
+ONE_ROUNDING = 2**-4  # of e4m3, relative to the number, or to the smallest normal one of its row
+SMALLEST_NORMAL = 2**-6 / LARGEST  # in parts of the largest number of a row
+
+
+def meant(rows: Fp8Rows) -> Tensor:
+    return rows.values.double() * rows.factors.double()[..., None]
+
+
+def assert_rounded_once(rows: Fp8Rows, expected: Tensor) -> None:
+    assert rows.values.dtype == FP8
+    assert rows.factors.isfinite().all(), "every factor was written"
+    largest = expected.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+    allowed = expected.abs().clamp_min(SMALLEST_NORMAL * largest) * ONE_ROUNDING * (1 + 1e-4)
+    assert ((meant(rows) - expected).abs() <= allowed).all()
+    assert torch.allclose(rows.factors.double() * LARGEST, largest[..., 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(7, 33), (1, 130), (40, 16), (5, 2100), (0, 33)])
+def test_rows_come_back_to_one_rounding(rows: int, width: int) -> None:
+    x = noise(rows, width) * (10.0 ** noise(rows, 1, seed=2))
+    with poisoned_memory():
+        assert_rounded_once(fp8_kernels.quantise(x), x.double())
+    again = fp8_kernels.quantise(meant(fp8_kernels.quantise(x)).float())
+    assert torch.equal(meant(again).float(), meant(fp8_kernels.quantise(x)).float()), (
+        "quantised numbers stay what they are"
+    )
+
+
+def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
+    x = torch.zeros(3, 20)
+    x[1, 4], x[2, 5] = float("nan"), float("inf")
+    found = meant(fp8_kernels.quantise(x))
+    assert (found[0] == 0).all()
+    assert found[1].isnan().sum() == 1
+    assert found[2].isnan().any(), "an overflow does not look like a number"
+
+
+def test_heads_of_tokens_go_to_their_slots() -> None:
+    wide = noise(5, 3 * 3 * 8)
+    x = wide[:, 24:48].unflatten(1, (3, 8))  # as keys are, between queries and values
+    pool = torch.full((4, 2, 3, 8), float("nan")).to(FP8)
+    factors = torch.full((4, 2, 3), float("nan"))
+    slots = torch.tensor([7, 0, 3, 2, 5])
+    fp8_kernels.quantise_into(x, pool, factors, slots)
+    written = Fp8Rows(pool.flatten(0, 1).view(torch.uint8)[slots].view(FP8), factors.flatten(0, 1)[slots])
+    assert_rounded_once(written, x.double())
+    others = torch.tensor([1, 4, 6])
+    assert factors.flatten(0, 1)[others].isnan().all(), "nothing else was written"
+
+
+@pytest.mark.parametrize(("rows", "width"), [(7, 33), (1, 130), (0, 33)])
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+def test_norm(rows: int, width: int, has_delta: bool, dtype: torch.dtype | None) -> None:
+    x, weight = noise(rows, width), noise(width)
+    delta = noise(rows, width, seed=1).half() if has_delta else None
+    with poisoned_memory():
+        total, quantised, y = fp8_kernels.norm_quantised(x, delta, weight, EPS, dtype)
+    wide = x.double() if delta is None else x.double() + delta.double()
+    assert_near("sum", total, wide, 2e-6)
+    assert_rounded_once(quantised, norm(total.double(), weight.double()))
+    assert (y is None) == (dtype is None)
+    if y is not None:
+        assert_near("norm", y, norm(wide, weight.double()), 4e-3)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(7, 33), (3, 130), (0, 16)])
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+def test_swiglu(rows: int, width: int, dtype: torch.dtype | None) -> None:
+    gate_up = noise(rows, 2 * width).half()
+    with poisoned_memory():
+        quantised, y = fp8_kernels.swiglu_quantised(gate_up, dtype)
+    expected = swiglu(*gate_up.double().chunk(2, dim=1))
+    assert_rounded_once(quantised, expected)
+    if y is not None:
+        assert_near("swiglu", y, expected, 4e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 64, 64), (16, 128, 192), (5, 48, 96), (19, 80, 144), (33, 64, 256)]
+)
+def test_product_of_few_rows(rows: int, outputs: int, inputs: int, splits: int) -> None:
+    """Against the quantised numbers: only the sum is ours."""
+    x = fp8_kernels.quantise(noise(rows, inputs) * (10.0 ** noise(rows, 1, seed=2)))
+    weight = fp8_kernels.quantise(noise(outputs, inputs, seed=3) * (10.0 ** noise(outputs, 1, seed=4)))
+    counters = torch.zeros(16, dtype=torch.int32)
+    for _ in range(2):
+        with poisoned_memory():
+            out = fp8_kernels.few_rows_product(
+                x, weight, torch.float32, counters, ProductTile(16, 32, 64, 4, 2), min(splits, -(-inputs // 64))
+            )
+        expected = meant(x) @ meant(weight).T
+        relative = (out.double() - expected) / (x.factors.double()[:, None] * weight.factors.double()[None, :])
+        assert relative.abs().max() <= 1e-6 * LARGEST**2 * inputs
+        assert not counters.any(), "ready for the next product"
+
+
+# -- a sampler -----------------------------------------------------------------------------------------------------------
+
+PROMPTS = ((5, 9, 40, 7, 11, 2, 30), (17, 3, 50))
+SAMPLING = Sampling(4, ignore_eos=True)
+# A prompt goes through in two pieces: the second reads what the first has written.
+SETTINGS = NativeSettings(page_size=4, max_prefill_tokens=4, precision="fp8", kv_cache_gib=0.001)
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+@pytest.fixture(autouse=True)
+def _way_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine reads pages in place with the kernels, and keeps its memory."""
+    monkeypatch.setattr(engine_fp8, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(engine_attention, "_load_kernel", lambda device: kernels)
+
+
+def half_model(family: str = "llama") -> Any:
+    return tiny_model(family, dtype=torch.float16, **SMALL)
+
+
+def sampler(model: nn.Module, **options: object) -> NativeEngine:
+    engine = NativeEngine(model, byte_tokenizer(), SETTINGS.model_copy(update=options))
+    engine._keeps_workspace = True
+    return engine
+
+
+def workspace(engine: NativeEngine) -> Workspace:
+    assert engine._workspace is not None
+    return engine._workspace
+
+
+def sampled(engine: NativeEngine) -> list[Completion]:
+    tasks = [Task(draw, f"t:{draw}", "", prompt) for draw, prompt in enumerate(PROMPTS)]
+    return [group[0] for group in engine.generate(tasks, 1, SAMPLING, NoiseKey(0, 0))]
+
+
+def gap(model: nn.Module, completions: list[Completion]) -> float:
+    """Mean exp of the absolute difference to the trainer's log-probabilities."""
+    theirs = trainer_logprobs(model, PROMPTS, [c.token_ids for c in completions], range(2))
+    ours = torch.tensor([logprob for c in completions for logprob in c.logprobs])
+    return float((ours - theirs.float()).abs().exp().mean())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_samples_are_near_the_trainers_and_not_equal(family: str) -> None:
+    """qwen2 has biases, qwen3 norms of heads."""
+    model = half_model(family)
+    assert 1.005 < gap(model, sampled(sampler(model))) < 1.5
+
+
+def test_copies_follow_the_weights_and_are_released() -> None:
+    model = half_model()
+    engine = sampler(model)
+    before = sampled(engine)
+    scored = gap(model, before)
+    copies = workspace(engine).fp8
+    assert copies is not None
+    addresses = {copy.values.data_ptr() for copy in copies._copies.values()}
+    held = engine.num_held_bytes
+    assert held == workspace(engine).cache.num_bytes + copies.num_bytes
+    assert gap(model, before) == scored, "the trainer does not see them"
+    with torch.no_grad():
+        for parameter in model.get_decoder().layers.parameters():
+            parameter.mul_(1.2)
+    after = sampled(engine)
+    assert {copy.values.data_ptr() for copy in copies._copies.values()} == addresses, "as captured steps need it"
+    assert after != before
+    engine.release()
+    assert engine.num_held_bytes == 0
+    assert engine.forward.fp8 is None
+    assert sampled(engine) == after
+    assert engine.num_held_bytes == held
+
+
+def test_layers_left_in_bf16_keep_their_cache() -> None:
+    model = half_model()
+    engine = sampler(model, num_last_layers_in_bf16=1)
+    some = sampled(engine)
+    assert [pool.dtype for pool in workspace(engine).cache.keys.values()] == [FP8, torch.float16]
+    engine = sampler(model, num_last_layers_in_bf16=1, kv_cache_dtype="bfloat16")
+    others = sampled(engine)
+    assert {pool.dtype for pool in workspace(engine).cache.keys.values()} == {torch.float16}
+    assert [c.logprobs for c in some] != [c.logprobs for c in others]
+
+
+def fused_decoder(model: Any) -> Any:
+    decoder = model.get_decoder()
+    assert fuse_layers(decoder, may_join=True) == len(decoder.layers)
+    return decoder
+
+
+def test_adapters_are_not_quantised() -> None:
+    model = get_peft_model(half_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).half()
+    engine = sampler(model)
+    on = sampled(engine)
+    assert gap(model, on) < 1.5
+    with model.disable_adapter():
+        off = sampled(engine)
+        assert gap(model, off) < 1.5
+    assert off != on
+
+
+def test_a_copy_is_not_written_beyond_its_end() -> None:
+    """Weights that moved leave their place to others, which may be larger."""
+    model = half_model()
+    copies = Fp8Weights(list(fused_decoder(model).layers))
+    copies.refresh()
+    first, *others = copies._copies.values()
+    larger = max(others, key=lambda copy: copy.values.numel())
+    address = next(address for address, copy in copies._copies.items() if copy is larger)
+    copies._copies[address] = small = fp8_kernels.new_rows(1, 16, torch.device("cpu"))
+    copies.refresh()
+    assert copies._copies[address] is not small
+    assert copies._copies[address].values.shape == larger.values.shape
+    assert any(copy.values.data_ptr() == first.values.data_ptr() for copy in copies._copies.values())
