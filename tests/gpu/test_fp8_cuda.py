@@ -96,6 +96,7 @@ def test_an_update_reaches_the_copies_inside_captured_steps() -> None:
 
 
 def test_adapters_are_not_quantised() -> None:
+    torch.manual_seed(0)
     model = get_peft_model(wide_model("llama"), LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
     model.to(BF16)
     engine = NativeEngine(model, byte_tokenizer(), SETTINGS)
