@@ -135,7 +135,8 @@ class Attempt:
             raise
         except (OSError, ValueError) as error:
             self._remove_created()
-            reason = place_and_reason(error) if isinstance(error, OSError) else str(error)
+            reason = str(error) if isinstance(error, ValueError) else place_and_reason(error)
+            reason = reason.removeprefix(f"{self.folder}: ")
             raise InputError(f"{setting}: {folder} cannot be written ({reason})") from error
         self._identity = _identity(self.folder)
         with suppress(OSError):  # of another user, say
