@@ -241,10 +241,11 @@ class Attempt:
                 return
             is_lost = _identity(self.folder) != self._identity or os.listdir(self.folder) in ([], [ATTEMPTS_FOLDER])
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not self._create(self.record) and not self._is_mine():
+            if self._create(self.record):
+                self.num_losses += is_lost
+                self._identity = _identity(self.folder)
+            elif not self._is_mine():
                 raise Superseded(_superseded(self.folder, self.record, self.number))
-            self.num_losses += is_lost
-            self._identity = _identity(self.folder)
 
     @property
     def is_superseded(self) -> bool:

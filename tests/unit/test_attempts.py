@@ -318,6 +318,16 @@ def test_a_record_that_cannot_be_read_for_a_moment_takes_nothing_over(
     assert attempt.num_losses == 0
 
 
+def test_a_record_that_is_missing_for_a_moment_takes_nothing_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache of a network file system may be behind."""
+    attempt = take(tmp_path)
+    failing_reads(monkeypatch, errno.ENOENT, how_often=1)
+    attempt.confirm()
+    assert attempt.num_losses == 0
+
+
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
 def test_a_record_that_stays_unreadable_is_a_fault_of_the_storage(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ from posttrain.attempts import Attempt
 from posttrain.checkpointing import durable
 from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
 from posttrain.checkpointing.retention import surplus_steps
-from posttrain.errors import CheckpointError, StorageError
+from posttrain.errors import CheckpointError, StorageError, Superseded
 
 INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
@@ -96,7 +96,7 @@ class CheckpointStore:
             full = _full_disk(tmp)  # before the removal makes room
             shutil.rmtree(tmp, ignore_errors=True)
             what = f"while saving checkpoint {self.folder / f'step_{step}'}{full}; earlier checkpoints are untouched"
-            if full and isinstance(error, RuntimeError):
+            if full and not isinstance(error, KeyboardInterrupt | Superseded | OSError):
                 raise StorageError(what) from error
             error.add_note(what)
             raise
