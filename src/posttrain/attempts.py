@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
-from posttrain.errors import FolderHeld, InputError, Superseded, place_and_reason
+from posttrain.errors import STORAGE_FAULTS, FolderHeld, InputError, StorageError, Superseded, place_and_reason
 from posttrain.json_files import JsonObject
 from posttrain.locks import Holder, now_text
 
@@ -131,14 +131,15 @@ class Attempt:
         self._created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.record = self._take()
+            self._identity = _identity(self.folder)
         except InputError:
             raise
         except (OSError, ValueError) as error:
             self._remove_created()
             reason = str(error) if isinstance(error, ValueError) else place_and_reason(error)
             reason = reason.removeprefix(f"{self.folder}: ")
-            raise InputError(f"{setting}: {folder} cannot be written ({reason})") from error
-        self._identity = _identity(self.folder)
+            kind = StorageError if getattr(error, "errno", None) in STORAGE_FAULTS else InputError
+            raise kind(f"{setting}: {folder} cannot be written ({reason})") from error
         with suppress(OSError):  # of another user, say
             self._tidy()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()

@@ -84,9 +84,11 @@ class Run:
         except BaseException as error:
             # Once the run has begun, a file that cannot be written is no fault of the config.
             fault = storage_error(error) if self._access.has_begun else None
-            self._write_reason(fault or error)
-            self._cleanup.close()
-            self._access.end_with(fault or error)
+            try:
+                self._write_reason(fault or error)
+                self._cleanup.close()
+            finally:
+                self._access.end_with(fault or error)
             if fault is not None and fault is not error:
                 raise fault from error
             raise

@@ -34,8 +34,8 @@ def path_error(error: OSError) -> InputError | None:
     return InputError(f"{printable(error.filename)}: {error.strerror}")
 
 
-# What storage answers when it is full, gone, remounted read-only or out of order, whatever the call.
-_OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN, errno.ETIMEDOUT}
+# What storage answers when it is full, gone or out of order, whatever the call.
+STORAGE_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
 
 
 def place_and_reason(error: OSError) -> str:
@@ -48,7 +48,7 @@ def storage_error(error: BaseException) -> StorageError | None:
     """The error of a run that has begun, if it is one of its files; None if it is something else."""
     if isinstance(error, StorageError):
         return error
-    if not isinstance(error, OSError) or (error.filename is None and error.errno not in _OF_STORAGE):
+    if not isinstance(error, OSError) or (error.filename is None and error.errno not in STORAGE_FAULTS | {errno.EROFS}):
         return None
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     return StorageError(

@@ -114,7 +114,9 @@ class WriteAccess:
             attempt.end(exit_code, error)
 
     def end_with(self, error: BaseException) -> None:
-        self.end(exit_code_of(error), redact(f"{type(error).__name__}: {reason_of(error)}"))
+        """A stop by a signal is no error."""
+        reason = None if isinstance(error, KeyboardInterrupt) else redact(f"{type(error).__name__}: {reason_of(error)}")
+        self.end(exit_code_of(error), reason)
 
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ import pytest
 
 from posttrain import attempts
 from posttrain.attempts import STALE_S, Attempt, AttemptRecord, holder_of, read_attempts
-from posttrain.errors import FolderHeld, InputError, Superseded
+from posttrain.errors import FolderHeld, InputError, StorageError, Superseded
 from posttrain.locks import Holder
 
 NEVER = 1e9  # seconds between heartbeats: none in a test
@@ -250,6 +250,19 @@ def test_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"logger.log_dir: .*file/run cannot be written \(Not a directory\)"):
         take(tmp_path / "file" / "run", setting="logger.log_dir")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC])
+def test_storage_that_fails_at_the_start_is_no_bad_input(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, record: AttemptRecord) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(attempts, "_write", fail)
+    with pytest.raises(StorageError, match="cannot be written"):
+        take(tmp_path / "run")
+    assert not (tmp_path / "run" / "attempts" / "0001.json").exists()
 
 
 def test_the_path_that_was_denied_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
