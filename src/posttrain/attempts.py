@@ -138,11 +138,17 @@ class Attempt:
             self._remove_created()
             reason = str(error) if isinstance(error, ValueError) else place_and_reason(error)
             reason = reason.removeprefix(f"{self.folder}: ")
-            kind = StorageError if getattr(error, "errno", None) in STORAGE_FAULTS else InputError
-            raise kind(f"{setting}: {folder} cannot be written ({reason})") from error
+            raise self._kind_of(error)(f"{setting}: {folder} cannot be written ({reason})") from error
         with suppress(OSError):  # of another user, say
             self._tidy()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _kind_of(self, error: OSError | ValueError) -> type[StorageError | InputError]:
+        """A storage that wrote for earlier attempts, and is read-only now, has a fault. Other paths are wrong in the config."""
+        number = getattr(error, "errno", None)
+        has_written = number == errno.EROFS and bool(_numbers(self.folder))
+        is_fault = number in STORAGE_FAULTS | {errno.ENOTCONN, errno.ETIMEDOUT}
+        return StorageError if has_written or is_fault else InputError
 
     @property
     def number(self) -> int:

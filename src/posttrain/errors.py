@@ -35,7 +35,7 @@ def path_error(error: OSError) -> InputError | None:
 
 
 # What storage answers when it is full, gone or out of order, whatever the call.
-STORAGE_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
+STORAGE_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 
 
 def place_and_reason(error: OSError) -> str:

@@ -265,6 +265,23 @@ def test_storage_that_fails_at_the_start_is_no_bad_input(
     assert not (tmp_path / "run" / "attempts" / "0001.json").exists()
 
 
+@pytest.mark.parametrize(("has_earlier_attempts", "kind"), [(True, StorageError), (False, InputError)])
+def test_a_read_only_folder_is_a_fault_of_the_storage_if_it_was_written_before(
+    has_earlier_attempts: bool, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_earlier_attempts:
+        attempt = take(tmp_path)
+        attempt.has_begun = True
+        attempt.end(74)
+
+    def read_only(path: Path, record: AttemptRecord) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(attempts, "_write", read_only)
+    with pytest.raises(kind, match="Read-only file system"):
+        take(tmp_path)
+
+
 def test_the_path_that_was_denied_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(path: Path, record: AttemptRecord) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path.parent))

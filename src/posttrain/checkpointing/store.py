@@ -137,8 +137,8 @@ class CheckpointStore:
             "last_successful_ckpt_save_completion": time.time(),
             "checkpoint": f"step_{step}",
         }
-        self.confirm()  # flushing may have taken minutes
         try:
+            self.confirm()  # flushing may have taken minutes
             durable.write_text(self.folder / STATUS, json.dumps(status) + "\n")
             if self.attempt is not None:
                 self.attempt.note_checkpoint(step)

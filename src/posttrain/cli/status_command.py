@@ -83,7 +83,8 @@ def _why(info: Row, held: AttemptRecord | None, last: AttemptRecord | None, now:
     if held is not None:
         return ""
     if last is not None and last.ended is None:
-        return f"no heartbeat for {now - last.heartbeat:.0f} s and no end: a kill -9, out of memory, or a lost machine"
+        causes = "a kill -9, out of memory, a lost machine, or storage that could not be written"
+        return f"no heartbeat for {now - last.heartbeat:.0f} s and no end: {causes}"
     if last is not None and last.error is not None and info.get("status") != FINISHED:
         return last.error
     return str(info.get("reason", ""))

@@ -104,6 +104,8 @@ class RunRecorder:
         self._attempt = attempt  # None: nothing else writes to the folder
         self._clock = clock
         self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
+        if attempt is not None:
+            self._console.log([Line(attempt.heading)])
         self._info: Row = {}
         self._step = 0
         self._started: float | None = None
@@ -145,8 +147,6 @@ class RunRecorder:
             self._num_losses = self._attempt.num_losses  # before there was anything to lose
         notes, losses = open_run(self.folder, resumed_step)
         self._open_log()
-        if self._attempt is not None:
-            self._console.log([Line(self._attempt.heading)])
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
         changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
         changes += self._write_config(resumed_step)
@@ -234,7 +234,11 @@ class RunRecorder:
         with suppress(OSError, Superseded):
             if self._attempt is not None:
                 self._attempt.confirm()
+            if not self._info:
+                self._open_log()
             self._console.log([Line(line) for line in traceback.rstrip("\n").split("\n")])
+            if not self._info:  # it was beginning; run.json is that of the attempt before
+                return
             is_request = isinstance(error, KeyboardInterrupt)
             reason = (
                 "stopped at once, by a second Ctrl-C" if is_request else f"{type(error).__name__}: {reason_of(error)}"

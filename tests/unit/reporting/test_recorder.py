@@ -477,8 +477,11 @@ def test_a_lost_record_stays_lost_when_the_run_is_started_again(max_steps: int, 
 def test_log_of_an_attempt_begins_with_its_number_host_and_time(bench: Any) -> None:
     for number in (1, 2):
         attempt = Attempt(bench.folder)
-        bench.recorder(attempt=attempt)
+        recorder = RunRecorder(bench.folder, **bench.options(stream=io.StringIO(), attempt=attempt))
+        recorder.warn(f"said before start {number}")
+        recorder.start(0)
         attempt.end(85)
+        assert bench.log.index(f"= attempt {number}: ") < bench.log.index(f"said before start {number}")
         heading = f"==== attempt {number}: process {os.getpid()} on {os.uname().nodename} "
         assert bench.log.count(heading) == 1
         assert f"since {attempt.record.started}" in bench.log
@@ -516,6 +519,24 @@ def test_a_crash_is_written_to_run_json_report_and_log_without_credentials(bench
     assert bench.log.endswith("Traceback\n  https://me:***@host/x\n")
     assert "crashed" in (bench.folder / "report.html").read_text()
     assert "Traceback" not in bench.output, "the command prints it"
+
+
+def test_a_crash_while_the_run_begins_leaves_the_state_of_the_attempt_before(
+    bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.recorder(max_steps=2).record_step(1, report(1), None)
+    before = (bench.folder / "run.json").read_bytes()
+
+    def fail(*arguments: Any) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(recorder_module, "open_run", fail)
+    recorder = RunRecorder(bench.folder, **bench.options(stream=io.StringIO()))
+    with pytest.raises(OSError, match="injected"):
+        recorder.start(1)
+    recorder.record_crash(OSError("injected"), "Traceback\n")
+    assert bench.log.endswith("Traceback\n")
+    assert (bench.folder / "run.json").read_bytes() == before
 
 
 def test_a_crash_after_a_newer_attempt_began_is_not_written(bench: Any, report: Any) -> None:
