@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.attempts import AttemptRecord, holder_of, read_attempts
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
 from posttrain.locks import now_text
-from posttrain.reporting.run_files import FINISHED, METRICS_FILE, Row, read_info, read_rows
+
+if TYPE_CHECKING:
+    from posttrain.reporting.run_files import Row
 
 SUMMARY = "is a run alive, who holds its folder, how far is it, why did it stop"
 EPILOG = """\
@@ -35,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 def status_lines(folder: Path, now: float) -> list[str]:
     from posttrain.checkpointing import CheckpointStore
+    from posttrain.reporting.run_files import METRICS_FILE, read_info, read_rows
 
     attempts, info = read_attempts(folder), read_info(folder)
     store = CheckpointStore(
@@ -85,7 +89,7 @@ def _why(info: Row, held: AttemptRecord | None, last: AttemptRecord | None, now:
     if last is not None and last.ended is None:
         causes = "a kill -9, out of memory, a lost machine, or storage that could not be written"
         return f"no heartbeat for {now - last.heartbeat:.0f} s and no end: {causes}"
-    if last is not None and last.error is not None and info.get("status") != FINISHED:
+    if last is not None and last.error is not None:
         return last.error
     return str(info.get("reason", ""))
 
