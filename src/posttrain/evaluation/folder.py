@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.checkpointing.durable import make_folder, write_text
-from posttrain.errors import FolderHeld
+from posttrain.errors import FolderHeld, place_and_reason
 from posttrain.evaluation.results import (
     CONFIG_FILE,
     IDENTITY_FILE,
@@ -58,7 +58,7 @@ class EvaluationFolder:
             ) from None
         except OSError as error:
             raise EvaluationError(
-                f"eval.save_path: {path} cannot be written ({error.strerror or error}); choose another folder"
+                f"eval.save_path: {path} cannot be written ({place_and_reason(error)}); choose another folder"
             ) from error
         folder = cls(path, _plain(identity), _lock=lock)
         try:

@@ -70,6 +70,13 @@ def append_rows(path: Path, rows: Sequence[JsonMapping]) -> None:
         os.fsync(file.fileno())
 
 
+def append_log(folder: Path, lines: Sequence[str]) -> None:
+    """Add lines, without credentials, to the log of a run that has not opened it."""
+    (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
+    with (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(redact("".join(f"{line}\n" for line in lines)))
+
+
 def parse_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
     """The lines of a file of JSON objects as (raw line, object), the object None where the line is torn or no object."""
     if not path.exists():
