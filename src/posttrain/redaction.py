@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 HIDDEN = "***"
 CREDENTIAL_REMEDY = (
@@ -171,7 +171,10 @@ def _lines_of(value: str) -> list[str]:
     return [
         line
         for line in lines
-        if line != value and len(line) >= _MIN_FOUND_CHARACTERS and not _FRAME.fullmatch(line) and not _NUMBER.fullmatch(line)
+        if line != value
+        and len(line) >= _MIN_FOUND_CHARACTERS
+        and not _FRAME.fullmatch(line)
+        and not _NUMBER.fullmatch(line)
     ]
 
 

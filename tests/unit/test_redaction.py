@@ -97,7 +97,9 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("secret", ['pa"ss\\w\u00f6\'r d<PLANT>&+%\U0001f600', '\\\\\\""\'PLANT\\\\', "line PLANT 1\nline PLANT/2\n"])
+@pytest.mark.parametrize(
+    "secret", ["pa\"ss\\w\u00f6'r d<PLANT>&+%\U0001f600", '\\\\\\""\'PLANT\\\\', "line PLANT 1\nline PLANT/2\n"]
+)
 def test_a_secret_is_found_under_any_mixture_of_escapes(
     secret: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +109,8 @@ def test_a_secret_is_found_under_any_mixture_of_escapes(
         for name in names:
             text = SPELLINGS[name](text)
         hidden = redact_values(text)
-        assert "PLANT" not in hidden and "***" in hidden, (names, text, hidden)
+        assert "PLANT" not in hidden, (names, text, hidden)
+        assert "***" in hidden, (names, text, hidden)
 
 
 def test_what_stands_beside_a_spelled_secret_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,8 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
             raise InputError(f"--api-key-file {file} cannot be read: {reason}") from error
     if text is None:
         return ()
-    keys = tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
+    lines = [line for line in text.splitlines() if file is None or not line.lstrip().startswith("#")]
+    keys = tuple(dict.fromkeys(key.strip() for line in lines for key in line.split(",") if key.strip()))
     if not keys:
         raise InputError(f"{source} holds no key: everyone could use the server")
     for key in keys:

@@ -22,7 +22,9 @@ def is_conversation(value: Any) -> bool:
 def _text_of(part: Mapping[str, Any], row: Row, place: str, key: str) -> str:
     kind = part.get("type") or ("text" if "text" in part else None)
     if kind != "text":
-        raise DataError(f"{row.where}: {place} has a part of type {kind!r}; only text is read, {{type: text, text: ...}}")
+        raise DataError(
+            f"{row.where}: {place} has a part of type {kind!r}; only text is read, {{type: text, text: ...}}"
+        )
     return as_text(part.get("text", ""), row, key)
 
 
