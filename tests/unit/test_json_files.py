@@ -58,7 +58,7 @@ def test_a_path_that_cannot_be_read_is_named_with_the_reason(path: str, tmp_path
 
 def test_a_named_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.json")
-    with pytest.raises(InputError, match="a.json: cannot be read .a named pipe, not a file"):
+    with pytest.raises(InputError, match=r"a.json: cannot be read .a named pipe, not a file"):
         read_json(tmp_path / "a.json")
 
 

@@ -188,7 +188,7 @@ def test_a_line_without_an_end_is_not_read_to_its_end(
     monkeypatch.setattr(sources, "MAX_JSON_BYTES", 1 << 20)
     content = (b"input\n" if "csv" in name else b"") + b'{"input": "' + b"a" * (2 << 20)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(DataError, match="a line of more than 1 MiB|of JSON in one; write one object a line"):
+    with pytest.raises(DataError, match=r"a line of more than 1 MiB|of JSON in one; write one object a line"):
         list(read_local(str(tmp_path / name)))
 
 

@@ -121,7 +121,9 @@ def test_long_examples_are_dropped_and_counted(tmp_path: Path) -> None:
     assert examples.dropped == {f"longer than {limit} tokens": 1}
 
 
-@pytest.mark.parametrize("part", [{"type": "image", "image": "/etc/passwd"}, {"type": "input_audio"}, {"image": "a.png"}])
+@pytest.mark.parametrize(
+    "part", [{"type": "image", "image": "/etc/passwd"}, {"type": "input_audio"}, {"image": "a.png"}]
+)
 def test_a_part_that_is_no_text_is_refused_with_its_row(part: dict[str, str], tmp_path: Path) -> None:
     fine = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]
     shown = [{"role": "user", "content": [part, {"type": "text", "text": "2?"}]}, {"role": "assistant", "content": "4"}]
