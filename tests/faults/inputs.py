@@ -110,6 +110,7 @@ def replay(file: Path, folder: Path, chance: random.Random) -> None:
     )
     assert_no_traceback(finished)
     assert finished.code == values["exit"], f"{values['why']}: {finished}"
+    assert values.get("says", "") in finished.output, f"{values['why']}: {finished}"
 
 
 # -- paths that are no files -------------------------------------------------------------------------------------------
