@@ -72,9 +72,12 @@ class _Transformer(NodeTransformer):
 _COUNTED, _JOINED = "posttrain_counted", "posttrain_joined"
 
 
-def _call(name: str, *arguments: nodes.Expr) -> nodes.Call:
+def _call(name: str, *arguments: nodes.Node) -> nodes.Call:
     call = nodes.Call(nodes.Name(name, "load"), list(arguments), [], None, None)
-    return call.set_environment(arguments[0].environment).set_lineno(arguments[0].lineno)  # type: ignore[no-any-return]
+    environment = arguments[0].environment
+    assert environment is not None, "the parser sets it"
+    call.set_environment(environment).set_lineno(arguments[0].lineno)
+    return call
 
 
 class _Counted:
@@ -127,7 +130,7 @@ def limited_templates() -> Iterator[None]:
 
     # The name under which transformers looks up the sandbox when it compiles a template, which it does once for each.
     if chat_template_utils.ImmutableSandboxedEnvironment is not _LimitedSandbox:
-        chat_template_utils.ImmutableSandboxedEnvironment = _LimitedSandbox  # type: ignore[misc]
+        chat_template_utils.ImmutableSandboxedEnvironment = _LimitedSandbox
         chat_template_utils._compile_jinja_template.cache_clear()
     token = _steps_left.set([MAX_STEPS])
     try:
