@@ -22,7 +22,7 @@ from faults.processes import Finished, Surroundings
 from faults.worker import EXTRA_MEMORY_BYTES, Worker
 
 CORPUS = Path(__file__).parent / "corpus"
-COUNTS = {"config": 5000, "rows": 4000, "traces": 800}
+COUNTS = {"config": 5200, "rows": 4000, "traces": 800}
 SHORT_COUNTS = {"config": 60, "rows": 60, "traces": 20}
 EVERY_NTH_AS_USER = 400
 
