@@ -307,11 +307,13 @@ def _lines(stream: Any, file: str) -> Iterator[Any]:
 
 def _json(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
     """A list of objects; also one object a line, which many people save under this ending."""
-    content = stream.read(MAX_JSON_BYTES + 1)
-    if len(content) > MAX_JSON_BYTES:
-        raise DataError(
-            f"{file}: more than {MAX_JSON_BYTES >> 30} GiB of JSON in one; write one object a line (.jsonl)"
-        )
+    content = bytearray()
+    while chunk := stream.read(1 << 20):  # a larger piece would take its memory whatever the file has
+        content += chunk
+        if len(content) > MAX_JSON_BYTES:
+            raise DataError(
+                f"{file}: more than {MAX_JSON_BYTES >> 30} GiB of JSON in one; write one object a line (.jsonl)"
+            )
     if not content.strip():
         return
     if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):

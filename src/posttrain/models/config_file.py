@@ -25,7 +25,7 @@ _SIZES = {
     "max_position_embeddings": 2**40,
     "sliding_window": 2**40,
 }
-# Transformers fetches `owner/name` from the hub and runs it, and others of these names too.
+# Transformers fetches attention called `owner/name` from the hub and runs it, and kernels for some names of experts.
 _IMPLEMENTATIONS = re.compile(r"_?(?:attn|experts)_implementation(?:_internal)?")
 _OF_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")

@@ -16,7 +16,7 @@ def refuse_pipes(folder: Path) -> None:
 
 
 def refuse_links_outside(folder: Path) -> None:
-    """InputError if a link below `folder` leads out of it, where the folder is copied: the file may be no one else's business.
+    """InputError if a link below `folder` leads out of it. For folders that are copied: the target may be confidential.
 
     The hub's cache consists of links, to files elsewhere in the cache.
     """
