@@ -33,7 +33,7 @@ from typing import TypeVar
 from uuid import uuid4
 
 from posttrain.errors import STORAGE_FAULTS, FolderHeld, InputError, StorageError, Superseded, place_and_reason
-from posttrain.json_files import JsonObject
+from posttrain.json_files import MAX_FILE_BYTES, JsonObject, parse_json, read_at_most
 from posttrain.locks import Holder, now_text
 
 _Result = TypeVar("_Result")
@@ -326,7 +326,7 @@ def _identity(folder: Path) -> int | None:
 def _read(folder: Path, number: int) -> AttemptRecord | None:
     """None if there is no such record; OSError or _Unreadable if there is, and it cannot be read."""
     try:
-        content: JsonObject = json.loads(_tried(_path(folder, number).read_bytes))
+        content: JsonObject = parse_json(_tried(lambda: read_at_most(_path(folder, number), MAX_FILE_BYTES)))
         known = {field.name: content[field.name] for field in fields(AttemptRecord) if field.name in content}
         return AttemptRecord(**{**known, "holder": Holder.read(content["holder"])})
     except OSError as error:

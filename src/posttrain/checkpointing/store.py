@@ -32,6 +32,7 @@ from posttrain.checkpointing import durable
 from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
 from posttrain.checkpointing.retention import surplus_steps
 from posttrain.errors import CheckpointError, StorageError, Superseded
+from posttrain.json_files import MAX_FILE_BYTES, parse_json, read_at_most
 
 INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
@@ -213,7 +214,7 @@ class CheckpointStore:
         """The `training_info.json` of a checkpoint."""
         path = checkpoint / INFO
         try:
-            info = json.loads(path.read_text(encoding="utf-8"))
+            info = parse_json(read_at_most(path, MAX_FILE_BYTES))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if not isinstance(info, dict):

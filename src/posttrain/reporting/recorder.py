@@ -148,6 +148,11 @@ class RunRecorder:
         notes, losses = open_run(self.folder, resumed_step)
         self._open_log()
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
+        if not before and (self.folder / INFO_FILE).exists():
+            losses = [
+                *losses,
+                f"{INFO_FILE} is damaged: the warnings and changed settings of the steps before are lost",
+            ]
         changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
         changes += self._write_config(resumed_step)
         self._earlier_wall_s = float(before.get("wall_s", 0.0))

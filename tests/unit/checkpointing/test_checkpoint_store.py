@@ -298,7 +298,7 @@ def forget_a_digest(checkpoint: Path) -> str:
 def put_a_folder_in_a_files_place(checkpoint: Path) -> str:
     (checkpoint / "config.yaml").unlink()
     (checkpoint / "config.yaml").mkdir()
-    return "config.yaml has"
+    return "config.yaml is not a regular file"
 
 
 DAMAGES = [
