@@ -160,7 +160,7 @@ def test_a_process_that_cannot_be_looked_up_is_judged_by_its_heartbeat(
     assert holder_of(tmp_path, lambda: 1000.0 + STALE_S) is None
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"number": 1}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"number": 1}', "[" * 100_000])
 def test_a_live_holder_whose_record_cannot_be_parsed_keeps_the_folder(content: str, tmp_path: Path) -> None:
     first = take(tmp_path)
     record = tmp_path / "attempts" / "0001.json"
@@ -328,14 +328,14 @@ def test_a_deleted_folder_is_made_again_and_counted(tmp_path: Path) -> None:
 def failing_reads(monkeypatch: pytest.MonkeyPatch, number: int, how_often: int) -> None:
     """Of records, with this errno."""
     monkeypatch.setattr(attempts, "_PAUSES_S", (0.0, 0.0, 0.0))
-    read, failures = Path.read_bytes, [number] * how_often
+    read, failures = attempts.read_at_most, [number] * how_often
 
-    def fail_or_read(path: Path) -> bytes:
-        if path.parent.name == "attempts" and failures:
+    def fail_or_read(path: Path, max_bytes: int) -> bytes:
+        if failures:
             raise OSError(failures.pop(), "injected", str(path))
-        return read(path)
+        return read(path, max_bytes)
 
-    monkeypatch.setattr(Path, "read_bytes", fail_or_read)
+    monkeypatch.setattr(attempts, "read_at_most", fail_or_read)
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
