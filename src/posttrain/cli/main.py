@@ -25,6 +25,7 @@ from posttrain.cli import (
     demo_command,
     eval_command,
     gate_command,
+    launch_command,
     models_command,
     pipeline_command,
     plan_command,
@@ -71,6 +72,8 @@ Tune language models from preferences and rewards.
   posttrain registry promote NAME VERSION --why …  versions, stages and history; rollback takes production back
   posttrain pipeline run configs/pipelines/demo.yaml
                                                    all of it, from traces to a canary, and again when the data changes
+  posttrain launch render --on eks.yaml --config FILE
+                                                   the same run on Kubernetes: manifests, checks; plan --on has the cost
   posttrain serve registry:NAME@production         an OpenAI-compatible server; chat MODEL talks in the terminal
 """
 
@@ -101,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
         convert_command,
         eval_command,
         gate_command,
+        launch_command,
         models_command,
         pipeline_command,
         plan_command,
