@@ -25,7 +25,7 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
     """Everything in `config` that contradicts itself."""
     if isinstance(config, EvalRunConfig):
         return [*check_eval(config), *check_turn_classes(config.env)]
-    found = [*_data(config), *_optimizer(config), *config.scoring_layer_problems()]
+    found = [*_data(config), *_optimizer(config), *_parallelism(config), *config.scoring_layer_problems()]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
         found += [*_record(config), *_rounds(config)]
@@ -107,6 +107,35 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _parallelism(config: RunConfig) -> Iterator[str]:
+    parallel, num_ranks = config.policy.dtensor_cfg, config.cluster.num_workers
+    tp, cp, replicas = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.dp_replicate_size or 1
+    if num_ranks % (tp * cp * replicas):
+        yield (
+            f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} x dp_replicate_size {replicas} = "
+            f"{tp * cp * replicas} must divide the {num_ranks} ranks of cluster.num_nodes x gpus_per_node"
+        )
+    if tp > config.cluster.gpus_per_node:
+        yield (
+            f"policy.dtensor_cfg.tensor_parallel_size = {tp} is more than cluster.gpus_per_node = {config.cluster.gpus_per_node}: "
+            "ranks that share a layer exchange their parts several times in each, which a network between machines is too slow for"
+        )
+    optimizer = config.policy.optimizer
+    compact = {
+        "state_dtype": optimizer.state_dtype,
+        "master_weights": optimizer.master_weights,
+        "offload_states": optimizer.offload_states,
+    }
+    for name, value in compact.items():
+        if tp > 1 and value not in ("float32", False):
+            yield (
+                f"policy.optimizer.{name} = {str(value).lower()} with policy.dtensor_cfg.tensor_parallel_size = {tp}: its state is "
+                "kept by whole rows, and here ranks hold parts of rows; set one of them to its default"
+            )
+    if config.scores_answers and cp > 1:
+        yield f"policy.dtensor_cfg.context_parallel_size = {cp}: not implemented for reward models; set it to 1"
+
+
 def _batches(config: GrpoRunConfig) -> Iterator[str]:
     grpo, size = config.grpo, config.policy.train_global_batch_size
     samples = grpo.num_samples_per_step
@@ -157,11 +186,12 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
     if config.loss_fn.force_on_policy_ratio:
         yield f"{field}: earlier weights sample a part of the tokens; set loss_fn.force_on_policy_ratio=false"
-    num_ranks = config.cluster.num_nodes * config.cluster.gpus_per_node
-    if config.grpo.num_prompts_per_step % num_ranks:
+    num_samplers = config.cluster.num_workers // config.policy.dtensor_cfg.tensor_parallel_size
+    if config.grpo.num_prompts_per_step % max(num_samplers, 1):
         yield (
             f"{field}: grpo.num_prompts_per_step = {config.grpo.num_prompts_per_step} is not a multiple of the "
-            f"{num_ranks} ranks (cluster.num_nodes x gpus_per_node), which have equal shares of a round"
+            f"{num_samplers} ranks that sample (cluster.num_nodes x gpus_per_node / tensor_parallel_size), which have equal "
+            "shares of a round"
         )
 
 
