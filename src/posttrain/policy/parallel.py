@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ class Mesh:
         if self.tp > 1:
             axes.append(("tp", self.tp))
         mesh = init_device_mesh(device.type, tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))
+        if self.tp > 1:  # torch warns that a tensor which is spread over two axes is gathered in two operations
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         rows = None
         if self.cp > 1:
             rows = init_device_mesh(device.type, (self.dp, self.cp, self.tp), mesh_dim_names=("data", "cp", "heads"))["cp"]
