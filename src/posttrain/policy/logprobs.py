@@ -35,6 +35,10 @@ class TokenLogprobs(nn.Module):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, row: PackedRow, temperature: float) -> Tensor:
+        logprobs = self._own_logprobs(row, temperature)
+        return logprobs if row.share is None else row.share.gathered(logprobs)
+
+    def _own_logprobs(self, row: PackedRow, temperature: float) -> Tensor:
         hidden = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
         hidden = hidden.to(self.head.weight.dtype)
         chunk = self.chunk_tokens or max(16, _CHUNK_ELEMENTS[hidden.device.type] // self.head.vocab_size)

@@ -89,10 +89,10 @@ def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: to
             module._parameters[kind] = made[parameter]
         for kind, buffer in module._buffers.items():
             module._buffers[kind] = None if buffer is None else buffer.to(device)
-        if kinds:
+        if kinds:  # peft's wrapper of a linear layer has none of its own
             _show_locals(module, role, group)
-        if role == ROWS:
-            module.forward = _RowLinear(module, group)
+            if role == ROWS:
+                module.forward = _RowLinear(module, group)
     head.embedding.forward = _VocabularyRows(head.embedding, group)
     for parent in _with_columns(head.decoder, plan):
         parent.register_forward_pre_hook(lambda _, args, kwargs: _copied_input(args, kwargs, group), with_kwargs=True)

@@ -25,6 +25,7 @@ from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.contents import base_config
 from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.context_parallel import RowGroup
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
@@ -276,6 +277,8 @@ class PolicyTrainer:
         """The packed row, with its attention in force: backward passes belong inside too."""
         batch = _DUMMY if part is None else part
         row = PackedRow.build(batch, self.device, reads_own_token=forward.reads_own_token)
+        if (rows := self._devices.rows) is not None:
+            row = RowGroup(rows).own_part(row)
         with attention_context(row.attention):
             yield row
 
