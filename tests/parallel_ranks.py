@@ -34,7 +34,7 @@ from posttrain.types import NoiseKey, Sampling, Task, TokenBatch
 
 VOCAB = 260
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {}),

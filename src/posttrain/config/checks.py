@@ -132,8 +132,6 @@ def _parallelism(config: RunConfig) -> Iterator[str]:
                 f"policy.optimizer.{name} = {str(value).lower()} with policy.dtensor_cfg.tensor_parallel_size = {tp}: its state is "
                 "kept by whole rows, and here ranks hold parts of rows; set one of them to its default"
             )
-    if config.scores_answers and cp > 1:
-        yield f"policy.dtensor_cfg.context_parallel_size = {cp}: not implemented for reward models; set it to 1"
 
 
 def _batches(config: GrpoRunConfig) -> Iterator[str]:

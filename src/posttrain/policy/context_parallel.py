@@ -45,6 +45,7 @@ class RowGroup:
             position_ids=positions,
             source=row.source[own] - first,
             targets=row.targets[own],
+            last=torch.where(torch.isin(own, row.last))[0],
             attention=SharedAttention(row.attention, self.mesh.get_group(), size, row.num_tokens),
             share=RowShare(own, len(row.source), self.mesh.get_group()),
         )

@@ -82,7 +82,8 @@ class SequenceScores(nn.Module):
         """`temperature` has no effect on scores."""
         states = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source[row.last])
         scores = self.head.scores(states)
-        return torch.zeros(len(row.targets), device=scores.device).index_copy(0, row.last, scores)
+        own = torch.zeros(len(row.targets), device=scores.device).index_copy(0, row.last, scores)
+        return own if row.share is None else row.share.gathered(own)
 
 
 def load_reward_model(

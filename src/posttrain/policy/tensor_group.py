@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from posttrain.policy.parallel import local_part
+
 _MARK = "tensor_group"  # attribute of modules that compute with the group themselves
 
 
@@ -75,6 +77,12 @@ def group_of(module: nn.Module) -> TensorGroup | None:
     """The group that computes this output head or decoder layer; None: each rank has it whole."""
     found: TensorGroup | None = getattr(module, _MARK, None)
     return found
+
+
+def local_parameter(module: nn.Module, summed_over: TensorGroup | None = None) -> Tensor:
+    """This rank's part of the weight of a module that is not called, whose gradients may be parts of a sum over a group."""
+    local = local_part(_tensor(module.weight))
+    return local if summed_over is None else summed_over.copied(local)
 
 
 class _Copied(torch.autograd.Function):

@@ -184,15 +184,6 @@ def _show_locals(module: nn.Module, role: str, group: TensorGroup) -> None:
     module.register_forward_hook(hide, always_call=True)  # recomputation leaves a forward pass early, by an exception
 
 
-def local_parameter(module: nn.Module, *, is_summed: bool = False) -> Tensor:
-    """The weight of a module that is not called: `is_summed` if its gradients are parts of a sum."""
-    weight: Any = module.weight
-    if not isinstance(weight, DTensor):
-        return weight  # type: ignore[no-any-return]
-    local = weight.to_local()
-    return TensorGroup(weight.device_mesh).copied(local) if is_summed else local
-
-
 class _RowLinear:
     """The forward of a linear layer that has some columns of its weight; a bias is added once, to the sum."""
 
