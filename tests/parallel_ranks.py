@@ -42,7 +42,10 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "cohere": ("cohere", {}),
     "phi": ("phi", {}),
     "phi3": ("phi3", {}),
-    "qwen3-moe": ("qwen3-moe", {}),
+    "moe": ("qwen3-moe", {}),
+    "mistral": ("mistral", {}),
+    "granite": ("granite", {}),
+    "smollm3": ("smollm3", {}),
 }
 OBJECTIVES: Mapping[str, Objective] = {
     "grpo": ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=0.1)),
