@@ -14,10 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from float64 import float64
+from fused_references import use_torch_kernels
 from tiny_models import byte_tokenizer, tiny_model
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -27,6 +29,7 @@ from posttrain.config import DpoConfig, LossFnConfig, load_config
 from posttrain.data.packing import MicroBatching, plan_micro_batches
 from posttrain.engines.choose_engine import engine_for_training
 from posttrain.policy import parallel, trainer
+from posttrain.policy.fused.layers import FusedLayer
 from posttrain.policy.objectives import BradleyTerry, ClippedPolicyGradient, PreferenceLoss
 from posttrain.policy.trainer import PolicyTrainer, RankSetup
 from posttrain.roles import Objective
@@ -116,9 +119,18 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def train(case: str, folder: Path) -> dict[str, Any]:
+    fuses = "fused" in case.split("/")[0].split("-")
+    with pytest.MonkeyPatch.context() as patches:
+        if fuses:
+            use_torch_kernels(patches)
+        return computed(case, folder, fuses)
+
+
+def computed(case: str, folder: Path, fuses: bool) -> dict[str, Any]:
     objective_name = case.split("/")[1]
     rank = PolicyTrainer(setup(case, folder))
     assert rank.optimizer is not None
+    assert all(isinstance(layer.forward, FusedLayer) is fuses for layer in rank.forward.head.decoder.layers)
     found: dict[str, Any] = {"gradients": [], "metrics": []}
     rank.optimizer.before_change = lambda: found["gradients"].append(whole(rank.optimizer._gradients()))
     objective, batch = OBJECTIVES[objective_name], batch_for(objective_name)
@@ -144,7 +156,8 @@ def train(case: str, folder: Path) -> dict[str, Any]:
     (found["logprobs"],) = rank.logprobs([batch])
     found["state"] = whole(dict(rank.model.named_parameters()) | rank.optimizer.state_tensors())
     if objective_name == "grpo" and not others:
-        found["tokens"] = sampled(rank, number)
+        found["tokens"], found["held while sampling"] = sampled(rank, number)
+        found["parameters"] = sum(parameter.numel() for parameter in rank.model.parameters())
     return found
 
 
@@ -160,16 +173,18 @@ def gathered(rank: PolicyTrainer, metrics: dict[str, float]) -> dict[str, float]
     return {"loss": loss, "grad_norm": metrics["grad_norm"]}
 
 
-def sampled(rank: PolicyTrainer, number: int) -> list[list[tuple[int, ...]]]:
+def sampled(rank: PolicyTrainer, number: int) -> tuple[list[Any], int]:
+    """Token ids by task, and the parameters that this rank held meanwhile."""
     engine = engine_for_training(rank.model, rank.tokenizer, rank.config)
     assert engine is not None
     tasks = [Task(at, str(at), "", tuple(range(5 + at, 9 + 2 * at))) for at in range(3)]
     mesh = rank.mesh.for_sampling
     with rank.sampling():
+        held = sum(parallel.local_part(parameter).numel() for parameter in set(rank.model.parameters()))
         own = engine.generate(tasks[mesh.dp_index(number) :: mesh.dp], 3, SAMPLING, NoiseKey(seed=0, step=1))
     answers = [[completion.token_ids for completion in group] for group in own]
     if not dist.is_initialized():
-        return answers
+        return answers, held
     shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, answers)
     for first in range(0, len(shares), mesh.tp):
@@ -177,7 +192,7 @@ def sampled(rank: PolicyTrainer, number: int) -> list[list[tuple[int, ...]]]:
     merged: list[Any] = [None] * len(tasks)
     for shard, groups in enumerate(mesh.one_per_shard(shares)):
         merged[shard :: mesh.dp] = groups
-    return merged
+    return merged, held
 
 
 def run(number: int, world: int, cases: Sequence[str], folder: Path) -> None:
