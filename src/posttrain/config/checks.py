@@ -113,12 +113,12 @@ def _parallelism(config: RunConfig) -> Iterator[str]:
     if num_ranks % (tp * cp * replicas):
         yield (
             f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} x dp_replicate_size {replicas} = "
-            f"{tp * cp * replicas} must divide the {num_ranks} ranks of cluster.num_nodes x gpus_per_node"
+            f"{tp * cp * replicas} must divide the number of ranks, cluster.num_nodes x gpus_per_node = {num_ranks}"
         )
-    if tp > config.cluster.gpus_per_node:
+    elif config.cluster.gpus_per_node % tp:
         yield (
-            f"policy.dtensor_cfg.tensor_parallel_size = {tp} is more than cluster.gpus_per_node = {config.cluster.gpus_per_node}: "
-            "ranks that share a layer exchange their parts several times in each, which a network between machines is too slow for"
+            f"policy.dtensor_cfg.tensor_parallel_size = {tp} must divide cluster.gpus_per_node = {config.cluster.gpus_per_node}: "
+            "ranks that share layers exchange sums several times in each, so they are on one machine"
         )
     optimizer = config.policy.optimizer
     compact = {
@@ -129,8 +129,8 @@ def _parallelism(config: RunConfig) -> Iterator[str]:
     for name, value in compact.items():
         if tp > 1 and value not in ("float32", False):
             yield (
-                f"policy.optimizer.{name} = {str(value).lower()} with policy.dtensor_cfg.tensor_parallel_size = {tp}: its state is "
-                "kept by whole rows, and here ranks hold parts of rows; set one of them to its default"
+                f"policy.optimizer.{name} = {str(value).lower()} with policy.dtensor_cfg.tensor_parallel_size = {tp}: that state "
+                "is kept by whole rows, and here ranks hold parts of rows; set one of them to its default"
             )
 
 

@@ -36,7 +36,8 @@ class RowGroup:
         first = length * rank
         padding = (0, length * size - row.num_tokens)
         ids, positions = (
-            torch.nn.functional.pad(values, padding)[:, first : first + length] for values in (row.input_ids, row.position_ids)
+            torch.nn.functional.pad(values, padding)[:, first : first + length]
+            for values in (row.input_ids, row.position_ids)
         )
         (own,) = torch.where((row.source >= first) & (row.source < first + length))
         return replace(
@@ -70,7 +71,8 @@ class SharedAttention:
     ) -> Tensor:
         if key.shape[1] % self.size:
             raise InputError(
-                f"{FIELD} = {self.size} does not divide the {key.shape[1]} key-value heads that a rank has: each takes an equal part"
+                f"{FIELD} = {self.size} does not divide the {key.shape[1]} key-value heads that a rank has: each takes an equal "
+                "part of them"
             )
         length = len(query)
         rows = [self._to_heads(x)[: self.num_tokens] for x in (query, key, value)]
@@ -91,7 +93,7 @@ class SharedAttention:
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Part i goes to rank i; what comes back at i is from rank i."""
-    return _Exchange.apply(parts, group)  # type: ignore[no-any-return]
+    return _Exchange.apply(parts, group)
 
 
 class _Exchange(torch.autograd.Function):

@@ -131,9 +131,7 @@ def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
     return logits if scale == 1.0 or _kernels(logits.device) is not None else logits.mul_(scale)
 
 
-def _row_logprobs(
-    logits: Tensor, targets: Tensor, scale: float, group: TensorGroup | None
-) -> tuple[Tensor, Tensor]:
+def _row_logprobs(logits: Tensor, targets: Tensor, scale: float, group: TensorGroup | None) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of each row of `_logits`, and the log-probability of its target; over all columns of the group."""
     if group is None:
         return _own_logprobs(logits, targets, scale)

@@ -24,7 +24,7 @@ class RowShare:
 
     def gathered(self, values: Tensor) -> Tensor:
         """One number for each response token, from whichever rank has it; this rank has the gradient of its own."""
-        return _Gathered.apply(values.new_zeros(self.num_responses).index_copy(0, self.own, values), self.group)  # type: ignore[no-any-return]
+        return _Gathered.apply(values.new_zeros(self.num_responses).index_copy(0, self.own, values), self.group)
 
 
 class _Gathered(torch.autograd.Function):

@@ -25,18 +25,25 @@ T = TypeVar("T")
 class Mesh:
     """How the ranks are arranged: data parallel x context parallel x tensor parallel, `tp` varying fastest.
 
-    Ranks with the same `dp` index work on the same data: those of `cp` on parts of each row, those of `tp` on parts of each layer.
+    Ranks with the same `dp` index work on the same data: those of `cp` on parts of each row, those of `tp` with parts of each
+    layer.
     """
 
     dp: int = 1
     cp: int = 1
     tp: int = 1
-    replicas: int = 1  # groups of ranks that each hold the whole model; more than one only adds up gradients between them
+    replicas: int = (
+        1  # groups of ranks that each hold the whole model; more than one only adds up gradients between them
+    )
 
     @classmethod
     def over(cls, num_ranks: int, parallel: ParallelSizes) -> Mesh:
         """`num_ranks` is a multiple of what the config asks for: checked when it was loaded."""
-        cp, tp, replicas = parallel.context_parallel_size, parallel.tensor_parallel_size, parallel.dp_replicate_size or 1
+        cp, tp, replicas = (
+            parallel.context_parallel_size,
+            parallel.tensor_parallel_size,
+            parallel.dp_replicate_size or 1,
+        )
         assert num_ranks % (cp * tp * replicas) == 0
         return cls(num_ranks // (cp * tp), cp, tp, replicas)
 
@@ -51,7 +58,7 @@ class Mesh:
 
     @property
     def for_sampling(self) -> Mesh:
-        """A rank samples from all rows of its part of the model, so ranks that share a row in training need not sample the same."""
+        """Ranks that share rows in training have the same weights while sampling, and sample different rows."""
         return Mesh(dp=self.dp * self.cp, tp=self.tp)
 
     def dp_index(self, rank: int) -> int:
@@ -76,7 +83,9 @@ class Mesh:
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         rows = None
         if self.cp > 1:
-            rows = init_device_mesh(device.type, (self.dp, self.cp, self.tp), mesh_dim_names=("data", "cp", "heads"))["cp"]
+            rows = init_device_mesh(device.type, (self.dp, self.cp, self.tp), mesh_dim_names=("data", "cp", "heads"))[
+                "cp"
+            ]
         return Devices(mesh[names if len(names) > 1 else names[0]], mesh["tp"] if self.tp > 1 else None, rows)
 
 
@@ -139,7 +148,9 @@ def reshard(root: nn.Module) -> None:
 def copy_into(parameter: Tensor, value: Tensor) -> None:
     """Write a whole tensor into a parameter that may be sharded."""
     if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
         for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
             value = value.narrow(dim, start, size)
     local_part(parameter.detach()).copy_(value)
@@ -152,8 +163,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def num_copies(tensor: DTensor) -> int:
     """How many ranks hold each number of it."""
-    sizes = [size for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if placement.is_replicate()]
-    return math.prod(sizes)
+    axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in axes if placement.is_replicate())
 
 
 def first_row(tensor: Tensor) -> int:

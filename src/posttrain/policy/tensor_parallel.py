@@ -1,8 +1,11 @@
-"""Tensor parallelism: each rank of a group holds a part of every layer, of the embedding and of the output head.
+"""Splits a model over ranks that share its layers: tensor parallelism.
 
-Parameters are stored as DTensors on the axis `tp` of the mesh, and FSDP spreads them over `dp` after that. While a module runs,
-its parameters are the local tensors; sums over the group are autograd functions (`tensor_group.py`). A projection that is split by columns
-makes this rank's heads, or its part of the MLP; the one after it is split by rows and makes a part of a sum. Sums are made in fp32.
+Each rank holds a part of every projection, of the embedding and of the output head. Parameters are stored as DTensors on the
+axis `tp` of the mesh, and FSDP spreads them over `dp` after that. While a module runs, its parameters are the local tensors;
+sums over the group are autograd functions (`tensor_group.py`). A projection split by columns makes this rank's heads, or its
+part of the MLP. The one after it is split by rows: it makes parts of a sum, which are added up in fp32.
+
+How a family's modules are split is in the plan that `transformers` has for it. The split model is tried on a few tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ _TRIAL_TOKENS = 8
 
 
 class _RowProduct(torch.autograd.Function):
-    """x @ weight.T summed over the group. The parts leave the product in fp32, and the sum is rounded once, as that of one rank's
-    product is: rounded parts would make log-probabilities of several ranks differ from those of one."""
+    """x @ weight.T summed over the group. The parts leave the product in fp32, and the sum is rounded once, as one rank's product
+    is. Parts in bf16 would make the log-probabilities of several ranks differ from those of one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
@@ -61,8 +64,8 @@ class _RowProduct(torch.autograd.Function):
 class _Head(Protocol):
     """What a model begins and ends with: `OutputHead`, or `RewardHead`."""
 
-    decoder: nn.Module
-    embedding: nn.Module
+    decoder: Any
+    embedding: Any
     module: Any
     is_vocabulary: bool  # the module has a row for each token
 
@@ -96,7 +99,7 @@ def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: to
     head.embedding.forward = _VocabularyRows(head.embedding, group)
     for parent in _with_columns(head.decoder, plan):
         parent.register_forward_pre_hook(lambda _, args, kwargs: _copied_input(args, kwargs, group), with_kwargs=True)
-    for layer in head.decoder.layers:  # type: ignore[union-attr]
+    for layer in head.decoder.layers:
         mark(layer, group)
     if head.is_vocabulary:
         mark(head.module, group)
@@ -120,11 +123,14 @@ def _plan(config: Any) -> dict[str, str]:
 
 
 def _check_sizes(config: Any, head: _Head, size: int) -> None:
-    sizes = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
-    sizes["vocab_size"] = head.embedding.weight.shape[0]  # type: ignore[union-attr, index]
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = {name: getattr(config, name, None) for name in names}
+    sizes["vocab_size"] = head.embedding.weight.shape[0]
     for name, number in sizes.items():
         if number is not None and number % size:
-            raise InputError(f"{FIELD} = {size} does not divide the model's {name} = {number}: each rank has an equal part")
+            raise InputError(
+                f"{FIELD} = {size} does not divide the model's {name} = {number}: each rank has an equal part"
+            )
 
 
 def _roles(head: _Head, plan: Mapping[str, str]) -> dict[nn.Module, str]:
@@ -199,15 +205,15 @@ class _RowLinear:
 class _VocabularyRows:
     """The forward of an embedding that has the rows of some tokens: others come out as zero, and all ranks' are added."""
 
-    def __init__(self, module: nn.Module, group: TensorGroup) -> None:
+    def __init__(self, module: Any, group: TensorGroup) -> None:
         self.group: TensorGroup = group
         self.look_up: Callable[[Tensor], Tensor] = module.forward
-        self.count = int(module.weight.shape[0]) // group.size  # type: ignore[index, union-attr]
+        self.count = int(module.weight.shape[0]) // group.size
         self.first = self.count * group.rank
         padding: Any = getattr(module, "padding_idx", None)  # whose row gets no gradient
         if padding is not None:
             is_here = 0 <= padding - self.first < self.count
-            module.padding_idx = padding - self.first if is_here else None  # type: ignore[assignment]
+            module.padding_idx = padding - self.first if is_here else None
 
     def __call__(self, ids: Tensor) -> Tensor:
         at = ids - self.first
@@ -237,7 +243,7 @@ def _trial(head: _Head) -> Tensor:
 def _compare(head: _Head, config: Any, expected: Tensor) -> None:
     """A family may use its parts in a way that its plan does not tell."""
     found, dtype = _trial(head), head.embedding.weight.dtype
-    if not is_near(found, expected, dtype):  # type: ignore[arg-type]
+    if not is_near(found, expected, dtype):
         raise InputError(
             f"{FIELD}: split over ranks, this model of the family {config.model_type} computes something else (hidden states off "
             f"by {float((found - expected).abs().max()):.2g}, the largest is {float(expected.abs().max()):.2g}); set it to 1"

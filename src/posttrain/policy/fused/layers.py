@@ -25,8 +25,8 @@ from posttrain.models.attention_interface import active_context
 from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.fp8 import Fp8Product, active_fp8
 from posttrain.policy.fused.products import Multiply, Product
-from posttrain.policy.tensor_group import group_of, local_parameter
 from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
+from posttrain.policy.tensor_group import group_of, local_parameter
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
