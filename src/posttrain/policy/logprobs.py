@@ -157,7 +157,7 @@ def _logit_gradient(
     """d logprob / d logits = onehot(target) - softmax, times grad and scale. Without a kernel built over the logits."""
     if (kernels := _kernels(logits.device)) is not None:
         return kernels.logit_gradient(logits, targets, normalisers, grad, scale, dtype)
-    column = (grad.float() * scale)[:, None]
+    column = (grad.to(logits.dtype) * scale)[:, None]
     d_logits = logits.sub_(normalisers[:, None]).exp_().mul_(-column)
     own = targets.clamp(min=0)[:, None]
     return d_logits.scatter_add_(1, own, column.where(targets[:, None] >= 0, 0.0)).to(dtype)

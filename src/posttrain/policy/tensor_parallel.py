@@ -114,7 +114,7 @@ def _plan(config: Any) -> dict[str, str]:
     if not styles:
         raise InputError(f"{FIELD}: transformers has no plan for the family {config.model_type}; set it to 1")
     if unknown := sorted(set(styles.values()) - _ROLES.keys()):
-        experts = ", which has experts" if any("expert" in pattern for pattern in styles) else ""
+        experts = ", which has experts," if any("expert" in pattern for pattern in styles) else ""
         raise InputError(
             f"{FIELD}: the family {config.model_type}{experts} is split in ways that posttrain does not implement "
             f"({', '.join(unknown)}); set it to 1"
