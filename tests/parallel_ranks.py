@@ -38,7 +38,7 @@ from posttrain.types import NoiseKey, Sampling, Task, TokenBatch
 VOCAB = 260
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 8, "num_key_value_heads": 4}),
-    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True, "vocab_size": 261}),  # odd: ranks have unequal parts of it
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {}),
     "qwen2": ("qwen2", {}),
@@ -218,7 +218,7 @@ def main(folder: Path, cases: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in {case.split("/")[0].split("-")[0] for case in cases}:
         family, settings = MODELS[name]
-        tiny_model(family, vocab_size=VOCAB, **settings).save_pretrained(folder / name)
+        tiny_model(family, **{"vocab_size": VOCAB, **settings}).save_pretrained(folder / name)
         byte_tokenizer().save_pretrained(folder / name)
     by_world: dict[int, list[str]] = {}
     for case in cases:

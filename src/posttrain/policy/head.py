@@ -76,7 +76,7 @@ class OutputHead:
         """[..., hidden size] -> [..., vocabulary], as the model itself computes them; fp32 where that costs nothing."""
         if self.is_plain_linear:
             logits = project(hidden, self.weight)
-            return logits if self.tensor_group is None else self.tensor_group.beside(logits)
+            return logits if self.tensor_group is None else self.tensor_group.beside(logits, self.vocab_size)
         logits = self.module(hidden.to(self.weight.dtype))
         if self.factor != 1.0:
             logits = logits * self.factor

@@ -44,7 +44,12 @@ class TokenLogprobs(nn.Module):
         chunk = self.chunk_tokens or max(16, _CHUNK_ELEMENTS[hidden.device.type] // self.head.vocab_size)
         if self.head.is_plain_linear:
             logprobs = _LinearLogprobs.apply(
-                hidden, self.head.weight, row.targets, 1.0 / temperature, chunk, self.head.tensor_group
+                hidden,
+                self.head.weight,
+                self._own_targets(row.targets),
+                1.0 / temperature,
+                chunk,
+                self.head.tensor_group,
             )
             assert isinstance(logprobs, Tensor)
             return logprobs
@@ -53,12 +58,20 @@ class TokenLogprobs(nn.Module):
             return torch.cat([checkpoint(self._chunk, h, t, temperature, use_reentrant=False) for h, t in pieces])
         return torch.cat([self._chunk(h, t, temperature) for h, t in pieces])
 
+    def _own_targets(self, targets: Tensor) -> Tensor:
+        """Which of this rank's rows of the output head a target is; -1 where another rank has it."""
+        if (group := self.head.tensor_group) is None:
+            return targets
+        own = targets - group.first_of(self.head.vocab_size)
+        return own.where((own >= 0) & (own < len(self.head.weight)), -1)
+
     def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         return -F.cross_entropy(self.head.logits(hidden).float() / temperature, targets, reduction="none")
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """log_softmax(hidden @ weight.T * scale)[targets], where the rows of the weight may be spread over a group of ranks.
+    """log_softmax(hidden @ weight.T * scale)[targets]. The rows of the weight may be spread over a group of ranks: then a target
+    is one of this rank's, or -1.
 
     The backward pass computes each chunk of logits again; if there is only one, it was kept.
     """
@@ -67,8 +80,6 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int, group: TensorGroup | None
     ) -> Tensor:
-        if group is not None:
-            targets = _own_targets(targets, len(weight), group)
         keeps_logits = any(ctx.needs_input_grad[:2]) and len(hidden) <= chunk
         pieces, normalisers = [], []
         ctx.logits = None
@@ -105,12 +116,6 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_weight = _add_product(grad_weight, d_logits.T, hidden[part], alone=len(hidden) <= ctx.chunk)
             del d_logits
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
-
-
-def _own_targets(targets: Tensor, num_rows: int, group: TensorGroup) -> Tensor:
-    """Which of this rank's rows the target is; -1 where another rank has it."""
-    own = targets - group.rank * num_rows
-    return own.where((own >= 0) & (own < num_rows), -1)
 
 
 def _hidden_gradient(d_logits: Tensor, weight: Tensor, group: TensorGroup | None) -> Tensor:

@@ -58,9 +58,13 @@ class TensorGroup:
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.stack(parts)
 
-    def beside(self, x: Tensor) -> Tensor:
-        """The ranks' columns side by side; each has the gradient of its own."""
-        return _tensor(_Beside.apply(x, self))
+    def beside(self, x: Tensor, total: int) -> Tensor:
+        """The ranks' columns side by side, `total` of them; each has the gradient of its own."""
+        return _tensor(_Beside.apply(x, total, self))
+
+    def first_of(self, total: int) -> int:
+        """Of `total` rows or columns the first that this rank has. All but the last ranks have equally many."""
+        return self.rank * -(-total // self.size)
 
     def smallest(self, number: int) -> int:
         """Of every rank's number."""
@@ -108,13 +112,14 @@ class _Added(torch.autograd.Function):
 
 class _Beside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.rank, ctx.width = group.rank, x.shape[-1]
-        return torch.cat(list(group.stacked(x)), dim=-1)
+    def forward(ctx: Any, x: Tensor, total: int, group: TensorGroup) -> Tensor:
+        ctx.first, ctx.width = group.first_of(total), x.shape[-1]
+        padded = torch.nn.functional.pad(x, (0, -(-total // group.size) - x.shape[-1]))
+        return torch.cat(list(group.stacked(padded)), dim=-1)[..., :total]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].narrow(-1, ctx.rank * ctx.width, ctx.width), None
+        return grads[0].narrow(-1, ctx.first, ctx.width), None, None
 
 
 def _tensor(value: Any) -> Tensor:

@@ -24,6 +24,7 @@ from posttrain.models.attention_interface import attention_context
 from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.policy.fused.trials import is_near
 from posttrain.policy.head import project, without_adapter_wrapper
+from posttrain.policy.parallel import local_part
 from posttrain.policy.runtime import evaluation_mode
 from posttrain.policy.tensor_group import TensorGroup, mark
 
@@ -77,7 +78,7 @@ def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: to
     group = TensorGroup(mesh)
     config: Any = without_adapter_wrapper(model).config.get_text_config()
     plan = _plan(config)
-    _check_sizes(config, head, group.size)
+    _check_sizes(config, group.size)
     expected = _trial(head)
     roles = _roles(head, plan)
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
@@ -104,7 +105,7 @@ def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: to
     if head.is_vocabulary:
         mark(head.module, group)
         head.module.register_forward_pre_hook(lambda _, args: (group.copied(args[0]), *args[1:]))
-        head.module.register_forward_hook(lambda _, args, out: group.beside(out))
+        head.module.register_forward_hook(lambda _, args, out: group.beside(out, len(head.module.weight)))
     _compare(head, config, expected)
 
 
@@ -122,11 +123,9 @@ def _plan(config: Any) -> dict[str, str]:
     return {pattern: _ROLES[style] for pattern, style in styles.items()}
 
 
-def _check_sizes(config: Any, head: _Head, size: int) -> None:
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = {name: getattr(config, name, None) for name in names}
-    sizes["vocab_size"] = head.embedding.weight.shape[0]
-    for name, number in sizes.items():
+def _check_sizes(config: Any, size: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = getattr(config, name, None)
         if number is not None and number % size:
             raise InputError(
                 f"{FIELD} = {size} does not divide the model's {name} = {number}: each rank has an equal part"
@@ -169,7 +168,9 @@ def _part(parameter: nn.Parameter, placement: Placement, group: TensorGroup, dev
         part = part.chunk(group.size, dim=placement.dim)[group.rank]
     # With memory of its own: otherwise the whole tensor would stay in memory.
     part = part.to(device, memory_format=torch.contiguous_format, copy=True)
-    spread = DTensor.from_local(part, group.mesh, [placement], run_check=False)
+    spread = DTensor.from_local(
+        part, group.mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
     return nn.Parameter(spread, requires_grad=parameter.requires_grad)
 
 
@@ -206,19 +207,17 @@ class _VocabularyRows:
     """The forward of an embedding that has the rows of some tokens: others come out as zero, and all ranks' are added."""
 
     def __init__(self, module: Any, group: TensorGroup) -> None:
-        self.group: TensorGroup = group
+        self.module, self.group = module, group
         self.look_up: Callable[[Tensor], Tensor] = module.forward
-        self.count = int(module.weight.shape[0]) // group.size
-        self.first = self.count * group.rank
-        padding: Any = getattr(module, "padding_idx", None)  # whose row gets no gradient
-        if padding is not None:
-            is_here = 0 <= padding - self.first < self.count
-            module.padding_idx = padding - self.first if is_here else None
+        self.first = group.first_of(len(module.weight))
+        if module.padding_idx is not None:  # whose row gets no gradient
+            own = module.padding_idx - self.first
+            module.padding_idx = own if 0 <= own < len(local_part(module.weight)) else None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        at = ids - self.first
-        is_here = (at >= 0) & (at < self.count)
-        return self.group.added(self.look_up(at.where(is_here, 0)) * is_here[..., None])
+        own = ids - self.first
+        is_here = (own >= 0) & (own < len(self.module.weight))
+        return self.group.added(self.look_up(own.where(is_here, 0)) * is_here[..., None])
 
 
 def _copied_input(args: tuple[Any, ...], kwargs: dict[str, Any], group: TensorGroup) -> tuple[Any, Any]:

@@ -57,7 +57,6 @@ def test_a_family_without_a_plan_is_refused() -> None:
         (4, {}, "= 4 does not divide the model's num_key_value_heads = 2"),
         (3, {}, "= 3 does not divide the model's num_attention_heads = 4"),
         (2, {"intermediate_size": 47}, "intermediate_size = 47"),
-        (2, {"vocab_size": 97}, "vocab_size = 97"),
     ],
 )
 def test_sizes_of_the_model_that_cannot_be_split_are_named(size: int, settings: dict[str, int], message: str) -> None:
