@@ -47,7 +47,7 @@ class DtensorConfig(Section):
     )
     tensor_parallel_size: PositiveInt = Field(
         default=1,
-        description="Ranks that share each layer, in training and in sampling; they should be on one machine.",
+        description="Ranks that share each layer, in training and in sampling; all on one machine.",
     )
     context_parallel_size: PositiveInt = Field(
         default=1,

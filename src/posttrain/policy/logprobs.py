@@ -119,7 +119,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _hidden_gradient(d_logits: Tensor, weight: Tensor, group: TensorGroup | None) -> Tensor:
-    return d_logits @ weight if group is None else group.summed(project(d_logits, weight.T))
+    return d_logits @ weight if group is None else group.sum_in_place(project(d_logits, weight.T))
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, alone: bool) -> Tensor:

@@ -32,18 +32,13 @@ class Mesh:
     dp: int = 1
     cp: int = 1
     tp: int = 1
-    replicas: int = (
-        1  # groups of ranks that each hold the whole model; more than one only adds up gradients between them
-    )
+    replicas: int = 1  # parts of the ranks that each hold a whole model; between them only gradients travel
 
     @classmethod
     def over(cls, num_ranks: int, parallel: ParallelSizes) -> Mesh:
         """`num_ranks` is a multiple of what the config asks for: checked when it was loaded."""
-        cp, tp, replicas = (
-            parallel.context_parallel_size,
-            parallel.tensor_parallel_size,
-            parallel.dp_replicate_size or 1,
-        )
+        cp, tp = parallel.context_parallel_size, parallel.tensor_parallel_size
+        replicas = parallel.dp_replicate_size or 1
         assert num_ranks % (cp * tp * replicas) == 0
         return cls(num_ranks // (cp * tp), cp, tp, replicas)
 
@@ -69,24 +64,22 @@ class Mesh:
         """Of results by rank those of one rank for each shard of the data: the others computed the same."""
         return list(results[:: self.cp * self.tp])
 
-    def devices(self, device: torch.device) -> Devices:
+    def axes(self, device: torch.device) -> Axes:
         """The process groups of this arrangement. Every rank calls this, in the same order as others of its kind."""
         if self.size == 1:
-            return Devices()
-        axes = [("replicas", self.replicas)] if self.replicas > 1 else []
-        axes.append(("dp", self.num_shards // self.replicas))
-        names = tuple(name for name, _ in axes)
-        if self.tp > 1:
-            axes.append(("tp", self.tp))
-        mesh = init_device_mesh(device.type, tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))
-        if self.tp > 1:  # torch warns that a tensor which is spread over two axes is gathered in two operations
-            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+            return Axes()
+        sizes = {"replicas": self.replicas, "dp": self.num_shards // self.replicas, "tp": self.tp}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         rows = None
         if self.cp > 1:
-            rows = init_device_mesh(device.type, (self.dp, self.cp, self.tp), mesh_dim_names=("data", "cp", "heads"))[
-                "cp"
-            ]
-        return Devices(mesh[names if len(names) > 1 else names[0]], mesh["tp"] if self.tp > 1 else None, rows)
+            grid = init_device_mesh(device.type, (self.dp, self.cp, self.tp), mesh_dim_names=("data", "cp", "part"))
+            rows = grid["cp"]
+        if self.tp == 1:
+            return Axes(mesh, None, rows)
+        # torch warns that a tensor which is spread over two axes is gathered in two operations
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        return Axes(mesh["replicas", "dp"] if self.replicas > 1 else mesh["dp"], mesh["tp"], rows)
 
 
 class ParallelSizes(Protocol):
@@ -98,7 +91,7 @@ class ParallelSizes(Protocol):
 
 
 @dataclass(frozen=True)
-class Devices:
+class Axes:
     """The axes of the mesh that this rank is on; None where it is alone."""
 
     parameters: DeviceMesh | None = None  # those that FSDP spreads parameters over: data and context parallel ranks

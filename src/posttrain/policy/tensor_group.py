@@ -41,8 +41,11 @@ class TensorGroup:
     def summed(self, x: Tensor) -> Tensor:
         """In fp32 at least: parts of a sum are not rounded before they are added up. Without autograd."""
         total = x.to(torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format, copy=True)
+        return self.sum_in_place(total).to(x.dtype)
+
+    def sum_in_place(self, total: Tensor) -> Tensor:
         dist.all_reduce(total, group=self.group)
-        return total.to(x.dtype)
+        return total
 
     def copied(self, x: Tensor) -> Tensor:
         """x, whose gradients on the ranks are parts of a sum."""

@@ -47,7 +47,7 @@ class _RowProduct(torch.autograd.Function):
         x = x.to(weight.dtype)
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
-            return group.summed(project(x, weight)).to(weight.dtype)
+            return group.sum_in_place(project(x, weight)).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -84,7 +84,7 @@ class PolicyTrainer:
             prepare_determinism()
         self.device = _this_rank(resolve_device(config.device))
         self.mesh = Mesh.over(dist.get_world_size() if dist.is_initialized() else 1, config.dtensor_cfg)
-        self._devices = self.mesh.devices(self.device)
+        self._axes = self.mesh.axes(self.device)
         self.peak_memory = PeakMemory(self.device)
         self.temperature = config.generation.temperature if config.generation else 1.0
         if self.temperature == 0:
@@ -143,7 +143,7 @@ class PolicyTrainer:
             root = SequenceScores(model)
         else:
             root = TokenLogprobs(model, self.config.logprob_chunk_size)
-        mesh, layers_mesh = self._devices.parameters, self._devices.layers
+        mesh, layers_mesh = self._axes.parameters, self._axes.layers
         if layers_mesh is not None:
             split_over_ranks(model, root.head, layers_mesh, self.device)
         fuse_layers(root.head.decoder, may_join=mesh is None)
@@ -277,7 +277,7 @@ class PolicyTrainer:
         """The packed row, with its attention in force: backward passes belong inside too."""
         batch = _DUMMY if part is None else part
         row = PackedRow.build(batch, self.device, reads_own_token=forward.reads_own_token)
-        if (rows := self._devices.rows) is not None:
+        if (rows := self._axes.rows) is not None:
             row = RowGroup(rows).own_part(row)
         with attention_context(row.attention):
             yield row

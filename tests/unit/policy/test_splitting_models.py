@@ -79,5 +79,5 @@ def test_ranks_that_share_rows_sample_different_prompts() -> None:
 
 
 def test_one_rank_has_no_process_groups() -> None:
-    devices = Mesh().devices(CPU)
-    assert (devices.parameters, devices.layers, devices.rows) == (None, None, None)
+    axes = Mesh().axes(CPU)
+    assert (axes.parameters, axes.layers, axes.rows) == (None, None, None)
