@@ -126,7 +126,7 @@ def _plan(config: Any) -> dict[str, str]:
 def _check_sizes(config: Any, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, name, None)
-        if number is not None and number % size:
+        if isinstance(number, int) and number % size:
             raise InputError(
                 f"{FIELD} = {size} does not divide the model's {name} = {number}: each rank has an equal part"
             )
@@ -138,11 +138,11 @@ def _roles(head: _Head, plan: Mapping[str, str]) -> dict[nn.Module, str]:
         adapted, _, matrix = name.partition(".lora_")
         role = _match(adapted.removesuffix(".base_layer"), plan)
         roles[module] = _ADAPTER_ROLES.get((matrix[:1], role), SAME) if matrix else role
-    if head.is_vocabulary:
+    if head.is_vocabulary:  # split by tokens
         for name, module in head.module.named_modules():
-            adapted, _, matrix = f".{name}".partition(".lora_")
-            roles[module] = _ADAPTER_ROLES[matrix[0], COLUMNS] if matrix else COLUMNS
-    roles[head.embedding] = COLUMNS  # by tokens
+            matrix = f".{name}".partition(".lora_")[2]
+            roles[module] = _ADAPTER_ROLES.get((matrix[:1], COLUMNS), SAME) if matrix else COLUMNS
+    roles[head.embedding] = COLUMNS
     return roles
 
 
