@@ -81,6 +81,7 @@ def setup(case: str, folder: Path) -> RankSetup:
         f"policy.dtensor_cfg.context_parallel_size={axes.get('cp', 1)}",
         f"policy.dtensor_cfg.dp_replicate_size={axes.get('re', 1)}",
         f"policy.dtensor_cfg.activation_checkpointing={'recompute' in extra}".lower(),
+        f"policy.optimizer.offload_states={'offload' in extra}".lower(),
         f"cluster.gpus_per_node={axes.get('dp', 1) * axes.get('tp', 1) * axes.get('cp', 1)}",
         *([f"policy.dtensor_cfg.lora_cfg.{word}" for word in LORA] if "lora" in extra else []),
         "data.train={dataset_name: ResponseDataset, data_path: none.jsonl}",

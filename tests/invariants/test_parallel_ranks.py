@@ -44,6 +44,7 @@ SLOW = [
     ["llama-lora/dpo/float64/dp1", "llama-lora/dpo/float64/tp2", "llama-lora/dpo/float64/dp1+tp2"],
     ["gemma2-recompute/grpo/float64/dp1", "gemma2-recompute/grpo/float64/tp2", "gemma2-recompute/grpo/float64/cp2"],
     ["qwen3/grpo/float64/dp1", "qwen3-fused/grpo/float64/tp2", "qwen3-fused/grpo/float64/cp2"],
+    ["llama-offload/dpo/float64/dp1", "llama-offload/dpo/float64/dp2-tp2", "llama-offload/dpo/float64/dp1+dp2-tp2"],
     ["llama/rm/float64/dp1", "llama/rm/float64/tp2", "llama/rm/float64/cp2"],
     ["llama/grpo/float32/dp1", "llama/grpo/float32/tp2", "llama/grpo/float32/dp2-tp2", "llama/grpo/float32/tp2-cp2"],
 ]

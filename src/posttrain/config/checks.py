@@ -120,17 +120,11 @@ def _parallelism(config: RunConfig) -> Iterator[str]:
             f"policy.dtensor_cfg.tensor_parallel_size = {tp} must divide cluster.gpus_per_node = {config.cluster.gpus_per_node}: "
             "ranks that share layers exchange sums several times in each, so they are on one machine"
         )
-    optimizer = config.policy.optimizer
-    compact = {
-        "state_dtype": optimizer.state_dtype,
-        "master_weights": optimizer.master_weights,
-        "offload_states": optimizer.offload_states,
-    }
-    for name, value in compact.items():
-        if tp > 1 and value not in ("float32", False):
+    for name in ("state_dtype", "master_weights"):
+        if tp > 1 and (value := getattr(config.policy.optimizer, name)) != "float32":
             yield (
-                f"policy.optimizer.{name} = {str(value).lower()} with policy.dtensor_cfg.tensor_parallel_size = {tp}: that state "
-                "is kept by whole rows, and here ranks hold parts of rows; set one of them to its default"
+                f"policy.optimizer.{name} = {value} with policy.dtensor_cfg.tensor_parallel_size = {tp}: that state is kept by "
+                "whole rows, and here ranks hold parts of rows; set one of them to its default"
             )
 
 

@@ -29,7 +29,6 @@ def test_sizes_that_divide_the_ranks_are_accepted(words: list[str]) -> None:
             "policy.optimizer.state_dtype = int8 with .*tensor_parallel_size",
         ),
         ([f"{TP}=2", "policy.optimizer.master_weights=none"], "policy.optimizer.master_weights = none with"),
-        ([f"{TP}=2", "policy.optimizer.offload_states=true"], "policy.optimizer.offload_states = true with"),
         (["policy.dtensor_cfg.sequence_parallel=true"], "sequence_parallel.*not implemented"),
         (["policy.dtensor_cfg.expert_parallel_size=2"], "expert_parallel_size.*not implemented"),
         (["policy.dtensor_cfg.cpu_offload=true"], "cpu_offload.*not implemented"),
