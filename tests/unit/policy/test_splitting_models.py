@@ -10,9 +10,13 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from posttrain.config import load_config
 from posttrain.config.policy import DtensorConfig
 from posttrain.errors import InputError
 from posttrain.policy.head import OutputHead
+from posttrain.policy.memory.model_shape import shape_of_config
+from posttrain.policy.memory.rank import RankMemory
+from posttrain.policy.memory.settings import run_settings
 from posttrain.policy.parallel import Mesh
 from posttrain.policy.tensor_parallel import split_over_ranks
 
@@ -76,6 +80,18 @@ def test_ranks_that_share_rows_sample_different_prompts() -> None:
     mesh = Mesh(dp=2, cp=2, tp=2).for_sampling
     assert [mesh.dp_index(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert mesh.one_per_shard(range(8)) == [0, 2, 4, 6]
+
+
+def test_a_rank_that_shares_layers_is_counted_with_its_part_of_the_weights_while_sampling() -> None:
+    config = tiny_model().config.to_dict()
+    found = []
+    for size in (1, 8):
+        words = ["cluster.gpus_per_node=8", f"policy.dtensor_cfg.tensor_parallel_size={size}"]
+        words += ["data.train={dataset_name: ResponseDataset, data_path: none.jsonl}", "data.default.env_name=math"]
+        policy = load_config("grpo", None, words).config.policy
+        memory = RankMemory(shape_of_config("tiny", config), run_settings(policy, has_reference=False, ranks=8))
+        found.append(memory.while_sampling()["whole weights"])
+    assert found[1] == found[0] / 8
 
 
 def test_one_rank_has_no_process_groups() -> None:
