@@ -23,7 +23,7 @@ class RowShare:
     group: dist.ProcessGroup
 
     def gathered(self, values: Tensor) -> Tensor:
-        """One number for each response token, from whichever rank has it; this rank has the gradient of its own."""
+        """One number for each response token, gathered over the ranks; this rank has the gradient of its own."""
         return _Gathered.apply(values.new_zeros(self.num_responses).index_copy(0, self.own, values), self.group)
 
 
