@@ -59,7 +59,7 @@ class TrainingLoop:
             except Exception as error:
                 self.saver.abandon(error)
                 raise
-        ending = self.recorder.finish(reason)
+            ending = self.recorder.finish(reason)
         if not reason.startswith(STOPPED_BY) or interruption.signal is None:
             return EXIT_CODES[ending]  # a signal that comes when the run ends anyway changes nothing
         # 85 would promise a checkpoint.

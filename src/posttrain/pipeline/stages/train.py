@@ -135,6 +135,10 @@ def _ended(code: int, algorithm: str) -> tuple[int, str]:
     again = "the same command resumes from its newest checkpoint"
     if code in (85, 130):
         return code, f"train: stopped, saved; {again}"
+    if code in (129, 143):
+        return 85, "train: stopped before there was anything to save; the same command starts it again"
+    if code == 74:
+        return code, f"train: the storage failed; see the error above. When it is mended, {again}"
     if code == 65:
         return (
             code,
