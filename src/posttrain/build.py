@@ -205,6 +205,8 @@ class Run:
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
             refit_remark="the sampler shares the trainer's weights",
+            settings=self.loaded.flat(),
+            stop_on_error=config.doctor.on_error == "stop",
             attempt=self._access.record,
         )
 

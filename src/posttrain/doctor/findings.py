@@ -39,8 +39,8 @@ class Finding:
     @property
     def line(self) -> str:
         """The finding on one line."""
-        fix = f"; try {self.fixes[0]}" if self.fixes else ""
-        return f"{self.severity}: {self.rule} at step {self.step}: {self.text}{fix}"
+        fix = f"; fix: {self.fixes[0]}" if self.fixes else ""
+        return f"{self.rule} ({self.severity}) at step {self.step}: {self.text}{fix}"
 
     def to_json(self) -> JsonObject:
         return asdict(self)

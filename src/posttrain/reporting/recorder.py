@@ -11,8 +11,8 @@ import json
 import re
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from posttrain.reporting import wording
 from posttrain.reporting.console import Console
+from posttrain.reporting.examination import Examination
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.report import write_report
 from posttrain.reporting.rows import (
@@ -84,6 +85,8 @@ class RunRecorder:
         num_val_samples_to_print: int = 0,
         device_word: str = "device",
         refit_remark: str = "",
+        settings: Mapping[str, object] | None = None,
+        stop_on_error: bool = False,
         stream: TextIO | None = None,
         attempt: Attempt | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -98,6 +101,9 @@ class RunRecorder:
         self._num_val_samples_to_print = num_val_samples_to_print
         self._device_word = device_word
         self._refit_remark = refit_remark  # what handing new weights to the sampler means in this run
+        self._examination = Examination(self.folder, presentation.kind, settings or {})  # settings by their dotted keys
+        self._stop_on_error = stop_on_error
+        self._problem: str | None = None  # an error that the doctor found in the latest step
         self._attempt = attempt  # None: nothing else writes to the folder
         self._clock = clock
         self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
@@ -139,6 +145,8 @@ class RunRecorder:
             self._attempt.has_begun = True
             self._num_losses = self._attempt.num_losses  # before there was anything to lose
         notes, losses = open_run(self.folder, resumed_step)
+        if resumed_step:
+            self._examination.resume()
         self._open_log()
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
         changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
@@ -184,7 +192,11 @@ class RunRecorder:
         self._show_step(row, report, validation)
         for warning in (*report.warnings, *(validation.warnings if validation else ())):
             self.warn(warning)
+        self._examine(row, report.groups)
         self._refresh_report()
+
+    def reason_to_stop(self) -> str | None:
+        return self._problem if self._stop_on_error else None
 
     def record_validation(self, step: int, validation: StepReport) -> None:
         """A validation that belongs to no training step, such as the one before training (step 0)."""
@@ -192,6 +204,7 @@ class RunRecorder:
         self._show_validation(row, validation)
         for warning in validation.warnings:
             self.warn(warning)
+        self._examine(row, ())
         self._refresh_report()
 
     def finish(self, reason: str) -> Ending:
@@ -210,6 +223,8 @@ class RunRecorder:
             ending = "record lost"
             reason += f", but {self.folder} was deleted meanwhile, and the record of the steps up to {self._lost_step} is lost"
         if not self._is_complete:
+            if self._step >= self._max_steps:
+                self._examine(None, ())
             self._write_info(FINISHED if self._step >= self._max_steps else "ended early", reason)
             self._refresh_report(now=True)
             if self._step >= self._max_steps:
@@ -218,7 +233,8 @@ class RunRecorder:
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
         report = str(self.folder / REPORT_FILE)
-        lines = wording.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report) + lines
+        findings = self._examination.findings
+        lines = wording.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
         self._console.show(lines, even_if_quiet=True)
         return ending
 
@@ -259,6 +275,18 @@ class RunRecorder:
         if kind not in self._warnings_shown:
             self._warnings_shown.add(kind)
             self._console.show([Line(f"warning: {text}", "warning")], even_if_quiet=True)
+
+    def _examine(self, row: Row | None, groups: Sequence[Group]) -> None:
+        """Let the doctor look at a row, or (None) at the run as a whole. What it finds is written and shown."""
+        self._problem = None
+        try:
+            found = self._examination.finish() if row is None else self._examination.examine(row, groups)
+        except Exception as error:  # a failing rule must not end the run
+            self.warn(f"the doctor failed: {type(error).__name__}: {error}")
+            return
+        for finding in found:
+            self._console.show([wording.finding_line(finding)], even_if_quiet=finding.severity != "note")
+        self._problem = next((finding.line for finding in found if finding.severity == "error"), None)
 
     # ------------------------------------------------------------------ files
 
@@ -367,6 +395,7 @@ class RunRecorder:
             "updated_at": _now(),
             "wall_s": self._earlier_wall_s + self._wall_s(),
             "warnings": list(self._warnings.values()),
+            "findings": dict(Counter(finding.severity for finding in self._examination.findings)),
         }
         write_text(self.folder / INFO_FILE, json.dumps(self._info, indent=2) + "\n")
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from posttrain.doctor import Finding, Severity
 from posttrain.reporting.presentation import Headline, ShownMetric
 from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION
 from posttrain.reporting.run_files import Row
@@ -20,7 +21,7 @@ from posttrain.reporting.run_files import Row
 if TYPE_CHECKING:
     from posttrain.types import Completion, Group
 
-Style = Literal["header", "title", "plain", "muted", "good", "warning"]
+Style = Literal["header", "title", "plain", "muted", "good", "warning", "bad"]
 
 
 @dataclass(frozen=True)
@@ -351,9 +352,46 @@ def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
     return "", False
 
 
-def final_lines(headline: Headline, rows: Sequence[Row], reason: str, wall_s: float, report: str) -> list[Line]:
+FINDING_STYLES: dict[Severity, Style] = {"note": "muted", "warning": "warning", "error": "bad"}
+
+
+def finding_line(finding: Finding) -> Line:
+    return Line(f"doctor: {finding.line}", FINDING_STYLES[finding.severity])
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """The findings of a run in a few words."""
+    counts = Counter(finding.severity for finding in findings)
+    shown = [_counted(counts[severity], severity) for severity in ("error", "warning", "note") if counts[severity]]
+    return ", ".join(shown) if shown else "nothing found"
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[Line]:
+    """The summary at the end of a run: every finding with all its fixes."""
+    lines = [Line(f"  • doctor: {verdict(findings)}", FINDING_STYLES[findings[0].severity] if findings else "good")]
+    for finding in findings:
+        until = f" to {finding.last_step}" if finding.last_step not in (None, finding.step) else ""
+        text = f"    - {finding.rule} ({finding.severity}), step {finding.step}{until}: {finding.text}"
+        lines.append(Line(text, FINDING_STYLES[finding.severity]))
+        if finding.fixes:
+            lines.append(Line(f"      fix: {'; or '.join(finding.fixes)}"))
+    return lines
+
+
+def final_lines(
+    headline: Headline,
+    rows: Sequence[Row],
+    reason: str,
+    wall_s: float,
+    report: str,
+    findings: Sequence[Finding] = (),
+) -> list[Line]:
     steps = [row["step"] for row in rows if any(key.startswith("train/") for key in row)]
-    steps_done = f"{max(steps, default=0)} steps, {duration(wall_s)} in this process."
+    steps_done = f"{_counted(max(steps, default=0), 'step')}, {duration(wall_s)} in this process."
     lines = [Line(""), Line(f"{reason.rstrip('.')}. {steps_done}", "title")]
     for metric, lower_is_better in ((headline.metric, headline.lower_is_better), validation_metric(rows)):
         found = summarise(rows, metric, lower_is_better=lower_is_better)
@@ -363,5 +401,6 @@ def final_lines(headline: Headline, rows: Sequence[Row], reason: str, wall_s: fl
     unscored = sum(row.get("train/unscored") or 0 for row in rows)
     if unscored:
         lines.append(Line(f"  • unscored rollouts: {unscored:,.0f} (reasons in the report)", "warning"))
+    lines += finding_lines(findings)
     lines.append(Line(f"  • report: {report}", "good"))
     return lines

@@ -288,7 +288,7 @@ def test_quiet_shows_only_warnings_and_the_summary(bench: Any, report: Any) -> N
     recorder.warn("careful")
     assert bench.output == "warning: careful\n"
     recorder.finish("max_num_steps reached")
-    assert "max_num_steps reached. 1 steps" in bench.output
+    assert "max_num_steps reached. 1 step," in bench.output
     assert "report.html" in bench.output
 
 
