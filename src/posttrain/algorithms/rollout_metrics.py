@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from posttrain.algorithms.advantages import has_signal
 from posttrain.types import Group
 
-
 MAX_GROUPS_COMPARED, MAX_TOKENS_COMPARED = 64, 1024  # looked at for repetition, so that it takes milliseconds
 
 

@@ -19,6 +19,7 @@ from posttrain.cli import (
     convert_command,
     data_command,
     demo_command,
+    doctor_command,
     eval_command,
     gate_command,
     models_command,
@@ -46,6 +47,7 @@ Tune language models from preferences and rewards.
   posttrain rm   --config configs/rm.yaml          a reward model from preference pairs, for GRPO to learn from
   posttrain eval results/grpo data.dataset_name=gsm8k
                                                    measure a checkpoint; eval compare A B sets two side by side
+  posttrain doctor results/grpo                    what is wrong with a run, and the setting that mends it
   posttrain config show grpo --config FILE         every setting, and where it came from
   posttrain plan --config FILE --gpu h200          memory and time of a run before it starts
   posttrain data inspect traces.jsonl.gz           statistics of labelled traces; then advise, pairs and pack
@@ -59,7 +61,7 @@ Tune language models from preferences and rewards.
 """
 
 EPILOG = """\
-exit codes: 0 done · 64 bad config, data or checkpoint · 65 not one rollout could be scored · 75 another process is
+exit codes: 0 done · 3 the doctor found an error and was told to stop · 64 bad config, data or checkpoint · 65 not one rollout could be scored · 75 another process is
 using the folder · 76 another process has taken the folder over · 85 stopped by SIGTERM or SIGHUP after saving ·
 130 stopped by Ctrl-C after saving · 1 crash, lost record, or output that could not be written. After a stop or a
 kill, the same command resumes the run.
@@ -80,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         demo_command,
         config_command,
         data_command,
+        doctor_command,
         convert_command,
         eval_command,
         gate_command,

@@ -11,7 +11,8 @@ from posttrain.config.base import NonNegativeInt, Section
 
 class DoctorConfig(Section):
     on_error: Literal["warn", "stop"] = Field(
-        default="warn", description="What an error of the doctor does: a line on the console, or the run saves and stops."
+        default="warn",
+        description="What an error of the doctor does: a line on the console, or the run saves and stops.",
     )
     kl_period: NonNegativeInt | Literal["auto"] = Field(
         default="auto",

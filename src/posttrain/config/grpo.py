@@ -11,7 +11,6 @@ from posttrain.config.loss import LossFnConfig
 from posttrain.config.policy import GrpoPolicyConfig
 from posttrain.config.run_config import RunConfig, StepSizes
 
-
 KL_PERIOD = 10  # steps
 
 

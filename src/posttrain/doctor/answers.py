@@ -19,7 +19,7 @@ def answers_that_show(groups: Sequence[JsonMapping], shown: Shown) -> tuple[Answ
     if shown == "unscored":
         rollouts = [pair for pair in rollouts if pair[1].get("reward") is None]
     elif shown == "cut":
-        rollouts = [pair for pair in rollouts if pair[1].get("finish_reason") == "length"]
+        rollouts = [pair for pair in rollouts if pair[1].get("finish_reason", "length") == "length"]
     elif shown == "longest":
         rollouts.sort(key=lambda pair: -(pair[1].get("num_tokens") or 0))
     elif shown == "best":

@@ -71,7 +71,7 @@ class Doctor:
             metric=sighting.metric,
             value=sighting.value,
             text=sighting.text,
-            fixes=sighting.fixes,
+            fixes=tuple(fix for fix in sighting.fixes if fix),
             source=rule.source,
             last_step=self.history.step,
         )

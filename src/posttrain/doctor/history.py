@@ -22,7 +22,7 @@ class History:
     ) -> None:
         self.kind = kind
         self.settings = settings or {}  # by their dotted keys; of a run of another system, those that are known
-        self._names = names or {}  # what another system calls a setting
+        self._names = names  # what another system calls a setting; None: the names are ours
         self.step = 0
         self.num_steps = 0  # training steps seen
         self._values: dict[str, list[float]] = {}
@@ -62,7 +62,7 @@ class History:
     def tail(self, key: str, count: int) -> Sequence[float]:
         """The last `count` values; empty if there are fewer, or if the latest step has none."""
         values = self._values.get(key, [])
-        return values[-count:] if len(values) >= count and self._steps[key][-1] == self.step else ()
+        return values[-count:] if len(values) >= count > 0 and self._steps[key][-1] == self.step else ()
 
     def start(self, key: str) -> float | None:
         """The median of the first values; None as long as there are only those."""
@@ -96,7 +96,10 @@ class History:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def fix(self, key: str, value: str) -> str:
-        return f"{self._names.get(key, key)}={value}"
+        """`key=value`, in the words of the system that made the run; empty if it has no such setting."""
+        if self._names is None:
+            return f"{key}={value}"
+        return f"{self._names[key]}={value}" if key in self._names else ""
 
     # ------------------------------------------------------------------ what several rules ask
 

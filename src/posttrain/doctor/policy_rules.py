@@ -365,7 +365,7 @@ def reward_hacking(run: History) -> Sighting | None:
     repeats = repetition is not None and before is not None and repetition > before + 0.3
     validation = run.values("validation/accuracy")
     falls = len(validation) >= 3 and validation[-1] < 0.8 * max(validation) and validation[-2] < 0.9 * max(validation)
-    fixes = ("read the answers below: what does the reward pay for?", higher_kl_penalty(run), lower_lr(run))
+    fixes = (higher_kl_penalty(run), lower_lr(run), "read the answers: what does the reward pay for?")
     if repeats:
         text = f"the reward rises while answers repeat themselves ({percent(repetition or 0)} of their word groups)"
         return Sighting("error", REPETITION, repetition, text, fixes, "best")

@@ -39,7 +39,16 @@ LOG_FILE = f"{LOG_FOLDER}/train.log"
 FINISHED = "finished"  # the status in run.json of a run that has all its steps
 
 # Moved in this order. metrics.jsonl is last: as long as it is here, the move is not finished.
-FILES_OF_A_RUN = (REPORT_FILE, INFO_FILE, CONFIG_FILE, LOG_FOLDER, ROLLOUTS_FOLDER, UNSCORED_FILE, FINDINGS_FILE, METRICS_FILE)
+FILES_OF_A_RUN = (
+    REPORT_FILE,
+    INFO_FILE,
+    CONFIG_FILE,
+    LOG_FOLDER,
+    ROLLOUTS_FOLDER,
+    UNSCORED_FILE,
+    FINDINGS_FILE,
+    METRICS_FILE,
+)
 TEMPORARY_SUFFIX = ".partial"
 
 Row = JsonObject

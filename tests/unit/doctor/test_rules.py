@@ -445,3 +445,13 @@ def test_theil_sen_ignores_an_outlier() -> None:
 @pytest.mark.parametrize(("value", "text"), [(5e-7, "5e-7"), (0.05, "0.05"), (1.5e-6, "1.5e-6"), (0, "0"), (10, "10")])
 def test_numbers_are_written_as_one_would_type_them(value: float, text: str) -> None:
     assert short(value) == text
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_no_rule_needs_a_metric_that_a_run_may_not_have(kind: str) -> None:
+    for left_out in [None, *HEALTHY[kind](1)]:
+        doctor = Doctor(kind)
+        for step in range(1, 61):
+            kept = {key: value for key, value in HEALTHY[kind](step).items() if left_out and key != left_out}
+            doctor.observe({"step": step, "train/lr": 1e-5, **kept})
+        doctor.finish()
