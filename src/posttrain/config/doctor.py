@@ -16,5 +16,5 @@ class DoctorConfig(Section):
     )
     kl_period: NonNegativeInt | Literal["auto"] = Field(
         default="auto",
-        description="GRPO without a KL penalty: steps between estimates of the KL; auto is 10 where it needs no copy of the model.",
+        description="GRPO without KL penalty: steps between estimates of the KL; 0 is never, auto 10 with LoRA and 0 without.",
     )

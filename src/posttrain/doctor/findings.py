@@ -63,3 +63,13 @@ def worst(findings: Iterable[Finding]) -> Severity | None:
 
 def worst_first(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: (-rank(finding.severity), finding.step))
+
+
+def kept_findings(rows: Iterable[JsonMapping]) -> list[Finding]:
+    """The rows of `findings.jsonl`: the worst of each rule, the worst first."""
+    found: dict[str, Finding] = {}
+    for row in rows:
+        finding = Finding.from_json(row)
+        if finding.rule not in found or rank(finding.severity) > rank(found[finding.rule].severity):
+            found[finding.rule] = finding
+    return worst_first(list(found.values()))

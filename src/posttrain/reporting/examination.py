@@ -11,7 +11,6 @@ from posttrain.config.tree import dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
 from posttrain.doctor import Doctor, Finding
 from posttrain.doctor.answers import answers_that_show
-from posttrain.doctor.findings import rank, worst_first
 from posttrain.reporting.rows import group_row
 from posttrain.reporting.run_data import RunData, groups_of, load_run
 from posttrain.reporting.run_files import (
@@ -59,16 +58,6 @@ class Examination:
         shown = [replace(found, answers=answers_that_show(rows, self._doctor.shown[found.rule])) for found in findings]
         append_rows(self._folder / FINDINGS_FILE, [found.to_json() for found in shown])
         return shown
-
-
-def kept_findings(rows: Sequence[Row]) -> list[Finding]:
-    """The rows of `findings.jsonl`: the worst of each rule, the worst first."""
-    found: dict[str, Finding] = {}
-    for row in rows:
-        finding = Finding.from_json(row)
-        if finding.rule not in found or rank(finding.severity) > rank(found[finding.rule].severity):
-            found[finding.rule] = finding
-    return worst_first(list(found.values()))
 
 
 def examine_folder(folder: Path) -> tuple[RunData, list[Finding]]:

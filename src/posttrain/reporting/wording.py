@@ -273,9 +273,8 @@ def validation_block(row: Row, num_samples: int) -> list[Line]:
     for name, words in VALIDATION_RESULTS:
         if name in found and not (name == "reward" and "accuracy" in found):
             parts = _part_lines(row, "validation/")
-            # A weighted sum of several parts is not an accuracy.
-            words = "Avg Reward" if name == "accuracy" and parts else words
-            lines.append(Line(f"  • {words}: {number(found[name])}", "good" if name == "accuracy" else "plain"))
+            words = "Avg Reward" if name == "accuracy" and not is_accuracy(row) else words
+            lines.append(Line(f"  • {words}: {number(found[name])}", "title" if name == "accuracy" else "plain"))
             lines += parts if name in ("accuracy", "reward") else []
     for name in sorted(name for name in found if name.startswith(("pass_", "cons_"))):
         lines.append(Line(f"  • {name.replace('_', '@')}: {number(found[name])}"))
@@ -330,6 +329,7 @@ class MetricSummary:
 
     metric: str
     first: float = math.nan
+    first_step: int = 0
     last: float = math.nan
     best: float = math.nan
     best_step: int = 0
@@ -340,7 +340,29 @@ def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False
     if not points:
         return MetricSummary("")
     best_step, best = min(points, key=lambda point: point[1] if lower_is_better else -point[1])
-    return MetricSummary(metric, points[0][1], points[-1][1], best, best_step)
+    (first_step, first), (_, last) = points[0], points[-1]
+    return MetricSummary(metric, first, first_step, last, best, best_step)
+
+
+def is_accuracy(row: Row) -> bool:
+    """Whether `validation/accuracy` of a row is one: a share of pairs, or a mean of rewards that are all 0 or 1.
+
+    Rewards between 0 and 1 have the variance mean · (1 - mean) only if each of them is one or the other.
+    """
+    mean = row.get("validation/reward")
+    if mean is None:
+        return True
+    low, high, spread = (row.get(f"validation/reward_{name}") for name in ("min", "max", "std"))
+    if low is None or high is None or spread is None:
+        return 0 <= mean <= 1
+    return bool(low >= 0 and high <= 1 and abs(spread**2 - mean * (1 - mean)) < 1e-6)
+
+
+def shown_name(metric: str, rows: Sequence[Row]) -> str:
+    """The key of a metric, but that a validation is called accuracy only where it is one."""
+    if metric == "validation/accuracy" and not all(is_accuracy(row) for row in rows if metric in row):
+        return "validation/reward"
+    return metric
 
 
 def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
@@ -396,8 +418,11 @@ def final_lines(
     for metric, lower_is_better in ((headline.metric, headline.lower_is_better), validation_metric(rows)):
         found = summarise(rows, metric, lower_is_better=lower_is_better)
         if found.metric:
-            trend = f"{number(found.first)} → {number(found.last)}"
-            lines.append(Line(f"  • {metric}: {trend}, best {number(found.best)} at step {found.best_step}"))
+            since = f" at step {found.first_step}" if found.first_step > 1 else ""
+            trend = f"{number(found.first)}{since} → {number(found.last)}"
+            lines.append(
+                Line(f"  • {shown_name(metric, rows)}: {trend}, best {number(found.best)} at step {found.best_step}")
+            )
     unscored = sum(row.get("train/unscored") or 0 for row in rows)
     if unscored:
         lines.append(Line(f"  • unscored rollouts: {unscored:,.0f} (reasons in the report)", "warning"))

@@ -40,5 +40,5 @@ def test_the_doctor_may_be_told_something_else_when_a_run_is_resumed() -> None:
 
 
 def test_what_an_error_does_is_one_of_two() -> None:
-    with pytest.raises(ConfigError, match="doctor.on_error"):
+    with pytest.raises(ConfigError, match=r"doctor\.on_error"):
         load_config("grpo", None, ["doctor.on_error=die"])

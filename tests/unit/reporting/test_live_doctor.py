@@ -8,7 +8,8 @@ from typing import Any
 
 from made_groups import group as make_group
 
-from posttrain.reporting.examination import examine_folder, kept_findings
+from posttrain.doctor.findings import kept_findings
+from posttrain.reporting.examination import examine_folder
 from posttrain.reporting.run_files import read_rows
 
 SETTINGS = {"policy.optimizer.kwargs.lr": 1e-5, "loss_fn.reference_policy_kl_penalty": 0.01}
