@@ -61,10 +61,10 @@ Tune language models from preferences and rewards.
 """
 
 EPILOG = """\
-exit codes: 0 done · 3 an error that the doctor found · 64 bad config, data or checkpoint · 65 not one rollout
-could be scored · 75 another process is using the folder · 76 another process has taken the folder over · 85
-stopped by SIGTERM or SIGHUP after saving · 130 stopped by Ctrl-C after saving · 1 crash, lost record, or output
-that could not be written. After a stop or a kill, the same command resumes the run.
+exit codes: 0 done · 3 an error that the doctor found · 64 bad config, data or checkpoint · 65 not one rollout could be
+scored · 75 another process is using the folder · 76 another process has taken the folder over ·
+85 stopped by SIGTERM or SIGHUP after saving · 130 stopped by Ctrl-C after saving · 1 crash, lost record, or output that
+could not be written. After a stop or a kill, the same command resumes the run.
 """
 
 
@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=RAW,
     )
-    parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"posttrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     for command in (
         train_command,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.config.aliases import short_names
 from posttrain.errors import OutOfGpuMemoryError
 from posttrain.recipes import KINDS
 
@@ -17,7 +18,9 @@ settings are given as key=value, with the names that NeMo RL uses:
 
   posttrain {kind} --config my.yaml policy.model_name=Qwen/Qwen3-0.6B policy.optimizer.kwargs.lr=1e-6
 
-`posttrain config show {kind}` lists all of them. Without --config the built-in defaults apply. The run's folder
+What is typed often has a short name, also as an option: model, data, lr, lora, steps, epochs, batch_size, seed, folder
+(`lr=1e-6 lora=16 steps=200`, or `--lr 1e-6`). policy.model_name may be the folder of a run: its newest checkpoint.
+`posttrain config show {kind}` lists all settings. Without --config the built-in defaults apply. The run's folder
 (checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, with grpo, the samples of every step;
 the same command resumes from the newest checkpoint in it. The default folder is numbered: a command with other settings
 gets a new one. A run in a given folder is resumed with other training settings only with --resume-with-changes.
@@ -29,6 +32,7 @@ INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved 
 def add_parser(commands: Subparsers) -> None:
     for kind, (summary, _) in KINDS.items():
         parser = add_command(commands, kind, summary, epilog=EPILOG.format(kind=kind))
+        parser.short_names = short_names(kind)
         add_arguments(parser)
         parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED, output_is_result=False)
 
@@ -51,10 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.config import load_config
+    from posttrain.models.starting_model import from_checkpoints
     from posttrain.run_folder import prepare_run_folder, run_folder
 
     prepared = prepare_run_folder(
-        lambda extra: load_config(kind, args.config, [*args.words, *extra]),
+        from_checkpoints(lambda extra: load_config(kind, args.config, [*args.words, *extra])),
         accept_changes=args.resume_with_changes,
         restart=args.restart,
     )
