@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,18 @@ def examine_folder(folder: Path) -> tuple[RunData, list[Finding]]:
         groups = groups_of(folder / ROLLOUTS_FOLDER / f"step_{finding.step}.jsonl.gz")
         found.append(replace(finding, answers=answers_that_show(groups, doctor.shown[finding.rule])))
     return run, found
+
+
+def errors_of_model(reference: str) -> list[Finding]:
+    """The errors that the doctor found in the run that made a model: a run folder, or a checkpoint step_N in one.
+
+    Of a checkpoint, those found up to its step. None for every other name.
+    """
+    path = Path(reference)
+    match = re.fullmatch(r"step_(\d+)", path.name)
+    folder, last_step = (path.parent, int(match[1])) if match else (path, None)
+    found = [Finding.from_json(row) for row in read_rows(folder / FINDINGS_FILE)]
+    return [one for one in found if one.severity == "error" and (last_step is None or one.step <= last_step)]
 
 
 def settings_of(folder: Path) -> dict[str, object]:
