@@ -7,11 +7,15 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.config.aliases import short_names
 from posttrain.errors import OutOfGpuMemoryError
 from posttrain.recipes import KINDS
+
+if TYPE_CHECKING:
+    from posttrain.config import RunConfig
 
 EPILOG = """\
 settings are given as key=value, with the names that NeMo RL uses:
@@ -39,6 +43,9 @@ def add_parser(commands: Subparsers) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
+    parser.add_argument(
+        "--verbose", action="store_true", help="on a terminal: the whole block of every step, as in logs/train.log"
+    )
     parser.add_argument("--quiet", action="store_true", help="print warnings, errors and the end result only")
     parser.add_argument(
         "--resume-with-changes",
@@ -73,8 +80,17 @@ def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.export.convert import PeriodicExport
 
     loaded = prepared.loaded
+    if not args.quiet:
+        print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
     try:
-        return Run(loaded, quiet=args.quiet, make_export=PeriodicExport, access=prepared.access).execute()
+        return Run(
+            loaded,
+            quiet=args.quiet,
+            make_export=PeriodicExport,
+            access=prepared.access,
+            verbose=args.verbose,
+            plan=planned,
+        ).execute()
     except OutOfGpuMemoryError as error:
         from posttrain.planning.out_of_memory import advice
 
@@ -82,6 +98,24 @@ def run(kind: str, args: argparse.Namespace) -> int:
         if lines := advice(loaded.config, error, written):
             error.add_note(lines)
         raise
+
+
+def planned(config: RunConfig, device_name: str, max_steps: int) -> str:
+    """What `posttrain plan` says of the run; empty on devices that it does not know, and if it fails."""
+    from posttrain.planning.calibration import GPUS
+    from posttrain.planning.plan import estimate_run
+    from posttrain.policy.memory.rank import GIB
+
+    gpu = next((gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device_name.lower()), None)
+    if gpu is None:
+        return ""
+    try:
+        found = estimate_run(config, gpu)
+    except Exception:  # the planner must not keep a run from starting
+        return ""
+    needed = max(found.needed_bytes(phase) for phase in found.memory.phases) / GIB
+    hours = max_steps * found.time.total_s / 3600
+    return f"{needed:.0f} of {gpu.memory_bytes / GIB:.0f} GiB of GPU memory, {hours:.2g} hours"
 
 
 def quieten_libraries() -> None:

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from posttrain.roles import Ending
     from posttrain.types import Group, StepReport
 
-SHORT_STEP_S = 2.0  # steps under this get one line
-FULL_BLOCK_PERIOD_S = 10.0  # but a full block this often
+ANSWER_PERIOD_S = 10.0  # a terminal shows one answer this often
+TREND_STEPS = 20
 REPORT_PERIOD_S = 10.0
 REPORT_TIME_SHARE = 0.02  # of the run time that rendering the report may take
 MAX_KEPT_WARNINGS = 100
@@ -85,6 +85,8 @@ class RunRecorder:
         num_val_samples_to_print: int = 0,
         device_word: str = "device",
         refit_remark: str = "",
+        header: Sequence[str] = (),
+        verbose: bool = False,
         settings: Mapping[str, object] | None = None,
         stop_on_error: bool = False,
         stream: TextIO | None = None,
@@ -101,6 +103,8 @@ class RunRecorder:
         self._num_val_samples_to_print = num_val_samples_to_print
         self._device_word = device_word
         self._refit_remark = refit_remark  # what handing new weights to the sampler means in this run
+        self._header = header  # what is trained, on what and how
+        self._verbose = verbose  # a terminal gets the long form too
         self._examination = Examination(self.folder, presentation.kind, settings or {})  # settings by their dotted keys
         self._stop_on_error = stop_on_error
         self._problem: str | None = None  # an error that the doctor found in the latest step
@@ -112,10 +116,10 @@ class RunRecorder:
         self._started: float | None = None
         self._earlier_wall_s = 0.0
         self._marks: deque[float] = deque(maxlen=20)  # when the latest steps were recorded
-        self._steps_are_short = False
-        self._headed: dict[bool, int] = {}  # the step whose header was shown last, in the long and in the short form
+        self._headed = 0  # the step whose header was shown last
         self._stage_shown = ""
-        self._last_full_block: float | None = None
+        self._last_answer: float | None = None  # when a terminal got one
+        self._headlines: deque[float | None] = deque(maxlen=TREND_STEPS)
         self._next_report = 0.0
         self._warnings: dict[str, Row] = {}
         self._warnings_shown: set[str] = set()
@@ -173,14 +177,15 @@ class RunRecorder:
         self._write_info("running")
         for note in notes:
             self.say(note)
-        self.say(f"run folder: {self.folder}" + (f", resumed after step {resumed_step}" if resumed_step else ""))
+        self._console.show([Line(line) for line in self._header])
+        state = f"resumed after step {resumed_step}" if resumed_step else "new"
+        changed = f"; changed: {', '.join(row['key'] for row in self._info['config_changes'])}" if changes else ""
+        self.say(f"{'folder':<9}{self.folder}, {state}{changed}")
 
     def begin_step(self, step: int) -> None:
         """Show the header of a step above its stages. Without this call the header comes with the results."""
-        self._show_header(step, in_long_form=True)
+        self._show_header(step)
         self._show_stage("Preparing batch")
-        if not self._steps_are_short:
-            self._show_header(step, in_long_form=False)
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
         row = training_row(step, report, self._hardware)
@@ -229,7 +234,7 @@ class RunRecorder:
             self._refresh_report(now=True)
             if self._step >= self._max_steps:
                 text = f"Max number of steps has been reached ({self._max_steps}), stopping training"
-                self._console.show_long_form([Line(text)])
+                self._show_long_form([Line(text)])
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
         report = str(self.folder / REPORT_FILE)
@@ -246,18 +251,15 @@ class RunRecorder:
         return self._console.progress(label, total)
 
     def stage(self, text: str) -> None:
-        """One line when a stage begins; not on a terminal while steps are too short to read it."""
-        line = self._show_stage(text)
-        if not self._steps_are_short:
-            self._console.show_short_form([line])
+        """One line when a stage begins, in the long form."""
+        self._show_stage(text)
 
-    def _show_stage(self, text: str) -> Line:
+    def _show_stage(self, text: str) -> None:
         """A line of the long form. A stage that comes several times in a row, such as updates, is shown once."""
         line = wording.stage_line(text)
         if line.text != self._stage_shown:
             self._stage_shown = line.text
-            self._console.show_long_form([line])
-        return line
+            self._show_long_form([line])
 
     def say(self, text: str) -> None:
         self._console.show([Line(text)])
@@ -417,24 +419,21 @@ class RunRecorder:
 
     # ------------------------------------------------------------------ console
 
-    def _show_header(self, step: int, *, in_long_form: bool) -> None:
-        if self._headed.get(in_long_form) == step:
-            return
-        self._headed[in_long_form] = step
-        show = self._console.show_long_form if in_long_form else self._console.show_short_form
-        show([Line(""), wording.step_header(step, self._max_steps)])
+    def _show_long_form(self, lines: Sequence[Line]) -> None:
+        self._console.show_long_form(lines)
+        if self._verbose:
+            self._console.show_short_form(lines)
+
+    def _show_header(self, step: int) -> None:
+        if self._headed != step:
+            self._headed = step
+            self._show_long_form([Line(""), wording.step_header(step, self._max_steps)])
 
     def _show_step(self, row: Row, report: StepReport, validation: StepReport | None) -> None:
         step_s = row[f"timing/train/{TOTAL_STEP}"] or 0.0
         self._stage_shown = ""
-        self._steps_are_short = step_s < SHORT_STEP_S
         eta_s = self._eta_s(step_s)
-        block_is_due = self._last_full_block is None or self._clock() - self._last_full_block >= FULL_BLOCK_PERIOD_S
-        self._show_header(row["step"], in_long_form=True)
-        has_short_block = not self._steps_are_short or validation is not None or block_is_due
-        if has_short_block:
-            self._last_full_block = self._clock()
-            self._show_header(row["step"], in_long_form=False)
+        self._show_header(row["step"])
         if validation is not None:
             self._show_validation(row, validation)
         summary = wording.step_summary(self._presentation.results, row, report.groups)
@@ -450,9 +449,20 @@ class RunRecorder:
         if report.groups:
             rollouts = self.folder / ROLLOUTS_FOLDER / f"step_{row['step']}.jsonl.gz"
             summary.append(Line(f"Logged data to {rollouts}"))
-        self._console.show_long_form([*summary, *block])
-        line = wording.step_line(self._presentation.results, row, self._max_steps, eta_s)
-        self._console.show_short_form(block if has_short_block else [line])
+        self._show_long_form([*summary, *block])
+        if not self._verbose:
+            self._show_short_step(row, report.groups, eta_s)
+
+    def _show_short_step(self, row: Row, groups: Sequence[Group], eta_s: float | None) -> None:
+        """One line with the trend of the headline; every few seconds an answer below it."""
+        self._headlines.append(row.get(self._presentation.headline.metric))
+        trend = wording.trend(list(self._headlines))
+        lines = [wording.step_line(self._presentation.results, row, self._max_steps, eta_s, trend)]
+        is_due = self._last_answer is None or self._clock() - self._last_answer >= ANSWER_PERIOD_S
+        if groups and is_due:
+            self._last_answer = self._clock()
+            lines += wording.answer_lines(groups)
+        self._console.show_short_form(lines)
 
     def _show_validation(self, row: Row, validation: StepReport) -> None:
         self._console.show(wording.validation_block(row, validation.num_samples))

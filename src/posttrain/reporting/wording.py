@@ -249,7 +249,29 @@ def _rate(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.3g}"
 
 
-def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: float | None) -> Line:
+def trend(values: Sequence[float | None]) -> str:
+    """How the latter half of the values lies to the first; empty while there are few."""
+    known = [value for value in values if value is not None]
+    half = len(known) // 2
+    if half < 3:
+        return ""
+    change = math.fsum(known[-half:]) / half - math.fsum(known[:half]) / half
+    return f"({'+' if change >= 0 else '−'}{abs(change):.2g} in {len(known)} steps)"
+
+
+def answer_lines(groups: Sequence[Group], max_characters: int = 90) -> list[Line]:
+    """One answer, of a group whose rewards differ if there is one, with its question on one line."""
+    differing = [group for group in groups if len(set(group.rewards)) > 1]
+    group = next(iter(differing or groups))
+    if not group.rollouts:
+        return []
+    rollout = group.rollouts[0]
+    reward = number(rollout.score.reward) if rollout.score.scored else "unscored"
+    asked, said = (" ".join(text.split())[-max_characters:] for text in (group.task.prompt, rollout.completion.text))
+    return [Line(f"      {asked}", "muted"), Line(f"      {reward} │ {said}", "muted")]
+
+
+def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: float | None, trend: str = "") -> Line:
     """One short step on one line, in columns of fixed width."""
     width = len(str(max_steps))
     parts = [f"step {row['step']:>{width}}/{max_steps}"]
@@ -258,6 +280,8 @@ def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: f
             value = row[f"train/{metric.key}"]
             text = f"{value:.1f}" if metric.short_name == "length" and value is not None else number(value)
             parts.append(f"{metric.short_name} {text:>8}")
+            if trend and metric.short_name in ("reward", "accuracy"):
+                parts.append(trend)
     if row.get("train/unscored"):
         parts.append(f"unscored {row['train/unscored']:.0f}")
     parts.append(duration(row.get(f"timing/train/{TOTAL_STEP}") or 0.0))
