@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from posttrain.json_files import JsonMapping, JsonObject
 
@@ -47,9 +47,10 @@ class Finding:
 
     @classmethod
     def from_json(cls, row: JsonMapping) -> Finding:
-        known = {name: row.get(name) for name in cls.__dataclass_fields__ if name in row}
-        answers = tuple(Answer(**answer) for answer in row.get("answers", ()))
-        return cls(**{**known, "fixes": tuple(row.get("fixes", ())), "answers": answers})
+        known: dict[str, Any] = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
+        known["fixes"] = tuple(row.get("fixes", ()))
+        known["answers"] = tuple(Answer(**answer) for answer in row.get("answers", ()))
+        return cls(**known)
 
 
 def rank(severity: Severity) -> int:

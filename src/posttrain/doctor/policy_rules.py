@@ -241,7 +241,7 @@ def truncated(run: History) -> Sighting | None:
     if now is None or not tail or min(tail) <= TRUNCATION_WARNING:
         return None
     text = f"{percent(now)} of the answers are cut off at the length limit, so their end is never judged"
-    fixes = (longer_answers(run), run.fix("grpo.overlong_filtering", "true"))
+    fixes: tuple[str, ...] = (longer_answers(run), run.fix("grpo.overlong_filtering", "true"))
     start = run.start(TRUNCATION)
     if start is not None and start < TRUNCATION_WARNING:  # the policy has learnt to go on
         fixes = (lower_lr(run), run.fix("grpo.reward_shaping.enabled", "true"), higher_kl_penalty(run))

@@ -57,7 +57,8 @@ def _of_value(message: bytes) -> tuple[str, float | None]:
 def _of_tensor(message: bytes) -> float | None:
     """The one number of a tensor without dimensions, as its content or as a packed list."""
     fields = dict(_fields(message))
-    form = {FLOAT: "<f", DOUBLE: "<d"}.get(fields.get(1, 0))  # type: ignore[call-overload]
+    kind = fields.get(1)
+    form = {FLOAT: "<f", DOUBLE: "<d"}.get(kind) if isinstance(kind, int) else None
     for number in (4, 5, 6):
         content = fields.get(number)
         if form and isinstance(content, bytes) and len(content) == struct.calcsize(form):

@@ -168,7 +168,7 @@ def _findings(run: RunData) -> Html:
             "article",
             tag("p", tag("b", finding.severity), f" {finding.rule}, step {finding.step}", kind="what"),
             tag("p", f"{finding.text[0].upper()}{finding.text[1:]}."),
-            tag("p", "fix: ", join(_separated([tag("code", fix) for fix in finding.fixes]))) if finding.fixes else "",
+            tag("p", "fix: ", _alternatives(finding.fixes)) if finding.fixes else "",
             folded(f"{len(finding.answers)} answers", *map(_answer, finding.answers)) if finding.answers else "",
             note(f"{finding.metric}; threshold: {finding.source}"),
             kind=f"finding {finding.severity}",
@@ -178,8 +178,8 @@ def _findings(run: RunData) -> Html:
     return section("Doctor", *articles)
 
 
-def _separated(parts: Sequence[Html]) -> list[object]:
-    return [part for index, part in enumerate(parts) for part in ((" or ", part) if index else (part,))]
+def _alternatives(fixes: Sequence[str]) -> Html:
+    return Html(" or ".join(tag("code", fix) for fix in fixes))
 
 
 def _answer(answer: Answer) -> Html:
