@@ -22,7 +22,7 @@ from faults.processes import Finished, Surroundings
 from faults.worker import EXTRA_MEMORY_BYTES, Worker
 
 CORPUS = Path(__file__).parent / "corpus"
-COUNTS = {"config": 5000, "rows": 4000, "traces": 800}
+COUNTS = {"config": 5200, "rows": 4000, "traces": 800}
 SHORT_COUNTS = {"config": 60, "rows": 60, "traces": 20}
 EVERY_NTH_AS_USER = 400
 
@@ -141,11 +141,13 @@ COMMANDS: dict[str, list[str]] = {
     "plan": ["plan", "--config", "PATH"],
     "key-file": ["serve", "{model}", "--api-key-file", "PATH"],
 }
+# A folder that is made, or is there and empty.
+FINE = {(command, name) for command in ("registry-place", "convert-to") for name in ("missing", "folder", "empty-name")}
 HOSTILE_PATHS = {
     f"{command}:{name}": [word.replace("PATH", path) for word in words]
     for command, words in COMMANDS.items()
     for name, path in BAD_PATHS.items()
-    if "\x00" not in path and (command, name) not in {("registry-place", "missing"), ("registry-place", "folder")}
+    if "\x00" not in path and (command, name) not in FINE
 }
 HOSTILE_PATHS["deleted-working-directory"] = ["config", "check", "grpo", "--config", "x.yaml"]
 SHORT_PATHS = ("config:dev-zero", "run-folder:in-dev-null", "registry:long-name", "convert-to:long-name")

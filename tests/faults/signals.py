@@ -33,7 +33,7 @@ CONSOLES = {
     "all-closed": '"$@" <&- >&- 2>&-',
     "hangup-of-the-terminal": 'trap "" HUP; "$@"',
 }
-SHORT_CONSOLES = ("both-full", "all-closed")
+SHORT_CONSOLES = ("all-closed",)
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:

@@ -699,6 +699,7 @@ def assert_drains(url: str) -> None:
         (["--host", "0.0.0.0", "--backend", "vllm"], "--host 0.0.0.0: everyone who can reach it could use the server"),
         (["--no-auth", "--api-key", "sk"], "--no-auth and a key"),
         (["--api-key-file", "/does/not/exist"], "cannot be read"),
+        (["--api-key-file", "/dev/zero"], "cannot be read: more than 1 MiB"),
         (["--api-key-file", "{model}/model.safetensors"], "cannot be read: it is no UTF-8 text"),
         (["--kv-cache-gib", "nan"], "--kv-cache-gib is nan: more than 0 is accepted"),
         (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization is 90.0: above 0 and at most 1 is accepted"),

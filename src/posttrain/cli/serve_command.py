@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
-from posttrain.json_files import JsonObject
+from posttrain.json_files import JsonObject, read_at_most
 from posttrain.redaction import name_secret
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits, is_loopback
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _DRAIN_TIMEOUT_S = 120.0
+_MAX_KEY_FILE_BYTES = 2**20
 # What vLLM's own server does not do.
 _NATIVE_ONLY = (
     "canary", "drain_timeout_s", "kv_cache_gib", "max_prefill_tokens",
@@ -236,9 +237,13 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
     source, text = (KEY_VARIABLE, os.environ.get(KEY_VARIABLE)) if given is None else ("--api-key", given)
     if file is not None:
         try:
-            source, text = f"--api-key-file {file}", file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+            source, text = f"--api-key-file {file}", read_at_most(file, _MAX_KEY_FILE_BYTES).decode()
+        except (OSError, ValueError) as error:
+            reason = (
+                "it is no UTF-8 text"
+                if isinstance(error, UnicodeDecodeError)
+                else getattr(error, "strerror", None) or error
+            )
             raise InputError(f"--api-key-file {file} cannot be read: {reason}") from error
     if text is None:
         return ()

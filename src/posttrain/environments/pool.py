@@ -137,6 +137,8 @@ class ScoringPool:
             return
         self._conclude(batch, worker, self._read(reply))
         self._show(worker.take_output())
+        if reply.get("out_of_memory"):
+            worker.gone = True  # it ends after this reply: the next answer would be lost with it
 
     def _read(self, reply: JsonObject) -> Score:
         return to_score(reply)

@@ -38,6 +38,7 @@ REWARDS = """
         if response == "keyboard interrupt": raise KeyboardInterrupt
         if response == "os._exit": os._exit(7)
         if response == "segfault": ctypes.string_at(0)
+        if response == "out of memory": return bytearray(1 << 45)
         if response == "killed": os.kill(os.getpid(), signal.SIGKILL)
         if response == "close everything": os.closerange(0, 256)
         if response == "string": return "0.5"
@@ -150,6 +151,13 @@ def test_a_misbehaving_reward_is_unscored_and_its_neighbours_are_scored(
     scores = score(patient, ["good", misbehaviour, "good"])
     assert [one.reward for one in scores] == [0.25, None, 0.25]
     assert scores[1].error == error
+
+
+def test_a_worker_that_ran_out_of_memory_gets_no_other_answer(patient: ScoringRouter) -> None:
+    """It ends after its reply; an answer sent to it meanwhile would be lost."""
+    scores = score(patient, ["out of memory", "good"] * 6)
+    assert [one.reward for one in scores] == [None, 0.25] * 6
+    assert {one.error for one in scores} == {"MemoryError", None}
 
 
 def test_an_object_that_cannot_be_pickled_or_a_stack_overflow_is_unscored(patient: ScoringRouter) -> None:
