@@ -11,9 +11,10 @@ from posttrain.doctor.history import History
 from posttrain.doctor.policy_rules import POLICY_RULES
 from posttrain.doctor.preference_rules import PREFERENCE_RULES
 from posttrain.doctor.rule import Rule, Shown, Sighting
+from posttrain.doctor.sampling_rules import SAMPLING_RULES
 from posttrain.json_files import JsonMapping
 
-RULES: tuple[Rule, ...] = (*POLICY_RULES, *PREFERENCE_RULES, *COMMON_RULES)
+RULES: tuple[Rule, ...] = (*POLICY_RULES, *SAMPLING_RULES, *PREFERENCE_RULES, *COMMON_RULES)
 
 
 class Doctor:
