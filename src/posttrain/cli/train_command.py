@@ -30,7 +30,7 @@ the same command resumes from the newest checkpoint in it. The default folder is
 gets a new one. A run in a given folder is resumed with other training settings only with --resume-with-changes.
 One process at a time writes to a folder: a second command is refused with exit code 75 and the name of the first.
 """
-INTERRUPTED = "stopped at once; the newest checkpoint is the one that was saved last"
+INTERRUPTED = "stopped at once; nothing was saved since the newest checkpoint, if there is one"
 
 
 def add_parser(commands: Subparsers) -> None:

@@ -48,8 +48,10 @@ def lower_lr(run: History, factor: float = 10.0) -> str:
 
 
 def higher_kl_penalty(run: History) -> str:
-    penalty = run.number_setting(KL_PENALTY) or 0.0
-    return run.fix(KL_PENALTY, short(0.01 if penalty == 0 else 5 * penalty))
+    penalty = run.number_setting(KL_PENALTY)
+    if penalty is None and run.values("train/kl_penalty"):  # it has a price, and the settings are not known
+        return run.fix(KL_PENALTY, "five times as much")
+    return run.fix(KL_PENALTY, short(5 * penalty if penalty else 0.01))
 
 
 def longer_answers(run: History) -> str:

@@ -30,7 +30,7 @@ def header_lines(
         "model": f"{policy.model_name}, {_count(facts.num_parameters)} parameters, {trained}",
         "devices": f"{num_devices} x {facts.device_name}, {policy.precision}",
         "data": f"{len(prepared.train):,} {unit}{held_out}",
-        "step": f"{sizes.num_rows} {unit}{each}{updates}; {max_steps:,} steps",
+        "step": f"{sizes.num_rows} {unit}{each}{updates}; {max_steps:,} step{'' if max_steps == 1 else 's'}",
         "settings": ", ".join(_settings(config)),
         "planned": planned,
     }

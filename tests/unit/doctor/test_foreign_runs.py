@@ -42,7 +42,7 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, report["system"], report["steps"]) == (3, "NeMo RL", 30)
     (kl,) = report["findings"]
     assert (kl["rule"], kl["severity"]) == ("kl-runaway", "error")
-    assert "loss_fn.reference_policy_kl_penalty=0.01" in kl["fixes"]
+    assert "loss_fn.reference_policy_kl_penalty=five times as much" in kl["fixes"]
     run = open_foreign_run(SAMPLES / "nemo_rl")
     assert run is not None
     assert run.rows[0]["train/mean_generation_length"] == 211.0

@@ -429,7 +429,7 @@ def test_a_finding_survives_json() -> None:
 def test_the_names_of_another_system_are_used_in_fixes() -> None:
     doctor = Doctor("grpo", {LR: 1e-5}, {LR: "learning_rate", "loss_fn.reference_policy_kl_penalty": "beta"})
     doctor.replay([{"step": step, **healthy_grpo(step), "train/kl_penalty": 0.9} for step in range(1, 5)])
-    assert doctor.findings[0].fixes == ("learning_rate=1e-6", "beta=0.01")
+    assert doctor.findings[0].fixes == ("learning_rate=1e-6", "beta=five times as much")
 
 
 def test_rules_have_distinct_names_and_a_source() -> None:
