@@ -31,6 +31,7 @@ from tiny_runs import (
     save_model,
     start,
     wait_until,
+    weights_of,
 )
 from transformers import AutoModelForCausalLM
 
@@ -120,6 +121,20 @@ def copy_until(step: int, source: Path, target: Path) -> Path:
             shutil.rmtree(checkpoint)
     assert (target / f"step_{step}").is_dir()
     return target
+
+
+def test_rounds_on_two_ranks_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:
+    def arguments(name: str) -> list[str]:
+        rounds = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2"]
+        return [*grpo(model, data, tmp_path / name, steps=STEPS), *GRPO_SETTINGS, *ON_TWO, *rounds]
+
+    assert run(arguments("whole")) == 0
+    ages = [row.get("train/trajectory_age_max", 0) for row in results_of(tmp_path / "whole")]
+    assert 0 < max(ages) <= 2
+    copy_until(2, tmp_path / "whole", tmp_path / "resumed")
+    assert run(arguments("resumed")) == 0
+    assert results_of(tmp_path / "resumed") == results_of(tmp_path / "whole")
+    assert weights_of(tmp_path / f"resumed/step_{STEPS}") == weights_of(tmp_path / f"whole/step_{STEPS}")
 
 
 def test_grpo_is_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:

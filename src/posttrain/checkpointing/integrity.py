@@ -32,7 +32,7 @@ _READ_BYTES = 4 * 2**20
 _MAX_THREADS = 16
 _LOADED_FOLDER = "policy"
 _LOADED = ("config.yaml", "train_dataloader.pt", "training_info.json")
-_LITTER = re.compile(
+_SYSTEM_FILES = re.compile(
     r"\.DS_Store|\.nfs.*|\._.*|Thumbs\.db"
 )  # left by operating systems and network mounts; never loaded
 
@@ -141,7 +141,9 @@ def _unlisted(folder: Path, recorded: Collection[str], below: str) -> list[str]:
     """Files that would be loaded without having been compared with anything."""
     found = [] if below else [name for name in _LOADED if (folder / name).exists()]
     for root, _, names in os.walk(folder / (below or _LOADED_FOLDER)):
-        found += [(Path(root) / name).relative_to(folder).as_posix() for name in names if not _LITTER.fullmatch(name)]
+        found += [
+            (Path(root) / name).relative_to(folder).as_posix() for name in names if not _SYSTEM_FILES.fullmatch(name)
+        ]
     return sorted(name for name in found if name not in recorded)
 
 

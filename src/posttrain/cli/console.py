@@ -4,7 +4,7 @@ A write that fails is noted, and the command goes on. A reader that has gone doe
 to it; a full disk may have room again, so later writes are tried. Commands whose output is their result ask `unwritten`
 at the end whether all of it arrived.
 
-Credentials are left out of all that is printed, whoever prints it: tracebacks and the logs of libraries come this way too.
+Credentials are left out of everything that is printed, from any source: tracebacks and the logs of libraries come this way too.
 """
 
 from __future__ import annotations

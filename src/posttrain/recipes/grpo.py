@@ -50,6 +50,7 @@ class GrpoRecipe(Recipe):
             ShownMetric("reward", "Avg Reward", "reward"),
             ShownMetric("filtered_reward", "Avg Reward of Kept Groups", "kept"),
             ShownMetric("dynamic_sampling_num_gen_batches", "Generation Batches"),
+            ShownMetric("trajectory_age_mean", "Mean Trajectory Age"),
             ShownMetric("mean_generation_length", "Mean Generation Length", "length"),
             ShownMetric("kl_penalty", "KL", "kl"),
             ShownMetric("gen_kl_error", "Generation KL Error"),

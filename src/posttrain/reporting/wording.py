@@ -152,7 +152,9 @@ def _counts(row: Row, groups: Sequence[Group]) -> str:
     of_more = f", of {sampled:.0f} sampled" if sampled > total else ""
     recorded = sum(not rollout.completion.logprobs for group in groups for rollout in group.rollouts)
     of_these = f", {recorded} of them recorded" if recorded else ""
-    return f"{len(groups)} prompts{each} = {total} responses{of_more}{of_these}"
+    age = row.get("train/trajectory_age_mean")
+    in_rounds = "" if age is None else f", begun {age:.2f} steps ago on average"
+    return f"{len(groups)} prompts{each} = {total} responses{of_more}{of_these}{in_rounds}"
 
 
 def unscored_reasons(groups: Sequence[Group]) -> Counter[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fakes import ScriptedEngine, ScriptedEnvironment, completion
 
+from posttrain.errors import FolderHeld
 from posttrain.evaluation.answers import answer_reader
 from posttrain.evaluation.benchmarks import GENERIC
 from posttrain.evaluation.folder import EvaluationFolder
@@ -136,7 +137,7 @@ def test_another_evaluation_in_the_folder_is_refused_by_what_differs(tmp_path: P
 
 def test_two_processes_cannot_write_one_folder(tmp_path: Path) -> None:
     folder = EvaluationFolder.open(tmp_path, IDENTITY, "")
-    with pytest.raises(EvaluationError, match="another process is evaluating into this folder"):
+    with pytest.raises(FolderHeld, match="is evaluating into this folder"):
         EvaluationFolder.open(tmp_path, IDENTITY, "")
     folder.close()
     EvaluationFolder.open(tmp_path, IDENTITY, "").close()

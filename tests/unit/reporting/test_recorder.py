@@ -87,6 +87,11 @@ def test_utilisation_of_a_device_without_a_known_peak_is_not_a_number(bench: Any
     assert "Training Model Floating Point Utilization: n/a (the peak of this device is not known)" in bench.output
 
 
+def test_generate_line_has_the_age_of_asynchronous_groups(bench: Any, group: Any, report: Any) -> None:
+    bench.recorder().record_step(1, report(groups=(group(0),), trajectory_age_mean=0.5), None)
+    assert "responses, begun 0.50 steps ago on average (4.00s)" in bench.output
+
+
 def test_generate_line_says_what_was_sampled_beyond_and_what_was_recorded(bench: Any, group: Any, report: Any) -> None:
     fresh, recorded = group(0), group(1, ("a",))
     completion = dataclasses.replace(recorded.rollouts[0].completion, logprobs=())
