@@ -36,9 +36,9 @@ from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
 from posttrain.run_folder import WriteAccess, run_folder
 
-# Makes an export from a function that takes warnings, and whether adapters are merged into the model.
 # Memory and time of a run on a device of this name, with so many steps, in a few words; empty if they are not known.
 Planner = Callable[[RunConfig, str, int], str]
+# Makes an export from a function that takes warnings, and whether adapters are merged into the model.
 ExportMaker = Callable[[Callable[[str], None], bool], Exporter]
 
 
