@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from posttrain.checkpointing import Interruption, SaveDeadline
 from posttrain.checkpointing.save_and_resume import named_metric
-from posttrain.doctor.findings import EXIT_ERROR_FOUND
+from posttrain.errors import EXIT_ERROR_FOUND
 from posttrain.roles import Algorithm, Ending, Recorder, Saver
 from posttrain.types import StepReport
 
@@ -61,7 +61,7 @@ class TrainingLoop:
             except Exception as error:
                 self.saver.abandon(error)
                 raise
-        ending = self.recorder.finish(reason)
+            ending = self.recorder.finish(reason)
         if reason.startswith(STOPPED_BY_DOCTOR):
             return EXIT_ERROR_FOUND
         if not reason.startswith(STOPPED_BY) or interruption.signal is None:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
-from posttrain.doctor.findings import EXIT_ERROR_FOUND
-from posttrain.errors import InputError, near_path
+from posttrain.errors import EXIT_ERROR_FOUND, InputError, near_path
 
 if TYPE_CHECKING:
     from posttrain.doctor import Answer, Finding

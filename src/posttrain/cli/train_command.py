@@ -70,27 +70,28 @@ def run(kind: str, args: argparse.Namespace) -> int:
         accept_changes=args.resume_with_changes,
         restart=args.restart,
     )
-    for note in prepared.notes if not args.quiet else ():
-        print(note)
-    for warning in prepared.loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-
-    quieten_libraries()
-    from posttrain.build import Run
-    from posttrain.export.convert import PeriodicExport
-
     loaded = prepared.loaded
-    if not args.quiet:
-        print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
     try:
-        return Run(
-            loaded,
-            quiet=args.quiet,
-            make_export=PeriodicExport,
-            access=prepared.access,
-            verbose=args.verbose,
-            plan=planned,
-        ).execute()
+        with prepared.access.ending_on_error():
+            for note in prepared.notes if not args.quiet else ():
+                print(note)
+            for warning in loaded.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+            if not args.quiet:
+                print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
+
+            quieten_libraries()
+            from posttrain.build import Run
+            from posttrain.export.convert import PeriodicExport
+
+            return Run(
+                loaded,
+                quiet=args.quiet,
+                make_export=PeriodicExport,
+                access=prepared.access,
+                verbose=args.verbose,
+                plan=planned,
+            ).execute()
     except OutOfGpuMemoryError as error:
         from posttrain.planning.out_of_memory import advice
 

@@ -10,7 +10,6 @@ from posttrain.json_files import JsonMapping, JsonObject
 
 Severity = Literal["note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")  # from the mildest
-EXIT_ERROR_FOUND = 3  # of a command: the doctor has found an error
 MAX_TEXT = 400  # characters of an answer that are kept as evidence
 
 

@@ -10,7 +10,9 @@ and in vLLM. Those find the last token as the last one that is not padding; see 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,7 +23,13 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from posttrain.errors import reason_of
 from posttrain.models.attention_interface import ATTENTION
-from posttrain.models.loading import SettingsError, check_available, explain_missing
+from posttrain.models.loading import (
+    SettingsError,
+    check_available,
+    checked_config,
+    explain_missing,
+    unsafe_pickle,
+)
 from posttrain.policy.head import UnsupportedModelError, decoder_states, without_adapter_wrapper
 from posttrain.policy.packed import PackedRow
 
@@ -98,6 +106,7 @@ def load_reward_model(
     """
     check_available(name, field)
     try:
+        checked_config(name, field)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             name,
             num_labels=1,
@@ -107,6 +116,10 @@ def load_reward_model(
             ignore_mismatched_sizes=True,  # reported below
             **{**(overrides or {}), "trust_remote_code": False},
         )
+    except SettingsError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise SettingsError(f"{field}: {unsafe_pickle(Path(name))}") from error
     except OSError as error:
         raise explain_missing(name, field, error) from error
     except (TypeError, ValueError, SafetensorError) as error:

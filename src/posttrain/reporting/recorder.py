@@ -13,12 +13,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from posttrain.errors import Superseded, reason_of
 from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
@@ -64,6 +65,8 @@ REPORT_PERIOD_S = 10.0
 REPORT_TIME_SHARE = 0.02  # of the run time that rendering the report may take
 MAX_KEPT_WARNINGS = 100
 MAX_REASONS_PER_STEP = 20
+FENCE_PERIOD_S = 1.0  # a line of the log does not look for a newer attempt more often
+LOST_STEP = "lost_up_to_step"  # in run.json
 
 
 class RunRecorder:
@@ -117,6 +120,8 @@ class RunRecorder:
             verbose=verbose,
             clock=clock,
         )
+        if attempt is not None:
+            self._console.log([Line(attempt.heading)])
         self._info: Row = {}
         self._step = 0
         self._started: float | None = None
@@ -137,7 +142,9 @@ class RunRecorder:
         """Prepare the folder for step `resumed_step` + 1; 0 is a fresh run."""
         self._started = self._clock()
         self._step = resumed_step
-        is_finished = read_info(self.folder).get("status") == FINISHED
+        info = read_info(self.folder) if resumed_step else {}
+        self._lost_step = info.get(LOST_STEP)
+        is_finished = info.get("status") == FINISHED
         if resumed_step > self._max_steps or (resumed_step == self._max_steps and is_finished):
             self._is_complete = True
             return
@@ -150,6 +157,11 @@ class RunRecorder:
             self._examination.resume()
         self._open_log()
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
+        if not before and (self.folder / INFO_FILE).exists():
+            losses = [
+                *losses,
+                f"{INFO_FILE} is damaged: the warnings and changed settings of the steps before are lost",
+            ]
         earlier_changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
         changes = self._write_config(resumed_step)
         self._earlier_wall_s = float(before.get("wall_s", 0.0))
@@ -238,6 +250,23 @@ class RunRecorder:
         lines = results.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
         self._console.show(lines, even_if_quiet=True)
         return ending
+
+    def record_crash(self, error: BaseException, traceback: str) -> None:
+        """Write why a run that has begun ends. What cannot be written is left out: the error itself counts more."""
+        with suppress(OSError, Superseded):
+            if self._attempt is not None:
+                self._attempt.confirm()
+            if not self._info:
+                self._open_log()
+            self._console.log([Line(line) for line in traceback.rstrip("\n").split("\n")])
+            if not self._info:  # it was beginning; run.json is that of the attempt before
+                return
+            is_request = isinstance(error, KeyboardInterrupt)
+            reason = (
+                "stopped at once, by a second Ctrl-C" if is_request else f"{type(error).__name__}: {reason_of(error)}"
+            )
+            self._write_info("ended early" if is_request else "crashed", reason)
+            self._refresh_report(now=True)
 
     # ------------------------------------------------------------------ single lines and progress
 
@@ -333,7 +362,16 @@ class RunRecorder:
 
     def _open_log(self) -> None:
         attempt = self._attempt
-        may_write = (lambda: not attempt.is_superseded) if attempt is not None else lambda: True
+        looked: tuple[float, bool] | None = None
+
+        def may_write() -> bool:
+            nonlocal looked
+            if attempt is None:
+                return True
+            if looked is None or self._clock() - looked[0] >= FENCE_PERIOD_S:
+                looked = self._clock(), not attempt.is_superseded
+            return looked[1]
+
         self._console.log_to(self.folder / LOG_FILE, may_write)
 
     def _config_bytes(self) -> bytes:
@@ -384,6 +422,7 @@ class RunRecorder:
         self._info |= {
             "status": status,
             "reason": reason,
+            LOST_STEP: self._lost_step,
             "updated_at": _now(),
             "wall_s": self._earlier_wall_s + self._wall_s(),
             "warnings": list(self._warnings.values()),

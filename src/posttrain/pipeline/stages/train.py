@@ -11,8 +11,7 @@ from posttrain.config import LoadedConfig, load_config
 from posttrain.config.changes import same_but_for_the_version
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.doctor.findings import EXIT_ERROR_FOUND
-from posttrain.errors import InputError
+from posttrain.errors import EXIT_ERROR_FOUND, InputError
 from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.pipeline.iteration_models import trainable_folder
 from posttrain.pipeline.records import StageName, StageOutcome, about
@@ -146,6 +145,10 @@ def _ended(code: int, algorithm: str) -> tuple[int, str]:
         return code, f"train: stopped by the doctor, saved; see the finding above. {again[0].upper()}{again[1:]}"
     if code in (85, 130):
         return code, f"train: stopped, saved; {again}"
+    if code in (129, 143):
+        return 85, "train: stopped before there was anything to save; the same command starts it again"
+    if code == 74:
+        return code, f"train: the storage failed; see the error above. When it is mended, {again}"
     if code == 65:
         return (
             code,
