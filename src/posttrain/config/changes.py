@@ -27,6 +27,7 @@ from posttrain.redaction import same_but_for_credentials, without_credentials
 FREE_TO_CHANGE = (
     "preset",  # a name for settings that are compared themselves
     "logger.*",
+    "doctor.*",
     "cluster.*",
     "checkpointing.*",
     "*.max_num_steps",
