@@ -29,14 +29,18 @@ from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import WorkerGroup, call_all
+from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
+from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import append_log
 from posttrain.run_folder import WriteAccess, run_folder
 
+# Memory and time of a run on a device of this name, with so many steps, in a few words; empty if they are not known.
+Planner = Callable[[RunConfig, str, int], str]
 # Makes an export from a function that takes warnings, and whether adapters are merged into the model.
 ExportMaker = Callable[[Callable[[str], None], bool], Exporter]
 
@@ -52,11 +56,15 @@ class Run:
         title: str = "",
         make_export: ExportMaker | None = None,
         access: WriteAccess | None = None,
+        verbose: bool = False,
+        plan: Planner | None = None,
     ) -> None:
         self.loaded = loaded
         self.config: RunConfig = loaded.config
         self.quiet = quiet
         self.title = title
+        self.verbose = verbose
+        self._plan = plan
         self._make_export = make_export
         self._access = access or WriteAccess.take(loaded.config)
         self._cleanup = ExitStack()
@@ -128,7 +136,16 @@ class Run:
         workers = self._workers(chat)
         self._cleanup.callback(workers.close)
         facts = call_all(workers, Rank.facts)[0]
-        recorder = self._recording = self._recorder(recipe.presentation, workers, facts, max_steps)
+        header = header_lines(
+            config,
+            prepared,
+            facts,
+            unit=recipe.unit,
+            num_devices=workers.mesh.size,
+            max_steps=max_steps,
+            planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",
+        )
+        recorder = self._recording = self._recorder(recipe.presentation, workers, facts, max_steps, header)
         for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
             for reason, count in (rows.dropped if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
@@ -188,6 +205,7 @@ class Run:
             config.cluster.gpus_per_node,
             device=config.policy.device,
             num_threads=config.policy.num_threads,
+            mesh=Mesh.over(config.cluster.num_workers, config.policy.dtensor_cfg),
         )
         return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=self.quiet)
 
@@ -209,7 +227,7 @@ class Run:
         )
 
     def _recorder(
-        self, presentation: Presentation, workers: WorkerGroup, facts: ModelFacts, max_steps: int
+        self, presentation: Presentation, workers: WorkerGroup, facts: ModelFacts, max_steps: int, header: list[str]
     ) -> RunRecorder:
         config = self.config
         on_gpu = facts.device == "cuda"
@@ -223,10 +241,14 @@ class Run:
             config_yaml=self.loaded.to_yaml(),
             changes_since=partial(changes_since, loaded=self.loaded),
             quiet=self.quiet,
+            verbose=self.verbose,
+            header=header,
             title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
             refit_remark="the sampler shares the trainer's weights",
+            settings=self.loaded.flat(),
+            stop_on_error=config.doctor.on_error == "stop",
             attempt=self._access.record,
         )
 

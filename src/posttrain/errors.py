@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import signal
+from pathlib import Path
 
+EXIT_ERROR_FOUND = 3  # the doctor has found an error in a run
 EXIT_SAVED = 85  # stopped by SIGTERM or SIGHUP after saving
 
 
@@ -31,7 +34,18 @@ def path_error(error: OSError) -> InputError | None:
     """The error of a file or folder as one that names the path and the reason; None if it is not about a path."""
     if error.errno not in _OF_A_PATH or error.filename is None:
         return None
-    return InputError(f"{printable(error.filename)}: {error.strerror}")
+    near = near_path(Path(os.fsdecode(error.filename))) if error.errno == errno.ENOENT else ""
+    return InputError(f"{printable(error.filename)}: {error.strerror}{near}")
+
+
+def near_path(path: Path) -> str:
+    """A hint to put behind a path that does not exist: an entry of the same folder with a similar name, or nothing."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f" (did you mean {printable(str(path.parent / close[0]))!r}?)" if close else ""
 
 
 # What storage answers when it is full, gone or out of order, whatever the call.

@@ -357,3 +357,17 @@ def test_a_metric_that_is_measured_is_not_mentioned(tmp_path: Path, settings: di
     run = scene(tmp_path, save_period=2, **settings)
     run.loop.run()
     assert run.recorder.warned == []
+
+
+def test_a_problem_that_the_doctor_finds_saves_and_stops_the_run(tmp_path: Path) -> None:
+    made = scene(tmp_path, max_steps=6)
+    made.recorder.problem = "kl-runaway (error) at step 1"
+    assert made.loop.run() == 3
+    assert made.recorder.reason == "stopped by the doctor after step 1, saved: kl-runaway (error) at step 1"
+    assert made.checkpoints() == ["step_1"]
+
+
+def test_a_problem_in_the_last_step_does_not_change_how_a_run_ends(tmp_path: Path) -> None:
+    made = scene(tmp_path, max_steps=1)
+    made.recorder.problem = "kl-runaway (error) at step 1"
+    assert made.loop.run() == 0

@@ -23,6 +23,7 @@ from posttrain.cli import (
     convert_command,
     data_command,
     demo_command,
+    doctor_command,
     eval_command,
     gate_command,
     launch_command,
@@ -63,6 +64,7 @@ Tune language models from preferences and rewards.
   posttrain eval results/grpo data.dataset_name=gsm8k
                                                    measure a checkpoint; eval compare A B sets two side by side
   posttrain status results/grpo                    is a run alive, who holds its folder, why did it stop
+  posttrain doctor results/grpo                    what is wrong with a run, and the setting that mends it
   posttrain config show grpo --config FILE         every setting, and where it came from
   posttrain plan --config FILE --gpu h200          memory and time of a run before it starts
   posttrain data inspect traces.jsonl.gz           statistics of labelled traces; then advise, pairs and pack
@@ -78,11 +80,11 @@ Tune language models from preferences and rewards.
 """
 
 EPILOG = """\
-exit codes: 0 done · 64 bad config, data or checkpoint · 65 not one rollout could be scored · 74 the storage failed
-during the run · 75 another process is using the folder · 76 another process has taken the folder over · 85 stopped by
-SIGTERM or SIGHUP after saving · 143, 129 the same with nothing to save · 130 stopped by Ctrl-C after saving · 1 crash,
-lost record, or output that could not be written. After a stop or a kill, the same command resumes the run;
-`posttrain status FOLDER` shows why it ended.
+exit codes: 0 done · 3 an error that the doctor found · 64 bad config, data or checkpoint · 65 not one rollout could be
+scored · 74 the storage failed during the run · 75 another process is using the folder · 76 another process has taken
+the folder over · 85 stopped by SIGTERM or SIGHUP after saving · 143, 129 the same with nothing to save · 130 stopped by
+Ctrl-C after saving · 1 crash, lost record, or output that could not be written. After a stop or a kill, the same
+command resumes the run; `posttrain status FOLDER` shows why it ended.
 """
 
 
@@ -93,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=RAW,
     )
-    parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"posttrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     for command in (
         train_command,
@@ -101,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
         demo_command,
         config_command,
         data_command,
+        doctor_command,
         convert_command,
         eval_command,
         gate_command,

@@ -29,6 +29,7 @@ RICH_STYLES: dict[Style, str] = {
     "muted": "dim",
     "good": "green",
     "warning": "yellow",
+    "bad": "bold red",
 }
 # For streams whose encoding lacks them.
 ASCII_FORMS = str.maketrans({"▶": ">", "•": "-", "│": "|", "→": "->", "…": "...", "×": "x"})

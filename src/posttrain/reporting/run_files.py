@@ -2,6 +2,7 @@
 
     metrics.jsonl                         one JSON object per step, appended and fsynced
     unscored.jsonl                        one JSON object per step and reason for which rollouts could not be scored
+    findings.jsonl                        one JSON object per problem that the doctor has found, when it was found
     rollouts/step_N.jsonl.gz              the groups of training step N, one per line
     rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
     config.yaml                           the config that the run began with
@@ -30,6 +31,7 @@ from posttrain.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"
 UNSCORED_FILE = "unscored.jsonl"
+FINDINGS_FILE = "findings.jsonl"
 ROLLOUTS_FOLDER = "rollouts"
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "run.json"
@@ -39,7 +41,16 @@ LOG_FILE = f"{LOG_FOLDER}/train.log"
 FINISHED = "finished"  # the status in run.json of a run that has all its steps
 
 # Moved in this order. metrics.jsonl is last: as long as it is here, the move is not finished.
-FILES_OF_A_RUN = (REPORT_FILE, INFO_FILE, CONFIG_FILE, LOG_FOLDER, ROLLOUTS_FOLDER, UNSCORED_FILE, METRICS_FILE)
+FILES_OF_A_RUN = (
+    REPORT_FILE,
+    INFO_FILE,
+    CONFIG_FILE,
+    LOG_FOLDER,
+    ROLLOUTS_FOLDER,
+    UNSCORED_FILE,
+    FINDINGS_FILE,
+    METRICS_FILE,
+)
 TEMPORARY_SUFFIX = ".partial"
 
 Row = JsonObject
@@ -169,6 +180,7 @@ def open_run(folder: Path, resumed_step: int) -> tuple[list[str], list[str]]:
     last_row, changes = _truncate(folder / METRICS_FILE, resumed_step)
     notes += changes
     _truncate(folder / UNSCORED_FILE, resumed_step)
+    _truncate(folder / FINDINGS_FILE, resumed_step)
     _remove_rollouts(folder / ROLLOUTS_FOLDER, resumed_step)
     for place in (folder, folder / ROLLOUTS_FOLDER):
         for torn in place.glob(f"*{TEMPORARY_SUFFIX}"):

@@ -121,8 +121,9 @@ def test_plain_console_and_log_get_every_block_of_short_steps(bench: Any, on_ter
         assert place.log.count("[Train] ") == 3
         assert place.log.count("Max number of steps has been reached (3)") == 1
     assert bench.output == bench.log
-    assert re.findall(r"= Step (\d)/3 =", on_terminal.output) == ["1"]
+    assert "= Step" not in on_terminal.output
     assert "[Train]" not in on_terminal.output
+    assert on_terminal.output.count("\nstep ") == 3
 
 
 def test_log_has_what_was_said_before_the_folder_was_opened_and_what_quiet_hides(bench: Any, report: Any) -> None:
@@ -142,18 +143,38 @@ def test_header_comes_with_the_results_without_begin_step(bench: Any, report: An
     assert bench.output.count("= Step 1/10 =") == 1
 
 
-def test_short_steps_get_one_line_and_a_periodic_block_on_a_terminal(on_terminal: Any, report: Any) -> None:
+def test_a_terminal_gets_one_line_per_step_with_the_trend_and_an_answer_every_ten_seconds(
+    on_terminal: Any, report: Any, group: Any
+) -> None:
     recorder = on_terminal.recorder(max_steps=100)
     for step in range(1, 31):
         on_terminal.clock.now += 1.0
         recorder.begin_step(step)
         recorder.stage("Training policy")
-        recorder.record_step(step, report(step, step_s=0.5), report() if step == 25 else None)
-    blocks = [int(step) for step in re.findall(r"= Step (\d+)/100 =", on_terminal.output)]
-    single = [int(step) for step in re.findall(r"^step +(\d+)/100 ", on_terminal.output, re.MULTILINE)]
-    assert blocks == [1, 11, 21, 25]  # the first, every ten seconds, and with a validation
-    assert sorted(blocks + single) == list(range(1, 31))
-    assert on_terminal.output.count("▶ Training policy...") == 1  # only before the steps turned out to be short
+        recorder.record_step(step, report(step, step_s=20.0, groups=(group(),)), report() if step == 25 else None)
+    lines = re.findall(r"^step +(\d+)/100 .*", on_terminal.output, re.MULTILINE)
+    assert [int(step) for step in lines] == list(range(1, 31))
+    assert on_terminal.output.count("1.0000 │ 4") == 3  # steps 1, 11 and 21
+    assert "(+1 in 20 steps)" in on_terminal.output  # the reward rises by 0.1 a step
+    assert "Training Results:" not in on_terminal.output
+    assert "▶" not in on_terminal.output
+
+
+def test_verbose_shows_the_long_form_on_a_terminal_too(on_terminal: Any, report: Any) -> None:
+    recorder = on_terminal.recorder(verbose=True)
+    recorder.begin_step(1)
+    recorder.record_step(1, report(), None)
+    assert "= Step 1/10 =" in on_terminal.output
+    assert "Training Results:" in on_terminal.output
+    assert "\nstep " not in on_terminal.output
+
+
+def test_the_header_says_what_is_trained_and_whether_the_folder_is_new(bench: Any, report: Any) -> None:
+    header = ["model    some model", "data     7 prompts"]
+    bench.recorder(header=header).record_step(1, report(), None)
+    assert bench.output.startswith(f"model    some model\ndata     7 prompts\nfolder   {bench.folder}, new\n")
+    bench.recorder(resumed_step=1, header=header)
+    assert f"folder   {bench.folder}, resumed after step 1\n" in bench.output
 
 
 @pytest.mark.parametrize(
@@ -294,7 +315,7 @@ def test_quiet_shows_only_warnings_and_the_summary(bench: Any, report: Any) -> N
     recorder.warn("careful")
     assert bench.output == "warning: careful\n"
     recorder.finish("max_num_steps reached")
-    assert "max_num_steps reached. 1 steps" in bench.output
+    assert "max_num_steps reached. 1 step," in bench.output
     assert "report.html" in bench.output
 
 
