@@ -102,8 +102,7 @@ def prepare_jobs(args: argparse.Namespace, model: Path) -> list[Job]:
         kind=DPO,
         rows=pair_rows(tokenizer, job.num_pairs, job.num_sequence_tokens),
         trl_micro_batch=min(8, job.num_pairs),
-        posttrain_micro_batch_tokens=args.dpo_tokens
-        or 3 * job.num_sequence_tokens // 2,  # one pair: its prompt, two answers
+        posttrain_micro_batch_tokens=args.dpo_tokens or 2 * job.num_sequence_tokens,  # the least that is accepted
     )
     jobs = [job for job in (grpo, dpo) if args.only in (None, job.kind)]
     if args.tiny:

@@ -16,9 +16,10 @@ os.environ["RAY_ADDRESS"] = "local"  # nor a Ray cluster that runs on this machi
 settings.register_profile("posttrain", deadline=None, derandomize=True, database=None)
 settings.load_profile("posttrain")
 
-# A shell starts what runs in the background deaf to Ctrl-C, and children inherit that. Some tests send themselves one.
+# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored, and children inherit that. Some tests send them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="the cases that CI runs")
     parser.add_argument("--keep", action="store_true", help="leave the folders of the last case where they are")
     args = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and children inherit that
     chosen = [name.strip() for name in args.only.split(",") if name.strip()] or list(PARTS)
     if unknown := [name for name in chosen if name not in PARTS]:
         parser.error(f"no such part: {', '.join(unknown)}; there are {names}")

@@ -22,7 +22,7 @@ from faults.processes import Finished, Surroundings
 from faults.worker import EXTRA_MEMORY_BYTES, Worker
 
 CORPUS = Path(__file__).parent / "corpus"
-COUNTS = {"config": 5000, "rows": 4000, "traces": 800}
+COUNTS = {"config": 5200, "rows": 4000, "traces": 800}
 SHORT_COUNTS = {"config": 60, "rows": 60, "traces": 20}
 EVERY_NTH_AS_USER = 400
 
@@ -95,7 +95,12 @@ def replay(file: Path, folder: Path, chance: random.Random) -> None:
     values = json.loads(file.read_text())
     for name, entry in values.get("files", {}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content_of(entry))
+        if entry == {"pipe": True}:
+            os.mkfifo(folder / name)
+        elif isinstance(entry, dict) and "link" in entry:
+            (folder / name).symlink_to(entry["link"])
+        else:
+            (folder / name).write_bytes(content_of(entry))
     arguments = [word.replace("FOLDER", str(folder)) for word in values["command"]]
     finished = processes.run(
         arguments,
@@ -105,6 +110,7 @@ def replay(file: Path, folder: Path, chance: random.Random) -> None:
     )
     assert_no_traceback(finished)
     assert finished.code == values["exit"], f"{values['why']}: {finished}"
+    assert values.get("says", "") in finished.output, f"{values['why']}: {finished}"
 
 
 # -- paths that are no files -------------------------------------------------------------------------------------------
@@ -141,11 +147,13 @@ COMMANDS: dict[str, list[str]] = {
     "plan": ["plan", "--config", "PATH"],
     "key-file": ["serve", "{model}", "--api-key-file", "PATH"],
 }
+# A folder that is made, or is there and empty.
+FINE = {(command, name) for command in ("registry-place", "convert-to") for name in ("missing", "folder", "empty-name")}
 HOSTILE_PATHS = {
     f"{command}:{name}": [word.replace("PATH", path) for word in words]
     for command, words in COMMANDS.items()
     for name, path in BAD_PATHS.items()
-    if "\x00" not in path and (command, name) not in {("registry-place", "missing"), ("registry-place", "folder")}
+    if "\x00" not in path and (command, name) not in FINE
 }
 HOSTILE_PATHS["deleted-working-directory"] = ["config", "check", "grpo", "--config", "x.yaml"]
 SHORT_PATHS = ("config:dev-zero", "run-folder:in-dev-null", "registry:long-name", "convert-to:long-name")

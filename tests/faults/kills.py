@@ -94,19 +94,32 @@ def _killed_at(moment: str, arguments: list[str], run: Path, log: Path, chance: 
 def kill_ray(lab: Lab, victim: str, folder: Path, chance: random.Random) -> None:
     kind, run = "dpo-ray-background", folder / "run"
     lab.whole(kind)
-    for attempt in range(RAY_KILLS):
+    kills = 0
+    for attempt in range(3 * RAY_KILLS):
         running = processes.begin(lab.arguments(kind, run), folder / f"log_{attempt}")
-        before = tiny_runs.count_rows(run)
-        moment = chance.choice(["start", "row", "saving"])
-        if moment == "start":
-            running.wait_for(partial(_ranks_of, running))
-            time.sleep(chance.uniform(0, 5))
-        elif moment == "row":
-            running.wait_for(lambda: tiny_runs.count_rows(run) > before)  # noqa: B023 - called in this turn only
-        else:
-            running.wait_for(lambda: any(run.glob("tmp_step_*")) or tiny_runs.count_rows(run) > before + 2)  # noqa: B023
-        _kill_of_ray(victim, running, chance)
+        _wait_for_a_moment(running, run, chance)
+        if _killed_in_ray(victim, running, chance):
+            kills += 1
+        else:  # it was over before: this was none
+            lab.assert_same_end(kind, run, running.finish())
+            shutil.rmtree(run)
+        if kills == RAY_KILLS:
+            break
+    else:
+        raise AssertionError(f"the run was over before {RAY_KILLS} kills hit it")
     lab.assert_same_end(kind, run, processes.run(lab.arguments(kind, run), folder / "log", limit_s=300))
+
+
+def _wait_for_a_moment(running: Running, run: Path, chance: random.Random) -> None:
+    before = tiny_runs.count_rows(run)
+    moment = chance.choice(["start", "row", "saving"])
+    if moment == "start":
+        running.wait_for(lambda: _ranks_of(running))
+        time.sleep(chance.uniform(0, 5))
+    elif moment == "row":
+        running.wait_for(lambda: tiny_runs.count_rows(run) > before)
+    else:
+        running.wait_for(lambda: any(run.glob("tmp_step_*")) or tiny_runs.count_rows(run) > before + 2)
 
 
 def _ranks_of(running: Running) -> list[psutil.Process]:
@@ -120,23 +133,24 @@ def _ranks_of(running: Running) -> list[psutil.Process]:
     return found
 
 
-def _kill_of_ray(victim: str, running: Running, chance: random.Random) -> None:
+def _killed_in_ray(victim: str, running: Running, chance: random.Random) -> bool:
+    """Whether the run was still going on."""
     everybody, ranks = processes.descendants(running.pid), _ranks_of(running)
     try:
         if victim == "rank":
-            if ranks:
-                processes.kill([chance.choice(ranks)])
-            finished = running.finish()
-            assert finished.code not in (0, 64), f"a rank was killed, and the run did not say so: {finished}"
+            processes.kill([chance.choice(ranks)] if ranks else [])
         elif victim == "driver":
-            os.kill(running.pid, signal.SIGKILL)
-            running.process.join()
+            running.process.kill()
         else:
             running.kill_all()
+        running.process.join(180)
         left = processes.wait_until_gone(ranks, 90)
         assert not left, f"{len(left)} ranks still run 90 s after the kill of the {victim}"
+        finished = running.finish()
+        assert finished.code != 64, f"a killed {victim} was taken for bad input: {finished}"
     finally:
         processes.kill(everybody)
+    return finished.code != 0
 
 
 # -- conversion, registry, pipeline ------------------------------------------------------------------------------------

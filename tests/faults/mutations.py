@@ -29,7 +29,17 @@ class Input:
 
 KINDS = ("grpo", "dpo", "rm", "sft", "eval")
 # Sections whose keys are another library's or the user's own.
-FREE_SECTIONS = ("kwargs", "env.", "logger.", "scheduler", "chat_template_kwargs", "defaults", "preset", "data.")
+FREE_SECTIONS = (
+    "kwargs",
+    "reward_model_cfg",
+    "env.",
+    "logger.",
+    "scheduler",
+    "chat_template_kwargs",
+    "defaults",
+    "preset",
+    "data.",
+)
 WORDS = ("nonsense words", "{a: 1}", "[1, 2]", "{}", "''", "2026-01-01", "0x", "1 2", "--", "tru", "[[[]]]")
 NUMBERS = (
     ".nan",

@@ -31,6 +31,7 @@ from tiny_runs import (
     save_model,
     start,
     wait_until,
+    weights_of,
 )
 from transformers import AutoModelForCausalLM
 
@@ -122,6 +123,20 @@ def copy_until(step: int, source: Path, target: Path) -> Path:
     return target
 
 
+def test_rounds_on_two_ranks_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:
+    def arguments(name: str) -> list[str]:
+        rounds = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2"]
+        return [*grpo(model, data, tmp_path / name, steps=STEPS), *GRPO_SETTINGS, *ON_TWO, *rounds]
+
+    assert run(arguments("whole")) == 0
+    ages = [row.get("train/trajectory_age_max", 0) for row in results_of(tmp_path / "whole")]
+    assert 0 < max(ages) <= 2
+    copy_until(2, tmp_path / "whole", tmp_path / "resumed")
+    assert run(arguments("resumed")) == 0
+    assert results_of(tmp_path / "resumed") == results_of(tmp_path / "whole")
+    assert weights_of(tmp_path / f"resumed/step_{STEPS}") == weights_of(tmp_path / f"whole/step_{STEPS}")
+
+
 def test_grpo_is_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
     def arguments(name: str) -> list[str]:
         return [*grpo(model, data, tmp_path / name, steps=STEPS), *GRPO_SETTINGS]
@@ -148,6 +163,29 @@ def test_grpo_is_independent_of_the_number_of_actors(model: Path, data: Path, tm
         for ours, theirs in zip(together.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # an update moves a weight by up to 1e-2
     assert_converts(tmp_path / "two", model, STEPS)
+
+
+def test_grpo_is_the_same_on_actors_that_share_layers_and_on_actors_that_share_rows(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(tmp_path / "model", num_kv_heads=2)
+    share_layers = [*ON_TWO, "policy.dtensor_cfg.tensor_parallel_size=2"]
+    share_rows = [*ON_TWO, "policy.dtensor_cfg.context_parallel_size=2"]
+
+    def arguments(name: str) -> list[str]:
+        return [*grpo(model, data, tmp_path / name, steps=4), *GRPO_SETTINGS]
+
+    assert run([*arguments("local"), *LOCAL]) == 0
+    assert run([*arguments("layers"), *share_layers, *IN_BACKGROUND]) == 0
+    assert_same_curves(tmp_path / "layers", tmp_path / "local")
+    copy_until(2, tmp_path / "layers", tmp_path / "layers_then_rows")
+    assert run([*arguments("layers_then_rows"), *share_rows]) == 0
+    assert_same_curves(tmp_path / "layers_then_rows", tmp_path / "local")
+    assert_converts(tmp_path / "layers", model, 4)
+    # What cannot be split is named, with the exit code of wrong input.
+    one_kv_head = save_model(tmp_path / "one_kv_head")
+    assert run([*grpo(one_kv_head, data, tmp_path / "refused"), *share_layers]) == 64
+    assert "tensor_parallel_size = 2 does not divide the model's num_key_value_heads = 1" in capsys.readouterr().err
 
 
 def test_recorded_groups_are_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,18 @@ def test_age_0_is_the_synchronous_run(model: Path, data: Path, tmp_path: Path) -
     kept = [{name: value for name, value in row.items() if name not in added} for row in results_of(rounded)]
     assert kept == results_of(plain)
     assert weights_of(rounded / f"step_{STEPS}") == weights_of(plain / f"step_{STEPS}")
+
+
+def test_a_synchronous_run_says_that_it_drops_the_open_groups_of_a_checkpoint(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert run(rounds(model, data, folder, 2)) == 0
+    for step in range(4, STEPS + 1, 2):
+        shutil.rmtree(folder / f"step_{step}")
+    capsys.readouterr()
+    assert run([*grpo(model, data, folder, steps=STEPS), "--resume-with-changes"]) == 0
+    assert "step_2 holds sampled groups for later steps (rounds)" in "".join(capsys.readouterr())
 
 
 @pytest.mark.slow

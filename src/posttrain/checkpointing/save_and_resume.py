@@ -71,6 +71,11 @@ class CheckpointSaver:
             return 0
         state = load_training_state(folder)
         self.stream.load_state_dict(state.stream_state)
+        if unused := sorted(set(state.stream_state) - set(self.stream.state_dict())):
+            self.recorder.warn(
+                f"{folder} holds sampled groups for later steps ({', '.join(unused)}); these settings do not use them, so "
+                "they are not trained on"
+            )
         self.trainer.load(folder)
         self.trainer.num_updates = int(state.extra["num_updates"])
         self.total_tokens = int(state.extra["total_tokens"])

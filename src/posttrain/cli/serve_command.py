@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
-from posttrain.json_files import JsonObject
+from posttrain.json_files import JsonObject, read_at_most
 from posttrain.redaction import name_secret
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions, ServerLimits, is_loopback
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _DRAIN_TIMEOUT_S = 120.0
+_MAX_KEY_FILE_BYTES = 2**20
 # What vLLM's own server does not do.
 _NATIVE_ONLY = (
     "canary", "drain_timeout_s", "kv_cache_gib", "max_prefill_tokens",
@@ -76,7 +77,10 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     group.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help=f"keys that are accepted (default: {KEY_VARIABLE})"
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"keys that are accepted; lines with # are comments (default: {KEY_VARIABLE})",
     )
     group.add_argument("--api-key", metavar="KEY", help="the same, but others on this machine can see it")
     group.add_argument("--no-auth", action="store_true", help="serve everyone who can reach --host, without a key")
@@ -236,13 +240,18 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
     source, text = (KEY_VARIABLE, os.environ.get(KEY_VARIABLE)) if given is None else ("--api-key", given)
     if file is not None:
         try:
-            source, text = f"--api-key-file {file}", file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+            source, text = f"--api-key-file {file}", read_at_most(file, _MAX_KEY_FILE_BYTES).decode()
+        except (OSError, ValueError) as error:
+            reason = (
+                "it is no UTF-8 text"
+                if isinstance(error, UnicodeDecodeError)
+                else getattr(error, "strerror", None) or error
+            )
             raise InputError(f"--api-key-file {file} cannot be read: {reason}") from error
     if text is None:
         return ()
-    keys = tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
+    lines = [line for line in text.splitlines() if file is None or not line.lstrip().startswith("#")]
+    keys = tuple(dict.fromkeys(key.strip() for line in lines for key in line.split(",") if key.strip()))
     if not keys:
         raise InputError(f"{source} holds no key: everyone could use the server")
     for key in keys:

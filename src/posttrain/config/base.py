@@ -16,7 +16,6 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Port = Annotated[int, Field(ge=1, le=65535)]
 FreeMap = dict[str, Any]
 MAX_INTEGER = 2**63
 MAX_FLOAT = 1e30  # what float32 can still multiply

@@ -169,7 +169,7 @@ REFUSED_DATASETS = {
         ("avqa", "audiomcq", "mmau", "intent", "intent-train", "intent-bench", "daily-omni"),
         "its prompts contain sound or video, and posttrain trains on text only",
     ),
-    "NemoGymDataset": "it belongs to NeMo-Gym's servers; a conversation with an environment is a class of yours under `env`",
+    "NemoGymDataset": "it is for NeMo-Gym's servers; a conversation with an environment is a class of yours under `env`",
     "arrow_text": "posttrain does not read .arrow files; save them with `datasets` as .parquet and give `data_path`",
 }
 

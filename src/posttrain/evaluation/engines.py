@@ -1,6 +1,6 @@
 """The engines of an evaluation: one in this process, or one on each GPU of the cluster, which share the problems.
 
-Each engine has the whole model and knows nothing of the others. Sampling noise is keyed by problem and sample, so answers
+Each engine has the whole model and is independent of the others. Sampling noise is keyed by problem and sample, so answers
 do not depend on how many engines there are.
 """
 

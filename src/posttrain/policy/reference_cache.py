@@ -103,6 +103,11 @@ class CachedReference:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             end = self._load(header, step) if step > 1 else 0  # a run that resumes makes step 2 or a later one first
+            if step > 1 and (not end or self._is_damaged_at(end, step)):
+                self._warn(
+                    f"{self._path} is missing, damaged or of another reference: log-probabilities of the reference are "
+                    "computed again, so this run may differ from an uninterrupted one in the last bits"
+                )
             with open(self._path, "r+b" if end else "wb") as file:
                 file.truncate(end)
                 if not end:
@@ -127,6 +132,12 @@ class CachedReference:
             self._num_bytes += sum(values.nbytes + _OVERHEAD_BYTES for values in entries.values())
             end = record_end
         return end
+
+    def _is_damaged_at(self, end: int, step: int) -> bool:
+        """Whether a record from before `step` follows the whole ones. One that a kill left half-written is of a later step."""
+        assert self._path is not None
+        content = self._path.read_bytes()
+        return len(content) >= end + _RECORD.size and _RECORD.unpack_from(content, end)[0] < step
 
     def _append(self, entries: dict[bytes, Logprobs], step: int) -> None:
         assert self._path is not None

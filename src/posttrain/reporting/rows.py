@@ -113,8 +113,8 @@ def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
     add("policy_training_tokens_per_sec_per_gpu", tokens, training_s)
     add("policy_and_reference_logprobs_tokens_per_sec_per_gpu", tokens, logprobs_s)
     add("training_worker_group_tokens_per_sec_per_gpu", tokens, training_s + logprobs_s if training_s else 0.0)
-    if not _is_all_recorded(report):
-        add("generation_tokens_per_sec_per_gpu", tokens, float(timings_s.get("generation", 0.0)))
+    sampled_tokens = tokens * _sampled_by_trained(report)
+    add("generation_tokens_per_sec_per_gpu", sampled_tokens, float(timings_s.get("generation", 0.0)))
     if report.num_samples > 0 and tokens > 0:
         rates["mean_total_tokens_per_sample"] = tokens / report.num_samples
     if hardware.flops_per_token:
@@ -124,10 +124,12 @@ def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
     return rates
 
 
-def _is_all_recorded(report: StepReport) -> bool:
-    """Whether no answer was sampled, so that there is no generation speed."""
-    rollouts = [rollout for group in report.groups for rollout in group.rollouts]
-    return bool(rollouts) and not any(rollout.completion.logprobs for rollout in rollouts)
+def _sampled_by_trained(report: StepReport) -> float:
+    """Tokens of answers that were sampled in this step, divided by those that it trained on. They differ where groups are
+    filtered, kept for later steps or recorded."""
+    trained = sum(rollout.completion.num_sampled for group in report.groups for rollout in group.rollouts)
+    sampled = report.metrics.get("num_generated_tokens")
+    return 1.0 if sampled is None or not trained else sampled / trained
 
 
 # ------------------------------------------------------------------------------------------- rollouts
@@ -202,3 +204,17 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
 def read_rollouts(path: Path) -> list[Row]:
     with gzip.open(path, "rb") as lines:
         return [json.loads(line) for line in lines]
+
+
+def is_accuracy(row: Row) -> bool:
+    """Whether `validation/accuracy` of a row is one: a share of pairs, or a mean of rewards that are all 0 or 1.
+
+    Rewards between 0 and 1 have the variance mean · (1 - mean) only if each of them is one or the other.
+    """
+    mean = row.get("validation/reward")
+    if mean is None:
+        return True
+    low, high, spread = (row.get(f"validation/reward_{name}") for name in ("min", "max", "std"))
+    if low is None or high is None or spread is None:
+        return 0 <= mean <= 1
+    return bool(low >= 0 and high <= 1 and abs(spread**2 - mean * (1 - mean)) < 1e-6)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from posttrain.algorithms.step_reports import StageClock
 from posttrain.roles import RoundEngine, Stateful
@@ -45,12 +44,12 @@ class StreamAndOpenGroups:
         self.stream.load_state_dict(state)
         rows = state.get(ROUNDS, [])  # a run that began without rounds has no open group
         assert isinstance(rows, list)
-        self.open = [self._group(row) for row in rows]
-
-    def _group(self, row: Mapping[str, Any]) -> OpenGroup:
         assert self.tasks is not None, "the rollouts are built before a checkpoint is loaded"
-        task = self.tasks.item(row["draw"])
-        return OpenGroup(task, row["born"], tuple(_answer(answer, task) for answer in row["answers"]))
+        self.open = []
+        for row in rows:
+            task = self.tasks.item(row["draw"])
+            answers = tuple(_answer(answer, task) for answer in row["answers"])
+            self.open.append(OpenGroup(task, row["born"], answers))
 
 
 def _answer(row: object, task: Task) -> OpenAnswer:

@@ -226,7 +226,7 @@ def test_check_environments_accepts_what_can_be_built(tmp_path: Path) -> None:
         ({"math": {"timeout_s": "soon"}}, "env.math.timeout_s is 'soon'"),
         ({"math": {"math_verify_impl": "sympy"}}, "'hf_math_verify' or 'dapo_math_verify'"),
         ({"math": {"verifier_type": "essay"}}, "'math', 'english_multichoice' or 'multilingual_multichoice'"),
-        ({"math": {"num_worker": 2}}, "env.math.num_worker is 2: is not a key .* did you mean 'num_workers'"),
+        ({"math": {"num_worker": 2}}, "env.math.num_worker: is not a key .* did you mean 'num_workers'"),
         ({"mine": {"timeout_s": 2}}, "env.mine does not say how to judge"),
         ({"mine": {"function": 3}}, "env.mine.function is 3"),
         ({"mine": {"function": "reward"}}, "env.mine.function is 'reward'"),

@@ -38,6 +38,7 @@ REWARDS = """
         if response == "keyboard interrupt": raise KeyboardInterrupt
         if response == "os._exit": os._exit(7)
         if response == "segfault": ctypes.string_at(0)
+        if response == "out of memory": return bytearray(1 << 45)
         if response == "killed": os.kill(os.getpid(), signal.SIGKILL)
         if response == "close everything": os.closerange(0, 256)
         if response == "string": return "0.5"
@@ -150,6 +151,13 @@ def test_a_misbehaving_reward_is_unscored_and_its_neighbours_are_scored(
     scores = score(patient, ["good", misbehaviour, "good"])
     assert [one.reward for one in scores] == [0.25, None, 0.25]
     assert scores[1].error == error
+
+
+def test_a_worker_that_ran_out_of_memory_gets_no_other_answer(patient: ScoringRouter) -> None:
+    """It ends after its reply; an answer sent to it meanwhile would be lost."""
+    scores = score(patient, ["out of memory", "good"] * 6)
+    assert [one.reward for one in scores] == [None, 0.25] * 6
+    assert {one.error for one in scores} == {"MemoryError", None}
 
 
 def test_an_object_that_cannot_be_pickled_or_a_stack_overflow_is_unscored(patient: ScoringRouter) -> None:
@@ -339,3 +347,18 @@ def test_workers_and_their_children_end_with_the_process_that_started_them(
     finally:
         driver.kill()
         driver.wait()
+
+
+def test_a_printed_key_of_several_lines_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["-----BEGIN X PRIVATE KEY-----", "MIIEplanted/abcd", "EFGHplanted+ij=", "-----END X PRIVATE KEY-----"]
+    monkeypatch.setenv("SSH_PRIVATE_KEY", "\n".join(lines))
+    (tmp_path / "tell.py").write_text(
+        "import os\ndef tell(response):\n    print(os.environ['SSH_PRIVATE_KEY'], flush=True)\n    return 1.0\n"
+    )
+    with build_environments({"mine": {"function": "tell.py:tell", "num_workers": 1}}, tmp_path) as environment:
+        assert score(environment, ["x"])[0].reward == 1.0
+    shown = capsys.readouterr().err
+    assert "[env.mine] ***" in shown
+    assert "planted" not in shown

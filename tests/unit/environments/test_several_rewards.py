@@ -214,7 +214,7 @@ def test_the_breakdown_is_in_the_rollouts_and_in_the_metrics() -> None:
             {"rewards": {"a": {"type": "regex", "pattern": "("}}},
             r"a.pattern is '\(': not a regular expression: missing \)",
         ),
-        ({"rewards": {"a": {"type": "regex", "patern": "x"}}}, r"a.patern is 'x': .* 'regex'; did you mean 'pattern'"),
+        ({"rewards": {"a": {"type": "regex", "patern": "x"}}}, r"a.patern: .* 'regex'; did you mean 'pattern'"),
         ({"rewards": {"a": {"type": "math", "weight": "big"}}}, r"a.weight is 'big'"),
         ({"rewards": {"a": {"type": "math", "weight": float("nan")}}}, r"a.weight is nan"),
         ({"rewards": {"a": {"type": "length"}}}, "one of limit and target is needed"),
@@ -226,10 +226,10 @@ def test_the_breakdown_is_in_the_rollouts_and_in_the_metrics() -> None:
         ({"rewards": {"a": {"type": "math"}}, "function": "a.py:f"}, "`function` defines a single reward"),
         ({"rewards": {"a": {"type": "math"}}, "pattern": "x"}, "`pattern` defines a single reward"),
         ({"rewards": {"a": "math"}}, r"env.several.rewards.a is 'math'"),
-        ({"type": "regex", "pattern": "x", "weight": 2}, r"env.several.weight is 2: is not a key"),
-        ({"type": "regex", "pattern": "x", "function": "a.py:f"}, r"function is 'a.py:f': is not a key"),
-        ({"patern": "x"}, "env.several.patern is 'x': is not a key of an environment without `type`"),
-        ({"precision": 3}, "env.several.precision is 3: is not a key of an environment without `type`"),
+        ({"type": "regex", "pattern": "x", "weight": 2}, r"env.several.weight: is not a key"),
+        ({"type": "regex", "pattern": "x", "function": "a.py:f"}, r"function: is not a key"),
+        ({"patern": "x"}, "env.several.patern: is not a key of an environment without `type`"),
+        ({"precision": 3}, "env.several.precision: is not a key of an environment without `type`"),
     ],
 )
 def test_a_wrong_block_is_refused_and_named(block: dict[str, Any], message: str) -> None:

@@ -293,7 +293,7 @@ def test_a_config_of_another_model_is_refused(model: Path, sharded: Path, tmp_pa
     fails(r"other\.yaml has no policy\.model_name", sharded / "dcp", tmp_path / "hf", config=other)
     fails("Give the run's config.yaml with --config", sharded / "dcp", tmp_path / "hf")
     other.write_text("- 1\n")
-    fails("is no config of a run", step, tmp_path / "hf", config=other)
+    fails("expected a map of sections", step, tmp_path / "hf", config=other)
 
 
 def test_settings_of_generation_are_written_as_they_were(model: Path, tmp_path: Path) -> None:

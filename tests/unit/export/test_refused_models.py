@@ -127,9 +127,9 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": "x"}, "Field 'rms_norm_eps' expected float, got str (value: 'x')"),
     ({"hidden_act": "zork"}, "hidden_act 'zork' is not known to transformers"),
     ({"num_attention_heads": 3}, "hidden size (32) is not a multiple of the number of attention heads (3)"),
-    ({"hidden_size": "128"}, "Field 'hidden_size' expected int, got str (value: '128')"),
+    ({"hidden_size": "128"}, "hidden_size is '128'; a whole number from 1 to"),
     ({"rope_theta": "a", "rope_parameters": None}, "unsupported operand"),
-    ({"num_key_value_heads": 0}, "ZeroDivisionError"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads is 0; a whole number from 1 to"),
 ]
 
 
@@ -139,7 +139,8 @@ def test_impossible_config_value_is_quoted(
 ) -> None:
     folder = copy_with(model, tmp_path / "bad", **changes)
     error = refused(folder)
-    assert error.startswith(f"posttrain: error: {folder}/config.json: ")
+    assert error.startswith("posttrain: error: ")
+    assert f"{folder}/config.json: " in error
     assert words in error
     with pytest.raises(InputError) as of_eval_and_serve:
         load_for_sampling(str(folder), device="cpu")

@@ -168,6 +168,34 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     assert CachedReference(CountingPolicy(), LARGE, tmp_path).logprobs(STEPS[1], 2)[1] == 0.0
 
 
+@pytest.mark.parametrize("damage", ["missing", "empty", "flipped", "other reference"])
+def test_a_resumed_run_says_that_the_file_was_lost(tmp_path: Path, damage: str) -> None:
+    run(tmp_path, {1: STEPS[1], 2: STEPS[2]})
+    path = tmp_path / FILE_NAME
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "flipped":
+        content[-1] ^= 1
+        path.write_bytes(bytes(content))
+    said: list[str] = []
+    policy = CountingPolicy("cd" * 32 if damage == "other reference" else "ab" * 32)
+    CachedReference(policy, LARGE, tmp_path, said.append).logprobs(STEPS[3], 3)
+    assert len(said) == 1
+    assert FILE_NAME in said[0]
+
+
+def test_a_record_of_the_interrupted_step_is_no_damage(tmp_path: Path) -> None:
+    run(tmp_path, STEPS)
+    path = tmp_path / FILE_NAME
+    path.write_bytes(path.read_bytes()[:-3])
+    said: list[str] = []
+    CachedReference(CountingPolicy(), LARGE, tmp_path, said.append).logprobs(STEPS[3], 3)
+    assert said == []
+
+
 def test_a_full_cache_stays_as_it_was_when_it_filled_up(tmp_path: Path) -> None:
     """A smaller answer that would still fit is not added later: it would be added at another step after a resume."""
     room = 250  # A, of 212 bytes, and nothing else

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_groups import group
 
 from posttrain.reporting.rows import Hardware, performance, top_level_stages, training_row, validation_row
 from posttrain.types import StepReport
@@ -28,6 +29,14 @@ def test_throughput_reproduces_the_published_nemo_rl_step() -> None:
     assert rates["policy_and_reference_logprobs_tokens_per_sec_per_gpu"] == pytest.approx(17251.90, rel=1e-3)
     assert rates["training_worker_group_tokens_per_sec_per_gpu"] == pytest.approx(5422.89, rel=1e-3)
     assert rates["generation_tokens_per_sec_per_gpu"] == pytest.approx(3420.66, rel=1e-3)
+
+
+@pytest.mark.parametrize(("num_generated", "rate"), [(8.0, 100.0), (2.0, 25.0), (0.0, None)])
+def test_generation_rate_counts_what_the_step_sampled(num_generated: float, rate: float | None) -> None:
+    """A step of asynchronous GRPO trains on 8 sampled tokens, of which earlier steps have sampled some."""
+    groups = (group(0, [0.0, 1.0], lengths=[4, 4]),)
+    report = StepReport({"num_generated_tokens": num_generated}, {"generation": 1.0}, groups, 100, 2)
+    assert performance(report, Hardware(1)).get("generation_tokens_per_sec_per_gpu") == rate
 
 
 def test_flops_are_tera_per_device_and_mfu_is_a_share_of_the_peak() -> None:
