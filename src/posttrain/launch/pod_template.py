@@ -206,7 +206,9 @@ def _one_pod_per_machine(request: LaunchRequest) -> Object:
             "requiredDuringSchedulingIgnoredDuringExecution": [{**selector, "topologyKey": "kubernetes.io/hostname"}]
         }
     }
-    if request.profile.nodes.zone is None and request.gpus_per_node:  # the fabric does not cross zones: follow the first pod
+    if (
+        request.profile.nodes.zone is None and request.gpus_per_node
+    ):  # the fabric does not cross zones: follow the first pod
         affinity["podAffinity"] = {
             "requiredDuringSchedulingIgnoredDuringExecution": [
                 {**selector, "topologyKey": "topology.kubernetes.io/zone"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
@@ -27,13 +27,23 @@ class ClusterUnreachable(InputError):
     exit_code = 69
 
 
+@dataclass(frozen=True)
+class Check:
+    """Something that a run needs of a cluster."""
+
+    what: str
+    problem: str = ""  # with its remedy; empty: it is there
+    unknown: str = ""  # why it could not be asked
+
+
 class Cluster(Protocol):
     """Where runs are: a cluster of Kubernetes, or this machine."""
 
     title: str
+    poll_s: float  # how often to ask for news
 
-    def missing(self, objects: Sequence[Object]) -> list[str]:
-        """What these objects need and the cluster lacks, each with its remedy. Creates nothing."""
+    def examine(self, objects: Sequence[Object]) -> list[Check]:
+        """What these objects need, and whether the cluster has it. Creates nothing."""
 
     def create(self, objects: Sequence[Object]) -> None:
         """All of them, or none."""
@@ -78,6 +88,14 @@ class RunPod:
     def exit_code(self) -> int | None:
         code = _container_state(self.body).get("terminated", {}).get("exitCode")
         return None if code is None else int(code)
+
+    @property
+    def name_and_attempt(self) -> str:
+        return f"{self.name} {self.attempt}"
+
+    @property
+    def end_message(self) -> str:
+        return str(_container_state(self.body).get("terminated", {}).get("message") or "")
 
     @property
     def waits_for(self) -> str:
@@ -197,7 +215,3 @@ def choose_pod(pods: Sequence[RunPod], rank: int, attempt: int | None) -> RunPod
             "attempts, and their output with them, unless the cluster ships logs elsewhere"
         )
     return chosen[-1]
-
-
-def plain(value: Any) -> str:
-    return "–" if value is None else str(value)

@@ -45,7 +45,7 @@ class VolcanoController:
             task["name"]: [f"{self.name}-{task['name']}-{index}.{self.name}" for index in range(task["replicas"])]
             for task in self.spec["tasks"]
         }
-        env = {}
+        env: dict[str, str] = {}
         for task, names in hosts.items():
             key = task.upper().replace("-", "_")
             env |= {f"VC_{key}_HOSTS": ",".join(names), f"VC_{key}_NUM": str(len(names))}
@@ -75,16 +75,14 @@ class VolcanoController:
             if pod.is_disrupted:
                 self._act(self._action(task, "PodEvicted", pod.exit_code), f"pod {pod.name} was evicted")
             elif pod.exit_code != 0:
-                self._act(
-                    self._action(task, "PodFailed", pod.exit_code), f"pod {pod.name} ended with {pod.exit_code}"
-                )
+                self._act(self._action(task, "PodFailed", pod.exit_code), f"pod {pod.name} ended with {pod.exit_code}")
             elif all(other.exit_code == 0 for owner, other in self.pods if owner is task):
                 self._act(self._action(task, "TaskCompleted", None), f"task {task['name']} completed")
             if self.ending is not None or self.is_restarting:
                 return
         if all(pod.is_over for _, pod in self.pods):
             succeeded = sum(pod.exit_code == 0 for _, pod in self.pods)
-            enough = succeeded >= self.spec.get("minSuccess", self.spec.get("minAvailable", len(self.pods)))
+            enough = succeeded >= int(self.spec.get("minSuccess") or self.spec.get("minAvailable") or len(self.pods))
             self._end("Completed" if enough else "Failed", f"{succeeded} of {len(self.pods)} pods succeeded")
 
     def _action(self, task: Object, event: str, exit_code: int | None) -> str | None:

@@ -190,7 +190,9 @@ class Kubelet:
     def _write_hosts(self) -> None:
         """DNS of the pods that live. A rename, so that a reader sees the old file or the new one."""
         lines = ["127.0.0.1 localhost", f"{METADATA_ADDRESS} metadata.google.internal metadata"]
-        lines += [f"{pod.ip} {' '.join((*pod.aliases, pod.hostname))}" for pod in reversed(self.pods) if not pod.is_over]
+        lines += [
+            f"{pod.ip} {' '.join((*pod.aliases, pod.hostname))}" for pod in reversed(self.pods) if not pod.is_over
+        ]
         aside = self._folder / "dns" / ".hosts"
         aside.write_text("\n".join(lines) + "\n")
         aside.replace(self._folder / "dns" / "hosts")

@@ -1,7 +1,7 @@
 """This machine as a cluster: runs in folders, each with a process that executes its manifests (process.py).
 
-    FOLDER/runs/NAME/    manifests, state, logs of every pod and attempt; removed by `launch stop`
-    FOLDER/claims/NAME/  what pods see at the mount of a claim: checkpoints are there, and stay
+FOLDER/runs/NAME/    manifests, state, logs of every pod and attempt; removed by `launch stop`
+FOLDER/claims/NAME/  what pods see at the mount of a claim: checkpoints are there, and stay
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.launch.local.process import LOCK, MANIFESTS, REQUESTS, STATE
 from posttrain.launch.manifest_files import read_manifests, to_yaml
 from posttrain.launch.pod_template import RUN_LABEL, Object
 from posttrain.launch.run_checkpoints import checkpoint_rows, run_folders, shared_mount
-from posttrain.launch.runs import ENDED, state_of
+from posttrain.launch.runs import ENDED, Check, state_of
 
 FOLDER_VARIABLE = "POSTTRAIN_LOCAL"
 _START_LIMIT_S = 60.0
@@ -67,22 +67,20 @@ def why_impossible() -> str | None:
 
 class LocalCluster:
     title = "local"
+    poll_s = 0.2
 
     def __init__(self) -> None:
         self._runs = local_folder() / "runs"
 
-    def missing(self, objects: Sequence[Object]) -> list[str]:
-        found = []
-        if (why := why_impossible()) is not None:
-            found.append(f"--on local: {why}")
+    def examine(self, objects: Sequence[Object]) -> list[Check]:
+        checks = [Check("namespaces of Linux", why_impossible() or "")]
         if objects and objects[-1]["kind"] == "RayCluster":
-            found.append("scheduler.kind raycluster is long-lived and not executed here; take rayjob with --on local")
-        found += [
-            f"secrets.{name}: on this machine its value is that of the environment variable {name}, which is not set"
-            for name in _secret_names(objects)
-            if not os.environ.get(name)
-        ]
-        return found
+            problem = "scheduler.kind = 'raycluster' is long-lived and is not executed here; take rayjob"
+            checks.append(Check("scheduler", problem))
+        for name in _secret_names(objects):
+            problem = f"secrets.{name}: on this machine its value is that of the environment variable {name}: set it"
+            checks.append(Check(f"secret {name}", "" if os.environ.get(name) else problem))
+        return checks
 
     def create(self, objects: Sequence[Object]) -> None:
         name = objects[-1]["metadata"]["labels"][RUN_LABEL]
@@ -211,9 +209,7 @@ class LocalCluster:
     def checkpoints(self, workload: Object) -> list[JsonObject]:
         objects = [one.body for one in read_manifests([self._runs / workload["metadata"]["name"] / MANIFESTS])]
         mount, claim = shared_mount(workload)
-        return checkpoint_rows(
-            *(claim_folder(claim) / folder.relative_to(mount) for folder in run_folders(objects[0]))
-        )
+        return checkpoint_rows(*(claim_folder(claim) / folder.relative_to(mount) for folder in run_folders(objects[0])))
 
 
 def _write_shim(folder: Path) -> None:

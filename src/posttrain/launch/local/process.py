@@ -82,8 +82,8 @@ class LocalRun:
                     if not pod.is_over:
                         self.kubelet.end(pod)
                 continue
-            pod = next((pod for pod in self.kubelet.pods if pod.uid == request["pod"]), None)
-            if pod is None or pod.is_over:
+            pod = next(pod for pod in self.kubelet.pods if pod.uid == request["pod"])
+            if pod.is_over:
                 continue
             if request["evict"]:
                 self.kubelet.evict(pod)
