@@ -4,6 +4,7 @@ server and proves who asks; objects stay the plain ones that were rendered."""
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -281,14 +282,16 @@ class _NotFound(LookupError):
 
 def _load(settings: client.Configuration, context: str | None) -> str:
     """Fills `settings`; returns the namespace of the context."""
+    file = os.environ.get("KUBECONFIG")  # the package reads it when it is imported
+    settings.retries = False
     try:
-        config.load_kube_config(context=context, client_configuration=settings, persist_config=False)
+        config.load_kube_config(file, context=context, client_configuration=settings, persist_config=False)
     except ConfigException:
         if context is not None:
             raise
         config.load_incluster_config(client_configuration=settings)
         return "default"
-    contexts, current = config.list_kube_config_contexts()
+    contexts, current = config.list_kube_config_contexts(file)
     chosen = next((one for one in contexts if one["name"] == context), current)
     return str(chosen["context"].get("namespace") or "default")
 
