@@ -48,6 +48,9 @@ class Rank:
         self.trainer = trainer
         self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config)
         self._lease = DeviceLease(trainer.device, self.engine)
+        self._is_asked_to_stop = False
+        if self.engine is not None:
+            self.engine.should_stop = trainer.agreed(lambda: self._is_asked_to_stop)
 
     def facts(self) -> ModelFacts:
         return self.trainer.facts()
@@ -107,6 +110,10 @@ class Rank:
     def release(self) -> None:
         if self.engine is not None:
             self.engine.release()
+
+    def request_stop(self) -> None:
+        """From another thread: sampling, now or later, ends with StopRequested."""
+        self._is_asked_to_stop = True
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

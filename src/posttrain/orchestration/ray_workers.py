@@ -32,6 +32,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+CONTROL = "control"  # calls that do not wait for the operation that the rank is busy with
+
+
 class RankActor:
     """The process of a rank. It joins the process group first, then builds the rank, which shards over that group."""
 
@@ -63,6 +66,12 @@ class RankActor:
                 timeout=_collective_timeout(),
             )
         self.rank = build()
+
+    @ray.method(concurrency_group=CONTROL)
+    def request_stop(self) -> None:
+        """Runs beside the operation that samples."""
+        if self.rank is not None:
+            self.rank.request_stop()
 
     def run(self, operation: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         return getattr(self.rank, operation)(*args, **kwargs)
@@ -104,7 +113,7 @@ class RayWorkers:
     def _actor(self, rank: int, layout: RankLayout) -> ActorHandle:
         assert self._places is not None
         return (
-            ray.remote(RankActor)
+            ray.remote(concurrency_groups={CONTROL: 1})(RankActor)
             .options(
                 num_cpus=1,
                 num_gpus=layout.gpus_per_rank if self._places.use_gpu else 0,
@@ -123,6 +132,10 @@ class RayWorkers:
         listed = ", ".join(f"{count} on {ip}" for (ip, _), count in by_node.items())
         nodes = "1 node" if len(by_node) == 1 else f"{len(by_node)} nodes"
         return f"{self._cluster}: {len(self.nodes)} {device} ranks on {nodes} ({listed})"
+
+    def request_stop(self) -> None:
+        for worker in self.workers:
+            worker.actor.request_stop.remote()
 
     def close(self) -> None:
         for worker in self.workers:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.checkpointing.background import wait_for_marks
 from posttrain.data.packing import MicroBatching, cost, packing_metrics, plan_micro_batches
-from posttrain.errors import InputError
+from posttrain.errors import InputError, StopRequested
 from posttrain.orchestration.rank import MicroBatches, Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all, deadline_s, gather
 from posttrain.policy.objectives.reduce import combine_metrics
@@ -30,8 +30,11 @@ class ShardedTrainer:
         score: MicroBatching,
         seed: int,
         show_progress: ShowProgress = no_progress,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.group = group
+        self.should_stop = should_stop  # a step that has made no update yet is then left undone
+        self._has_updated = False  # in this step
         self.show_progress = show_progress
         self.train = train  # micro-batches of updates
         self.score = score  # of passes without gradients, which need less memory
@@ -39,6 +42,8 @@ class ShardedTrainer:
         self.num_updates = 0
 
     def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
+        self._stop_if_asked()
+        self._has_updated = True
         shards, num_tokens, packing = self._shards(batch, self.train, objective.keeps_groups_whole)
         seed = (self.seed * 1_000_003 + self.num_updates) % 2**63
         with self.show_progress("training", len(shards[0])) as progress:
@@ -59,6 +64,7 @@ class ShardedTrainer:
         return UpdateReport({**combine_metrics(sums), **same, **packing}, num_tokens)
 
     def evaluate(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
+        self._stop_if_asked()
         shards, num_tokens, _ = self._shards(batch, self.score, objective.keeps_groups_whole)
         with self.show_progress("validation", len(shards[0])) as progress:
             local = self._local(progress)
@@ -84,6 +90,11 @@ class ShardedTrainer:
 
     def end_step(self) -> None:
         call_all(self.group, Rank.end_step)
+        self._has_updated = False
+
+    def _stop_if_asked(self) -> None:
+        if not self._has_updated and self.should_stop():
+            raise StopRequested
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -131,6 +142,7 @@ class ShardedTrainer:
     def _token_column(
         self, batch: TokenBatch, operation: Callable[[Rank, MicroBatches], list[Tensor | None]]
     ) -> Tensor:
+        self._stop_if_asked()
         plan = plan_micro_batches(batch, self.score, self.group.mesh.dp)
         shards = self._by_rank(batch, plan)
         with self.show_progress("logprobs", len(shards[0])) as progress:

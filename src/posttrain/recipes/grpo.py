@@ -122,6 +122,7 @@ class GrpoRecipe(Recipe):
         environments = self._environments()
         environment = build_environments(environments, base_folder=Path.cwd())
         parts.cleanup.callback(environment.close)
+        parts.when_stopped(environment.interrupt)
         turns = build_turns(
             environments,
             chat,
@@ -129,6 +130,7 @@ class GrpoRecipe(Recipe):
             max_total_tokens=config.policy.max_total_sequence_length,
             warn=parts.warn,
             cleanup=parts.cleanup,
+            when_stopped=parts.when_stopped,
         )
         rollouts = FreshRollouts(
             stream,
