@@ -6,13 +6,14 @@ model's folder.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from posttrain.checkpointing import CheckpointStore, SaveDeadline
+from posttrain.checkpointing import CheckpointStore, Interruption, SaveDeadline
 from posttrain.checkpointing.copies import CopyRule, Exporter
 from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
@@ -20,7 +21,7 @@ from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
-from posttrain.errors import InputError, Superseded
+from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
@@ -28,17 +29,19 @@ from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import WorkerGroup, call_all
+from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
+from posttrain.reporting.run_files import append_log
 from posttrain.run_folder import WriteAccess, run_folder
 
-# Makes an export from a function that takes warnings, and whether adapters are merged into the model.
 # Memory and time of a run on a device of this name, with so many steps, in a few words; empty if they are not known.
 Planner = Callable[[RunConfig, str, int], str]
+# Makes an export from a function that takes warnings, and whether adapters are merged into the model.
 ExportMaker = Callable[[Callable[[str], None], bool], Exporter]
 
 
@@ -65,13 +68,15 @@ class Run:
         self._make_export = make_export
         self._access = access or WriteAccess.take(loaded.config)
         self._cleanup = ExitStack()
+        self._recording: RunRecorder | None = None
         with self._ending():
             self.loop = self._build()
 
     def execute(self) -> int:
         with self._ending():
             code = self.loop.run()
-        self.close(code)
+        with Interruption(answer="the run is over, and is ending"):
+            self.close(code)
         return code
 
     def close(self, exit_code: int | None = None) -> None:
@@ -81,11 +86,29 @@ class Run:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
+        """On an error: write the reason to the folder, end the workers, give the folder back."""
         try:
             yield
         except BaseException as error:
-            self.close(error.exit_code if isinstance(error, InputError | Superseded) else None)
+            # Once the run has begun, a file that cannot be written is no fault of the config.
+            fault = storage_error(error) if self._access.has_begun else None
+            try:
+                self._write_reason(fault or error)
+                self._cleanup.close()
+            finally:
+                self._access.end_with(fault or error)
+            if fault is not None and fault is not error:
+                raise fault from error
             raise
+
+    def _write_reason(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        if self._recording is not None and self._access.has_begun:
+            self._recording.record_crash(error, text)
+        elif exit_code_of(error) is None:
+            with suppress(OSError, Superseded):
+                self._access.record.confirm()
+                append_log(self._access.record.folder, [self._access.record.heading, text])
 
     def _build(self) -> TrainingLoop:
         config, schedule = self.config, self.config.schedule
@@ -122,7 +145,7 @@ class Run:
             max_steps=max_steps,
             planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",
         )
-        recorder = self._recorder(recipe.presentation, workers, facts, max_steps, header)
+        recorder = self._recording = self._recorder(recipe.presentation, workers, facts, max_steps, header)
         for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
             for reason, count in (rows.dropped if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
@@ -182,6 +205,7 @@ class Run:
             config.cluster.gpus_per_node,
             device=config.policy.device,
             num_threads=config.policy.num_threads,
+            mesh=Mesh.over(config.cluster.num_workers, config.policy.dtensor_cfg),
         )
         return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=self.quiet)
 

@@ -36,31 +36,28 @@ def start_run(
     prepared = prepare_run_folder(from_checkpoints(load), accept_changes=accept_changes, restart=restart)
     loaded = prepared.loaded
     try:
-        prepare(loaded)
-    except BaseException:
-        prepared.access.end(None)
-        raise
-    for note in prepared.notes if not quiet else ():
-        print(note)
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        with prepared.access.ending_on_error():
+            prepare(loaded)
+            for note in prepared.notes if not quiet else ():
+                print(note)
+            for warning in loaded.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+            if not quiet:
+                print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
 
-    quieten_libraries()
-    from posttrain.build import Run
-    from posttrain.export.convert import PeriodicExport
+            quieten_libraries()
+            from posttrain.build import Run
+            from posttrain.export.convert import PeriodicExport
 
-    if not quiet:
-        print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
-    try:
-        run = Run(
-            loaded,
-            quiet=quiet,
-            make_export=PeriodicExport,
-            access=prepared.access,
-            verbose=verbose,
-            plan=planned,
-        )
-        return run.execute(), loaded
+            run = Run(
+                loaded,
+                quiet=quiet,
+                make_export=PeriodicExport,
+                access=prepared.access,
+                verbose=verbose,
+                plan=planned,
+            )
+            return run.execute(), loaded
     except OutOfGpuMemoryError as error:
         from posttrain.planning.out_of_memory import advice
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
-from posttrain.errors import InputError, near_path
+from posttrain.errors import EXIT_ERROR_FOUND, InputError, near_path
 
 if TYPE_CHECKING:
     from posttrain.doctor import Answer, Finding
     from posttrain.json_files import JsonObject
 
-EXIT_SICK = 3
 WIDTH = 110
 EPILOG = """\
 examples:
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_json(), indent=2))
     else:
         print(report.to_text())
-    return EXIT_SICK if report.has_errors else 0
+    return EXIT_ERROR_FOUND if report.has_errors else 0
 
 
 class Report:
@@ -68,7 +67,7 @@ class Report:
         }
 
     def to_text(self) -> str:
-        from posttrain.reporting.wording import verdict
+        from posttrain.reporting.results import verdict
 
         of = "" if self.system == "posttrain" else f" of {self.system}"
         steps = f"{self.num_steps:,} step{'' if self.num_steps == 1 else 's'}"

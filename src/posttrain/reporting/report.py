@@ -10,11 +10,12 @@ from posttrain.reporting.charts import Mark, line_chart, stacked_bars
 from posttrain.reporting.pages import Html, folded, header, join, note, page, section, table, tag, tile, tiles, when
 from posttrain.reporting.presentation import ChartSpec
 from posttrain.reporting.report_samples import samples_section, unscored_section
+from posttrain.reporting.results import shown_name, summarise, validation_metric, verdict
 from posttrain.reporting.rows import TOTAL_STEP
 from posttrain.reporting.run_data import RunData, load_run
 from posttrain.reporting.run_files import CONFIG_FILE, REPORT_FILE, write_text
 from posttrain.reporting.scales import label
-from posttrain.reporting.wording import duration, shown_name, summarise, validation_metric, verdict
+from posttrain.reporting.wording import duration
 
 MAX_CURVES = 8  # as many as there are colours
 
