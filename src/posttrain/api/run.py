@@ -34,7 +34,9 @@ class Findings(list["Finding"]):
     """What the doctor found, the worst first. Shown as text."""
 
     def __repr__(self) -> str:
-        return "\n".join(finding.line for finding in self) or "nothing found: the run looks healthy"
+        from posttrain.reporting.results import verdict
+
+        return "\n".join([verdict(self), *(f"  {finding.line}" for finding in self)])
 
 
 class Run:
