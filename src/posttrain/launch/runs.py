@@ -157,8 +157,8 @@ class RunState:
 def state_of(workload: Object) -> RunState:
     """Each scheduler says it in its own way."""
     status: Object = workload.get("status") or {}
-    if workload.get("posttrainLost"):
-        return RunState("Lost", 0, "the process of the local cluster has ended, by a restart of this machine or a kill")
+    if why := workload.get("posttrainLost"):
+        return RunState("Lost", 0, f"the process of the local cluster has ended: {why}")
     if "state" in status and isinstance(status["state"], dict):  # Volcano
         phase, message = status["state"].get("phase", ""), status["state"].get("message", "")
         named = {"Completed": "Succeeded", "Aborted": "Failed", "Terminated": "Failed", "Failed": "Failed"}

@@ -7,7 +7,6 @@ manifests use. Deviations: delays between restarts are scaled, and no pod waits 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -55,7 +54,7 @@ class Controller(Protocol):
 
 
 class JobController:
-    """An Indexed Job. `hostname` makes the host name of an index; a JobSet has others than a Job."""
+    """An Indexed Job, alone or in a JobSet."""
 
     def __init__(
         self,
@@ -64,18 +63,18 @@ class JobController:
         machine: Machine,
         *,
         backoff_scale: float,
-        hostname: Callable[[int], str] | None = None,
         subdomain: str | None = None,
         labels: dict[str, str] | None = None,
+        num_restarts: int = 0,
     ) -> None:
         self.name, self.spec, self.machine = name, spec, machine
         self.ending: Ending | None = None
         self.pods: dict[int, list[Pod]] = {index: [] for index in range(spec["completions"])}
         self.succeeded: set[int] = set()
         self.num_failed = 0
-        self._hostname = hostname or (lambda index: f"{name}-{index}")
         self._subdomain = subdomain or spec["template"]["spec"].get("subdomain", "")
         self._labels = labels or {}
+        self._num_restarts = num_restarts  # of its JobSet: names of pods are not used again
         self._backoff = Backoff(backoff_scale)
         self._start_at: dict[int, float] = dict.fromkeys(self.pods, 0.0)
         self._seen: set[str] = set()
@@ -105,10 +104,10 @@ class JobController:
                 self.machine.start(pods[-1])
 
     def _pod(self, index: int) -> Pod:
-        hostname = self._hostname(index)
+        hostname = f"{self.name}-{index}"
         key = "batch.kubernetes.io/job-completion-index"
         return Pod(
-            name=f"{self.name}-{index}-{len(self.pods[index]) + 1:05d}",
+            name=f"{self.name}-{index}-{self._num_restarts + len(self.pods[index]) + 1:05d}",
             template=self.spec["template"],
             hostname=hostname,
             aliases=(f"{hostname}.{self._subdomain}",) if self._subdomain else (),
@@ -237,6 +236,7 @@ class JobSetController:
                     part["template"]["spec"],
                     self.machine,
                     backoff_scale=self.backoff_scale,
+                    num_restarts=self.num_restarts,
                     subdomain=subdomain,
                     labels={
                         "jobset.sigs.k8s.io/jobset-name": self.name,

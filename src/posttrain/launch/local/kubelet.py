@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def ip_command() -> str | None:
 class _Process:
     outer: subprocess.Popen[bytes]
     first: int  # PID of the pod's first process, seen from here
+    handle: int  # of that process: its PID may be another's one day
     report: int  # at its end when the command has begun
     kill_at: float | None = None
 
@@ -115,10 +117,10 @@ class Kubelet:
         self._call_ip(
             f"link add {veth} type veth peer name eth0 netns {first}\nlink set {veth} master br0\nlink set {veth} up\n"
         )
+        os.set_blocking(reading, False)
+        self._processes[pod.uid] = _Process(outer, int(first), os.pidfd_open(int(first)), reading)
         outer.stdin.write(json.dumps(spec).encode())  # the pod waits for it, so its network is there when it starts
         outer.stdin.close()
-        os.set_blocking(reading, False)
-        self._processes[pod.uid] = _Process(outer, int(first), reading)
 
     def log_of(self, pod: Pod) -> Path:
         return self._folder / "logs" / f"{pod.uid}.log"
@@ -224,8 +226,9 @@ class Kubelet:
             self._signal(pod, signal.SIGTERM)
 
     def _signal(self, pod: Pod, number: int) -> None:
-        if (process := self._processes.get(pod.uid)) is not None and process.outer.poll() is None:
-            os.kill(process.first, number)
+        if (process := self._processes.get(pod.uid)) is not None:
+            with suppress(ProcessLookupError):  # it has just ended
+                signal.pidfd_send_signal(process.handle, number)
 
     def poll(self) -> None:
         """Take note of pods that began and ended, and kill those whose grace period is over."""
@@ -238,6 +241,7 @@ class Kubelet:
             if (code := process.outer.poll()) is not None:
                 del self._processes[pod.uid]
                 os.close(process.report)
+                os.close(process.handle)
                 self._on_end(pod, code)
             elif process.kill_at is not None and time.monotonic() >= process.kill_at:
                 process.kill_at = float("inf")

@@ -132,7 +132,8 @@ class LocalCluster:
                 continue
             workload = state["workload"]
             if not was_alive and state_of(workload).phase not in ENDED:
-                workload["posttrainLost"] = True
+                said = (self._runs / one / "process.log").read_text(errors="replace").strip().splitlines()
+                workload["posttrainLost"] = said[-1] if said else "a kill, or a restart of this machine"
             found.append(workload)
         return found
 
