@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -100,19 +101,26 @@ def future_of(reference: ray.ObjectRef[T]) -> Future[T]:
     """The result of a remote call. The error of a rank is raised as it was there."""
     outcome: Future[T] = Future()
 
-    def settle(done: Future[T]) -> None:
+    def pass_on(done: Future[T]) -> None:
         error = done.exception()
         cause = getattr(error, "cause", None)
         if error is None:
-            outcome.set_result(done.result())
+            with suppress(InvalidStateError):
+                outcome.set_result(done.result(timeout=0))
         elif isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
-            outcome.set_exception(WorkerDiedError(str(error)))
+            settle(outcome, WorkerDiedError(str(error)))
         elif isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, Exception):
             if not isinstance(cause, InputError):
                 cause.__cause__ = error  # whose text is the traceback of the rank
-            outcome.set_exception(cause)
+            settle(outcome, cause)
         else:
-            outcome.set_exception(error)
+            settle(outcome, error)
 
-    reference.future().add_done_callback(settle)
+    reference.future().add_done_callback(pass_on)
     return outcome
+
+
+def settle(outcome: Future[Any], error: BaseException) -> None:
+    """Unless it has its result or another error."""
+    with suppress(InvalidStateError):
+        outcome.set_exception(error)

@@ -16,7 +16,7 @@ import ray
 from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError
 from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
-from posttrain.orchestration.ray_actor import RayWorker, future_of, start_actor
+from posttrain.orchestration.ray_actor import RayWorker, future_of, settle, start_actor
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.workers import WorkerGroup, deadline_s, gather
 from posttrain.policy.parallel import Mesh
@@ -38,6 +38,7 @@ class RayEngine:
         self.index, self._build, self._layout, self._places, self._say = index, build, layout, places, say
         self._newest: SentWeights | None = None
         self._is_closing = False
+        self._waits_for: Future[Any] | None = None
         self._calls = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{index}")
         self.built = self._start()
 
@@ -70,17 +71,22 @@ class RayEngine:
 
     def _wait(self, pending: Future[T], operation: str) -> T:
         limit_s = deadline_s(operation) + _GRACE_S
+        self._waits_for = pending
         try:
             return pending.result(timeout=limit_s)
         except TimeoutError as error:
             if pending.done():
                 raise  # by the engine itself
-            raise WorkerTimeoutError(f"engine {self.index} has not finished {operation} within {limit_s:.0f} s") from error
+            raise WorkerTimeoutError(
+                f"engine {self.index} has not finished {operation} within {limit_s:.0f} s"
+            ) from error
 
     def close(self) -> None:
         self._is_closing = True
         ray.kill(self.worker.actor)
         self._calls.shutdown(wait=False, cancel_futures=True)
+        if self._waits_for is not None:  # its thread would keep this process until the deadline
+            settle(self._waits_for, WorkerDiedError("the run has ended"))
 
 
 class RayEngines:

@@ -60,7 +60,9 @@ class WorkerGroup(Protocol):
     mesh: Mesh
     in_process: bool  # callbacks reach it
     unit: str  # what its members are called in messages: rank, engine
-    num_nodes: int
+
+    @property
+    def num_nodes(self) -> int: ...
 
     @property
     def workers(self) -> Sequence[Worker]: ...

@@ -107,7 +107,9 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self, sent: SentWeights) -> None:
-        if self._buffer is None or not sent.on_one_machine:  # other machines see new contents of a file when they open it
+        if (
+            self._buffer is None or not sent.on_one_machine
+        ):  # other machines see new contents of a file when they open it
             self._buffer = host_memory.map_file(sent.file, sent.num_bytes)
         own = _weights_of(self.model)
         assert own.keys() == sent.tensors.keys(), "trainer and engine have the same model"

@@ -119,9 +119,7 @@ class FreshRollouts:
     def begin(self, tasks: Sequence[Task], step: int) -> list[OpenGroup]:
         return [OpenGroup(task, step, (Unfinished(),) * self.num_samples) for task in tasks]
 
-    def advance(
-        self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine, version: int
-    ) -> list[OpenGroup]:
+    def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine, version: int) -> list[OpenGroup]:
         """Sample until `quota` is met, with the engine's weights, which are those of `version`."""
         total = quota.num_groups * self.num_samples
         with self.show_progress(self.label, total) as progress:

@@ -161,9 +161,7 @@ class MultiTurnRollouts(FreshRollouts):
         self._reset([dialogues for group in groups if (dialogues := _dialogues(group))])
         return groups
 
-    def advance(
-        self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine, version: int
-    ) -> list[OpenGroup]:
+    def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine, version: int) -> list[OpenGroup]:
         """Turn after turn until `quota` is met. Answers without turns are sampled to their ends."""
 
         def sample(requests: Sequence[OpenGroup]) -> list[list[Completion]]:
