@@ -77,7 +77,7 @@ def run(kind: str, args: argparse.Namespace) -> int:
                 print(note)
             for warning in loaded.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
-            if not args.quiet:
+            if not args.quiet and sys.stdout.isatty():  # some seconds pass before the header
                 print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
 
             quieten_libraries()
