@@ -29,6 +29,7 @@ from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import WorkerGroup, call_all
+from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
@@ -204,6 +205,7 @@ class Run:
             config.cluster.gpus_per_node,
             device=config.policy.device,
             num_threads=config.policy.num_threads,
+            mesh=Mesh.over(config.cluster.num_workers, config.policy.dtensor_cfg),
         )
         return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=self.quiet)
 

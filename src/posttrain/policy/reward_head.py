@@ -32,12 +32,15 @@ from posttrain.models.loading import (
 )
 from posttrain.policy.head import UnsupportedModelError, decoder_states, without_adapter_wrapper
 from posttrain.policy.packed import PackedRow
+from posttrain.policy.parallel import local_part
 
 HEAD = "score"  # what `transformers` calls the linear layer
 
 
 class RewardHead:
     """The decoder body of a reward model, and the way from its hidden states to scores. `model` may be wrapped by peft."""
+
+    is_vocabulary = False
 
     def __init__(self, model: nn.Module) -> None:
         base = without_adapter_wrapper(model)
@@ -56,7 +59,7 @@ class RewardHead:
 
     def scores(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [...], in fp32 whatever the weights are in: margins are small against the scores."""
-        return F.linear(hidden.float(), self.module.weight.float()).squeeze(-1)
+        return F.linear(hidden.float(), local_part(self.module.weight).float()).squeeze(-1)
 
     @torch.no_grad()
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
@@ -87,7 +90,8 @@ class SequenceScores(nn.Module):
         """`temperature` has no effect on scores."""
         states = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source[row.last])
         scores = self.head.scores(states)
-        return torch.zeros(len(row.targets), device=scores.device).index_copy(0, row.last, scores)
+        own = torch.zeros(len(row.targets), device=scores.device).index_copy(0, row.last, scores)
+        return own if row.share is None else row.share.gathered(own)
 
 
 def load_reward_model(
