@@ -34,7 +34,7 @@ from posttrain.cli.main import main as posttrain
 from posttrain.demo.arithmetic import answer, build_model, careless_answer, problems, question, write_data
 from posttrain.types import TokenBatch
 
-SFT_STEPS, STEPS, PROMPTS, GROUP = 300, 40, 8, 8
+SFT_STEPS, STEPS, PROMPTS, GROUP = 600, 80, 8, 8
 LR = {"grpo": 4e-4, "dpo": 2e-5, "rm": 3e-4, "sft": 5e-4}
 REWARDS = """
 import random
@@ -176,7 +176,7 @@ def prepare(folder: Path) -> None:
     if (folder / "taught" / f"step_{SFT_STEPS}").is_dir():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    build_model(folder / "model", 1)
+    build_model(folder / "model", 1, hidden_size=64, intermediate_size=256)
     write_data(folder, 1)
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "other.jinja").write_text(
@@ -204,10 +204,11 @@ def prepare(folder: Path) -> None:
     taught = [
         *common("sft", folder, "taught", folder / "model"),
         f"steps={SFT_STEPS}",
-        "lr=1e-3",
+        "lr=3e-3",
         f"checkpointing.save_period={SFT_STEPS}",
     ]
-    train("sft", taught, folder / "taught.log")
+    if train("sft", taught, folder / "taught.log"):
+        sys.exit((folder / "taught.log").read_text())
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
@@ -229,6 +230,7 @@ def common(kind: str, folder: Path, name: str, model: Path) -> list[str]:
         "precision=float32",
         "device=cpu",
         "policy.num_threads=1",
+        "policy.train_micro_batch_size=64",
         "max_length=64",
         "epochs=1000",
         "policy.scheduler=null",

@@ -1,7 +1,8 @@
-"""A hook of mkdocs: links that leave docs/ lead to copies of those files in the site, under `repository/`.
+"""A hook of mkdocs. docs/ reads the same in a clone and as a site:
 
-So docs/ reads the same in a clone, with links such as ../CONTRIBUTING.md, and as a site. Markdown files become pages, other files
-are copied. A folder has no page: its link becomes plain text.
+- the navigation is what docs/README.md lists, by its headings; a page that it does not list is an error of the strict build,
+- links that leave docs/, such as ../CONTRIBUTING.md, lead to copies of those files in the site, under `repository/`. Markdown
+  files become pages, other files are copied. A folder has no page: its link becomes plain text.
 """
 
 from __future__ import annotations
@@ -11,12 +12,25 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 COPIES = "repository"
 LINK = re.compile(r"(!?\[(?P<text>[^\]]*)\])\((?P<target>[^)\s]+)\)")
-CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    index = (ROOT / "docs/README.md").read_text("utf-8")
+    _, *sections = re.split(r"^## ", index, flags=re.MULTILINE)
+    config.nav = ["README.md"]
+    for section in sections:
+        heading, _, body = section.partition("\n")
+        pages = [target for target in _targets("docs/README.md", body) if target.endswith(".md")]
+        config.nav.append({heading: [_in_site(page) for page in dict.fromkeys(pages)]})
+    decisions = sorted((ROOT / "docs/decisions").glob("0*.md"))
+    config.nav.append({"Decisions": ["decisions/README.md", *(f"decisions/{path.name}" for path in decisions)]})
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -29,7 +43,8 @@ def on_files(files: Files, config: Any) -> Files:
             if target in added or target.startswith("docs/") or not (ROOT / target).is_file():
                 continue
             added.add(target)
-            files.append(File.generated(config, f"{COPIES}/{target}", abs_src_path=str(ROOT / target)))
+            path, source = f"{COPIES}/{target}", str(ROOT / target)
+            files.append(File.generated(config, path, abs_src_path=source, inclusion=InclusionLevel.NOT_IN_NAV))
             if target.endswith(".md"):
                 open_pages.append(target)
     return files
@@ -38,12 +53,14 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     source = page.file.src_uri
     path = source.removeprefix(f"{COPIES}/") if source.startswith(f"{COPIES}/") else f"docs/{source}"
-    parts = CODE.split(markdown)
-    return "".join(text if index % 2 else LINK.sub(lambda m: _link(m, path, source), text) for index, text in enumerate(parts))
+    parts = FENCED.split(markdown)
+    return "".join(
+        text if index % 2 else LINK.sub(lambda m: _link(m, path, source), text) for index, text in enumerate(parts)
+    )
 
 
 def _targets(page: str, markdown: str) -> list[str]:
-    plain = CODE.sub("", markdown)
+    plain = FENCED.sub("", markdown)
     return [target for match in LINK.finditer(plain) if (target := _resolved(page, match["target"])) is not None]
 
 
@@ -55,6 +72,10 @@ def _resolved(page: str, target: str) -> str | None:
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
 
 
+def _in_site(path: str) -> str:
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"{COPIES}/{path}"
+
+
 def _link(match: re.Match[str], page: str, source: str) -> str:
     target = _resolved(page, match["target"])
     if target is None:
@@ -63,7 +84,6 @@ def _link(match: re.Match[str], page: str, source: str) -> str:
         if not (ROOT / target / "README.md").is_file() or not target.startswith("docs"):
             return match["text"]
         target += "/README.md"
-    in_site = target.removeprefix("docs/") if target.startswith("docs/") else f"{COPIES}/{target}"
     anchor = match["target"].partition("#")[2]
-    to = posixpath.relpath(in_site, PurePosixPath(source).parent.as_posix())
+    to = posixpath.relpath(_in_site(target), PurePosixPath(source).parent.as_posix())
     return f"{match[1]}({to}{'#' + anchor if anchor else ''})"

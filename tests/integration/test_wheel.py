@@ -9,7 +9,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 from tiny_runs import save_model
 
 ROOT = Path(__file__).parents[2]
@@ -48,5 +47,7 @@ def test_init_and_a_training_step_work_outside_the_repository(wheel: Path, tmp_p
         return done.stdout
 
     assert "posttrain sft --config sft.yaml" in posttrain("init", "sft")
-    posttrain("sft", "--config", "sft.yaml", f"model={model}", "precision=float32", "max_length=256", "steps=1", "--quiet")
+    posttrain(
+        "sft", "--config", "sft.yaml", f"model={model}", "precision=float32", "max_length=256", "steps=1", "--quiet"
+    )
     assert (work / "results/sft/step_1").is_dir()

@@ -59,6 +59,7 @@ DESCRIPTION = """\
 Tune language models from preferences and rewards.
 
   posttrain demo                                   watch a small model learn, in a few minutes, on a CPU
+  posttrain init grpo                              a config, data and a reward to start from; init all: configs/ and examples/
   posttrain grpo --config configs/grpo.yaml        reinforcement learning from checkable answers
   posttrain dpo  --config configs/dpo.yaml         preference pairs
   posttrain rm   --config configs/rm.yaml          a reward model from preference pairs, for GRPO to learn from

@@ -44,6 +44,11 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_all_is_the_configs_and_examples_of_the_documentation(tmp_path: Path) -> None:
     assert main(["init", "all", str(tmp_path)]) == 0
-    for name in ("configs/grpo.yaml", "configs/pipelines/demo.yaml", "examples/rewards.py", "examples/data/pairs.jsonl"):
+    for name in (
+        "configs/grpo.yaml",
+        "configs/pipelines/demo.yaml",
+        "examples/rewards.py",
+        "examples/data/pairs.jsonl",
+    ):
         assert (tmp_path / name).is_file(), name
     assert not list(tmp_path.rglob("__pycache__"))
