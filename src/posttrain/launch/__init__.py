@@ -9,6 +9,7 @@
 | `manifest_files.py` | YAML of objects, written to and read from files |
 | `lint/` | checks of manifests, from here or elsewhere, in layers |
 | `cost.py` | hours, dollars, interruptions |
+| `node/` | `posttrain node`, the first process of every pod |
 
 Nothing here imports torch, and nothing talks to a cluster.
 """
