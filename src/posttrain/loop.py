@@ -93,6 +93,7 @@ class TrainingLoop:
                 report = self.saver.with_timings(self.algorithm.step(step))
             except StopRequested:
                 return self._stopped(step - 1, None)
+            self.interruption.end_step()
             validation, is_owed = self._validation_after(step)
             self.recorder.record_step(step, report, validation)
             reason = None if is_owed else self._reason_to_stop(step, report, validation)

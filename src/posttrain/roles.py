@@ -175,6 +175,15 @@ class Algorithm(Protocol):
     def validate(self, step: int) -> StepReport | None: ...
 
 
+class StopPoints(Protocol):
+    """Where a step may end early because the run was asked to stop: StopRequested is raised, and the step is repeated later."""
+
+    def check(self) -> None: ...
+
+    def commit(self) -> None:
+        """The last such point of a step: the model changes after it."""
+
+
 # "record lost": files of earlier steps were deleted while the run went on; "nothing scored": of no rollout a reward is known.
 Ending = Literal["complete", "record lost", "nothing scored"]
 

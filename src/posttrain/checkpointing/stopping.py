@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import ClassVar
 
-from posttrain.errors import EXIT_SAVED, Terminated
+from posttrain.errors import EXIT_SAVED, StopRequested, Terminated
 
 _EXIT_CODES = {signal.SIGTERM: EXIT_SAVED, signal.SIGHUP: EXIT_SAVED, signal.SIGINT: 130}
 STOP_FILE = "POSTTRAIN_STOP_FILE"  # variable: a file {"deadline": seconds since 1970}, written before SIGTERM is sent
@@ -96,15 +96,32 @@ class Interruption:
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
         self._outer: StopAtOnce | None = None
         self._wants_save = False
+        self._is_committed = False
         self._listeners: list[Callable[[], None]] = []
         self._happened: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may put, but take no lock
 
     def tell(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, in a thread of its own, when the run is asked to stop. Before entering."""
+        """Call `listener`, in a thread of its own, when the run is asked to stop and the step can be left undone."""
         self._listeners.append(listener)
 
     def is_asked(self) -> bool:
         return self.signal is not None
+
+    def check(self) -> None:
+        """StopRequested if the run is asked to stop and the step can be left undone."""
+        if self.is_asked() and not self._is_committed:
+            raise StopRequested
+
+    def commit(self) -> None:
+        """Call before the step changes the model: from here on it is finished. StopRequested as by `check`."""
+        was_committed, self._is_committed = self._is_committed, True  # first: `_tell` must not miss it
+        if self.is_asked() and not was_committed:
+            self._is_committed = False
+            raise StopRequested
+
+    def end_step(self) -> None:
+        """What follows can be left undone again."""
+        self._is_committed = False
 
     def take_save_request(self) -> bool:
         """Whether SIGUSR1 has come since the last call."""
@@ -143,7 +160,7 @@ class Interruption:
         return self
 
     def _tell(self) -> None:
-        if self._happened.get():
+        if self._happened.get() and not self._is_committed:
             for listener in self._listeners:
                 listener()
 

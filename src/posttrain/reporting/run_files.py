@@ -90,7 +90,7 @@ def complete_row(path: Path, row: JsonMapping) -> None:
         append_rows(path, [row])
         return
     line = json.dumps({**last, **row}, allow_nan=False) + "\n"
-    write_whole(path, b"".join(line for line, _ in earlier) + redact(line).encode())
+    write_whole(path, b"".join(line + b"\n" for line, _ in earlier) + redact(line).encode())
 
 
 def append_log(folder: Path, lines: Sequence[str]) -> None:
