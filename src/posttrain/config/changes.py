@@ -47,6 +47,7 @@ FREE_TO_CHANGE = (
     "policy.logprob_chunk_size",
     "policy.optimizer.offload_states",
     "policy.dtensor_cfg.activation_checkpointing",
+    "policy.generation.native_cfg.num_speculative_tokens",
     "policy.generation.native_cfg.page_size",
     "policy.generation.native_cfg.max_batch_size",
     "policy.generation.native_cfg.max_prefill_tokens",
