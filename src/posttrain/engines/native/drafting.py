@@ -1,4 +1,4 @@
-"""Drafts of the next tokens, looked up in texts of the same group, and their acceptance. In torch: the reference of
+"""Drafts of the next tokens, looked up in texts of the same group, and their acceptance: the reference of
 `kernels/drafting.py`, and what runs on a CPU.
 
 Noise is keyed, so the token at a position is a function of the logits and the key. A draft is accepted exactly when it equals
@@ -41,14 +41,6 @@ class StepRows:
     index: Tensor  # of the noise
     num_rows: Tensor  # [samples]: how many rows of the sample count
 
-    @classmethod
-    def empty(cls, num_samples: int, width: int, device: torch.device) -> StepRows:
-        def numbers(dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.zeros(num_samples, width, dtype=dtype, device=device)
-
-        rows = numbers(), numbers(), numbers(), numbers(torch.int32), numbers(), numbers()
-        return cls(*rows, torch.zeros(num_samples, dtype=torch.long, device=device))
-
 
 def lay_out(
     groups: Sequence[Sequence[tuple[Sequence[int], int]]],
@@ -80,43 +72,42 @@ def plan_rows(
     scratch_page: int,
 ) -> StepRows:
     """The rows of the next step. A sample's rows end with its draft, its pages or its limit."""
-    rows = StepRows.empty(state.shape[1], width, text.device)
-    for sample, (end, position, key, index, left, begin, stop) in enumerate(state.T.tolist()):
-        tokens = [int(text[end])] + _draft(text, end, begin, stop, width - 1)
-        count = 0
-        while count < min(len(tokens), left) and int(table[sample, (position + count) // page_size]) != scratch_page:
-            count += 1
-        rows.num_rows[sample] = count
-        for at in range(width):
-            there = at < count
-            page = int(table[sample, (position + at) // page_size]) if there else scratch_page
-            rows.tokens[sample, at] = tokens[at] if there else 0
-            rows.positions[sample, at] = position + at if there else 0
-            rows.slots[sample, at] = page * page_size + (position + at) % page_size
-            rows.lengths[sample, at] = position + at + 1 if there else 1
-            rows.keys[sample, at], rows.index[sample, at] = key, index + at
-    return rows
+    numbers, pages = text.cpu().numpy(), table.cpu().numpy()
+    samples = state.T.tolist()
+    values = np.zeros((6, len(samples), width), dtype=np.int64)
+    values[2], values[3] = scratch_page * page_size, 1
+    counts = []
+    for sample, (end, position, key, index, left, begin, stop) in enumerate(samples):
+        tokens = [int(numbers[end]), *_draft(numbers, end, begin, stop, width - 1)][:left]
+        at = position + np.arange(len(tokens))
+        page = pages[sample, at // page_size]
+        absent = np.flatnonzero(page == scratch_page)
+        count = int(absent[0]) if len(absent) else len(tokens)
+        counts.append(count)
+        at, page = at[:count], page[:count]
+        values[2, sample] += (position + np.arange(width)) % page_size
+        values[:4, sample, :count] = tokens[:count], at, page.astype(np.int64) * page_size + at % page_size, at + 1
+        values[4, sample], values[5, sample] = key, index + np.arange(width)
+    rows = torch.from_numpy(values).to(text.device)
+    return StepRows(rows[0], rows[1], rows[2], rows[3].int(), rows[4], rows[5], torch.tensor(counts).to(text.device))
 
 
-def _draft(text: Tensor, end: int, begin: int, stop: int, most: int) -> list[int]:
-    if stop <= begin or most < 1:
-        return []
-    same = torch.ones(stop - begin, dtype=torch.bool)
-    length = torch.zeros(stop - begin, dtype=torch.long)
-    for back in range(LONGEST_MATCH):
-        same = same & (text[begin - back : stop - back] == text[end - back])
+def _draft(text: np.ndarray, end: int, begin: int, stop: int, most: int) -> list[int]:
+    same = text[begin:stop] == text[end]
+    length = same.astype(np.int64)
+    for back in range(1, LONGEST_MATCH):
+        same &= text[begin - back : stop - back] == text[end - back]
         length += same
-    at = torch.arange(begin, stop)
-    length[(at == end) | (text[begin + 1 : stop + 1] < 0)] = 0
-    best = int((length * text.numel() + at).argmax())
-    if length[best] < SHORTEST_MATCH:
+    length[text[begin + 1 : stop + 1] < 0] = 0
+    if begin <= end < stop:
+        length[end - begin] = 0
+    if most < 1 or not length.any() or (longest := length.max()) < SHORTEST_MATCH:
         return []
-    draft: list[int] = []
-    for token in text[begin + best + 1 : begin + best + 1 + most].tolist():
-        if token < 0:
-            break
-        draft.append(token)
-    return draft
+    best = begin + int(np.flatnonzero(length == longest)[-1])
+    draft = text[best + 1 : best + 1 + most]
+    ends = np.flatnonzero(draft < 0)
+    found: list[int] = (draft[: ends[0]] if len(ends) else draft).tolist()
+    return found
 
 
 def accept(text: Tensor, state: Tensor, rows: StepRows, tokens: Tensor, logprobs: Tensor) -> Tensor:

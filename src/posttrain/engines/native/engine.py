@@ -27,11 +27,12 @@ from posttrain.engines.native.kv_cache import PagedKvCache, num_pages_for_call
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for, pages_needed
-from posttrain.engines.native.speculation import MAX_ROWS, Speculation
+from posttrain.engines.native.speculation import Speculation
 from posttrain.engines.native.stopping import StopRules
 from posttrain.errors import InputError
 from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.layers import fuse_layers
+from posttrain.policy.memory.settings import MAX_DRAFTED_ROWS
 from posttrain.policy.runtime import evaluation_mode
 from posttrain.roles import Progress
 from posttrain.types import (
@@ -112,6 +113,7 @@ class NativeEngine:
         self._workspace: Workspace | None = None
         self._largest = (0, 0)  # pages, and tokens of one sequence, that calls have needed so far
         self.num_preemptions = 0  # in the last call: many of them mean that the KV cache is too small
+        self.drafted = (0, 0)  # in the last call: tokens drawn in steps with drafts, and how often a sample took part in one
         # Ids up to the tokenizer's highest may be drawn; the rest of the output head is padding.
         self.vocab_size = min(max(tokenizer.get_vocab().values()) + 1, self.forward.head.vocab_size)
 
@@ -263,6 +265,8 @@ class NativeEngine:
             self._workspace = self.forward.fp8 = None  # steps may still be running in it
             raise
         self.num_preemptions = scheduler.num_preemptions
+        if (drafts := workspace.speculation) is not None:
+            self.drafted = drafts.num_tokens, drafts.num_sample_steps
         if workspace.graphs is not None and driver.graphs is None:
             self._use_graphs, workspace.graphs, workspace.speculation = False, None, None
 
@@ -351,7 +355,7 @@ def _num_finished(updates: Sequence[Update]) -> int:
 
 def num_pages_for(forward: ForwardPass, settings: NativeSettings, wanted: int, least: int) -> int:
     """Pages for sequences that memory allows: `wanted` at most, `least` at least."""
-    num_drafted = 0 if settings.num_speculative_tokens == 0 or forward.device.type == "cpu" else MAX_ROWS
+    num_drafted = 0 if settings.num_speculative_tokens == 0 or forward.device.type == "cpu" else MAX_DRAFTED_ROWS
     return num_pages_for_call(
         cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device, wanted=wanted, least=least,
         gpu_memory_utilization=settings.gpu_memory_utilization,

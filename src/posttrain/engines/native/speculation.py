@@ -28,10 +28,8 @@ from posttrain.engines.native.kv_cache import PagedKvCache
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, pages_for
 from posttrain.policy.fused.adapters import capture_key
+from posttrain.policy.memory.settings import MOST_DRAFTED_SAMPLES, draft_length
 
-# Rows of one step, drafts included: beyond that products are bound by computing, for models of every size.
-MAX_ROWS = 512
-_MOST_SAMPLES = 128
 _TEXT_CAPACITY = 1 << 22  # tokens
 _NUM_TIMED = 5  # steps that must have been timed before they count
 _GAIN = 1.05  # that drafts must promise
@@ -127,10 +125,11 @@ class Speculation:
         payoff: Payoff | None = None,
     ) -> None:
         self.forward = forward
-        self.sizes = batch_sizes(min(max_rows, _MOST_SAMPLES))
+        self.sizes = batch_sizes(min(max_rows, MOST_DRAFTED_SAMPLES))
         self.decode = PagedDecode(cache, self.sizes[-1], max_pages_per_row)
         self.payoff = payoff or Payoff()
         self.is_active = False
+        self.num_tokens, self.num_sample_steps = 0, 0  # of this call
         self._num_drafts, self._graphs = num_drafts, graphs
         self._steps = drafting if self.decode.kernel is None else self.decode.kernel
         self.text = torch.full((_TEXT_CAPACITY,), drafting.NOTHING, dtype=torch.int32, device=cache.device)
@@ -151,17 +150,16 @@ class Speculation:
 
     def forget_call(self) -> None:
         self.is_active, self._model_state = False, None
+        self.num_tokens, self.num_sample_steps = 0, 0
         self.payoff.begin()
 
     def drafts_for(self, num_samples: int) -> int:
         """How many tokens to draft for each of `num_samples`; 0: decode without."""
-        if num_samples > min(self.sizes[-1], _MOST_SAMPLES):
+        if num_samples > self.sizes[-1]:
             return 0
         size = self._size(num_samples)
-        if self._num_drafts is not None:
-            return min(self._num_drafts, MAX_ROWS // size - 1)
-        drafts = 7 if size <= MAX_ROWS // 8 else 3
-        return drafts if self.payoff.pays(size, drafts) else 0
+        drafts = draft_length(size, self._num_drafts)
+        return drafts if self._num_drafts is not None or self.payoff.pays(size, drafts) else 0
 
     def _size(self, num_samples: int) -> int:
         if self._graphs is None:
@@ -233,7 +231,9 @@ class Speculation:
 
     def read(self, drawn: DrawnWithDrafts) -> list[list[tuple[int, float]]]:
         tokens = drawn.read_several()
-        self.payoff.accepted(drawn.num_drafts, sum(map(len, tokens)), len(tokens))
+        self.num_tokens += (count := sum(map(len, tokens)))
+        self.num_sample_steps += len(tokens)
+        self.payoff.accepted(drawn.num_drafts, count, len(tokens))
         return tokens
 
     def _arrange(self, samples: Sequence[Sample]) -> None:
