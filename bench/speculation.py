@@ -4,18 +4,16 @@
     python bench/speculation.py --model MODEL --data gsm8k/test.jsonl --prompts 64 --samples 16 --new-tokens 512
     python bench/speculation.py --shape tiny --prompts 1000 --per-call 32 --samples 4 --new-tokens 48 --device cpu --drafts 3 7
 
-Problems of a file with the key `question`, through the model's chat template, or random prompts of 8 to 40 tokens. Each setting samples
-the same prompts `--repeats` times; the first time steps are captured. `equal` counts the answers whose tokens are those of
-decoding without drafts. In float32 they all are; in bf16 products of other shapes round differently, as with any other batch
-size, and `rounding` shows the same comparison for decoding without drafts in batches of another size. `tokens a step` are
-those that a sample draws in a step with drafts, `drafted` is the share of tokens drawn in such steps.
+Problems of a file with the key `question`, through the model's chat template, or random prompts of 8 to 40 tokens. Each
+setting samples the same prompts `--repeats` times; the first time steps are captured. `equal` counts the answers whose tokens
+are those of decoding without drafts. In float32 they all are. In bf16 products of other shapes round differently, and the second
+row shows what another batch size alone changes. `tokens a step` are what an answer draws in a step with drafts, `drafted` is
+the share of tokens drawn in such steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import random
 import sys
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import dtype_name, facts, resolve_device, resolve_dtype, seconds_of
+from problems import read_problems
 from shapes import FIRST_WORD, SHAPES, open_model, vocab_size_of
 from tables import table, write_json
 
@@ -72,8 +71,7 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any, vocab_size: int) -> lis
     if args.data is None:
         rng = random.Random(0)
         return [tuple(rng.choices(range(FIRST_WORD, vocab_size), k=rng.randint(8, 40))) for _ in range(args.prompts)]
-    text = gzip.open(args.data, "rt").read() if args.data.suffix == ".gz" else args.data.read_text()
-    questions = [json.loads(line)["question"] for line in text.splitlines()[: args.prompts]]
+    questions = [problem["question"] for problem in read_problems(args.data)[: args.prompts]]
     messages = [[{"role": "user", "content": question}] for question in questions]
     return [
         tuple(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))

@@ -86,7 +86,9 @@ def test_a_small_cache_and_batches_change_no_token(counted: list[int]) -> None:
     expected = engine_of(model, 0).generate(make_tasks(), NUM_SAMPLES, SAMPLING, KEY)
     page_bytes = 4 * 2 * 2 * 2 * 8 * 4
     for settings in ({"max_batch_size": 5}, {"page_size": 4, "kv_cache_gib": 60 * page_bytes / 2**30}):
-        assert tokens(engine_of(model, 3, **settings).generate(make_tasks(), NUM_SAMPLES, SAMPLING, KEY)) == tokens(expected)
+        assert tokens(engine_of(model, 3, **settings).generate(make_tasks(), NUM_SAMPLES, SAMPLING, KEY)) == tokens(
+            expected
+        )
     assert counted
 
 

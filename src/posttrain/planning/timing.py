@@ -204,7 +204,11 @@ class TimeModel:
             used.add(size)
             own, group_size = stretch.own_tokens, workload.num_sampled
             step = self.decode_step_s(size, stretch.rows, prompt, own, group_size)
-            if stretch.none_waits and not workload.fixed_length and (width := 1 + draft_length(size, engine.num_drafts)) > 1:
+            if (
+                stretch.none_waits
+                and not workload.fixed_length
+                and (width := 1 + draft_length(size, engine.num_drafts)) > 1
+            ):
                 drafted = self.decode_step_s(width * size, width * stretch.rows, prompt, own, group_size)
                 drafted /= CALIBRATION.drafted_tokens_per_step
                 step = drafted if engine.num_drafts is not None else min(step, drafted)

@@ -74,8 +74,9 @@ Update = NewToken | NanLogits
 
 
 class Driver:
-    """`graphs` and `speculation` require that all requests have equal sampling settings and no adapter. `activate` is called with the name
-    of the adapter whose samples come next, whenever it changes. `max_admitted_tokens` limits the prefill of one step."""
+    """`graphs` and `speculation` require that all requests have equal sampling settings and no adapter. `activate` is called
+    with the name of the adapter whose samples come next, whenever it changes. `max_admitted_tokens` limits the prefill of one
+    step."""
 
     def __init__(
         self,

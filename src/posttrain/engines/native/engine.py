@@ -113,7 +113,10 @@ class NativeEngine:
         self._workspace: Workspace | None = None
         self._largest = (0, 0)  # pages, and tokens of one sequence, that calls have needed so far
         self.num_preemptions = 0  # in the last call: many of them mean that the KV cache is too small
-        self.drafted = (0, 0)  # in the last call: tokens drawn in steps with drafts, and how often a sample took part in one
+        self.drafted = (
+            0,
+            0,
+        )  # in the last call: tokens drawn in steps with drafts, and how often a sample took part in one
         # Ids up to the tokenizer's highest may be drawn; the rest of the output head is padding.
         self.vocab_size = min(max(tokenizer.get_vocab().values()) + 1, self.forward.head.vocab_size)
 

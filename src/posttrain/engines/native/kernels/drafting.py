@@ -106,10 +106,10 @@ def plan_rows(
     samples = state.shape[1]
     assert text.dtype == table.dtype == torch.int32, "texts and the page table are int32"
     assert state.stride(1) == table.stride(1) == 1, "the samples of a field and the pages of a sample are contiguous"
-    numbers = torch.empty(5, samples, width, dtype=torch.int64, device=text.device)
+    tokens, positions, slots, keys, index = torch.empty(5, samples, width, dtype=torch.int64, device=text.device)
     lengths = torch.empty(samples, width, dtype=torch.int32, device=text.device)
     num_rows = torch.empty(samples, dtype=torch.int64, device=text.device)
-    rows = StepRows(*numbers[:3], lengths, *numbers[3:], num_rows)
+    rows = StepRows(tokens, positions, slots, lengths, keys, index, num_rows)
     _plan_rows[(samples,)](
         text, state, state.stride(0), table, table.stride(0), scratch_page,
         rows.tokens, rows.positions, rows.slots, rows.lengths, rows.keys, rows.index, rows.num_rows,
