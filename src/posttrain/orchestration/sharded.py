@@ -159,7 +159,10 @@ class ShardedTrainer:
 
 
 class ShardedEngine:
-    """Whole groups go to one data-parallel rank, so that a prompt is computed once. Results keep the order of the tasks."""
+    """Whole groups go to one data-parallel rank, so that a prompt is computed once. Results keep the order of the tasks.
+
+    Ranks that share layers get the same groups and draw the same tokens.
+    """
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -172,7 +175,7 @@ class ShardedEngine:
         key: NoiseKey,
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        mesh = self.group.mesh
+        mesh = self.group.mesh.for_sampling
         callback = progress if self.group.in_process else None  # it cannot be sent to another process
         results = gather(
             "generate",
@@ -199,7 +202,7 @@ class ShardedEngine:
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
         """Each data-parallel rank has its share of the groups and of the quota, and ends its round on its own."""
-        mesh = self.group.mesh
+        mesh = self.group.mesh.for_sampling
         own = None
         if quota is not None:
             assert quota.num_groups % mesh.dp == 0, "checked when the run was built"

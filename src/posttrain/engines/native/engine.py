@@ -113,10 +113,8 @@ class NativeEngine:
         self._workspace: Workspace | None = None
         self._largest = (0, 0)  # pages, and tokens of one sequence, that calls have needed so far
         self.num_preemptions = 0  # in the last call: many of them mean that the KV cache is too small
-        self.drafted = (
-            0,
-            0,
-        )  # in the last call: tokens drawn in steps with drafts, and how often a sample took part in one
+        # In the last call: tokens drawn in steps with drafts, and how often a sample took part in one.
+        self.drafted = (0, 0)
         # Ids up to the tokenizer's highest may be drawn; the rest of the output head is padding.
         self.vocab_size = min(max(tokenizer.get_vocab().values()) + 1, self.forward.head.vocab_size)
 
@@ -291,6 +289,8 @@ class NativeEngine:
             wanted, longest = self._largest = max(wanted, self._largest[0]), max(longest, self._largest[1])
         fp8 = fp8_weights(self.forward, settings)  # before the cache takes the memory that is left
         num_pages = num_pages_for(self.forward, settings, wanted, least)
+        if (group := self.forward.head.tensor_group) is not None:
+            num_pages = group.smallest(num_pages)  # ranks that share layers run one schedule
         depends_on_free_memory = self._keeps_workspace and settings.kv_cache_gib is None and num_pages < wanted
         if settings.deterministic and depends_on_free_memory:
             raise InputError(
@@ -301,11 +301,9 @@ class NativeEngine:
         cache = new_cache(self.forward, settings, num_pages)
         width = pages_for(longest, settings.page_size)
         if not self._keeps_workspace:
-            decoding, speculation = DenseDecode(cache, longest), self._speculation(cache, width, None)
-            return Workspace(
-                cache, num_pages, num_pages < wanted, longest, decoding, speculation=speculation
-            )  # fmt: skip
-        decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.config.num_attention_heads)
+            dense, speculation = DenseDecode(cache, longest), self._speculation(cache, width, None)
+            return Workspace(cache, num_pages, num_pages < wanted, longest, dense, speculation=speculation)
+        decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.num_heads)
         graphs = DecodeGraphs(self.forward, decode) if self._use_graphs else None
         speculation = self._speculation(cache, width, graphs)
         workspace = Workspace(
@@ -317,8 +315,8 @@ class NativeEngine:
     def _speculation(self, cache: PagedKvCache, width: int, graphs: DecodeGraphs | None) -> Speculation | None:
         """None where it is off, or its choice by step times could change the bits of a run that must repeat."""
         wanted, on_gpu = self.settings.num_speculative_tokens, cache.device.type == "cuda"
-        if wanted == 0 or self._is_sharded:
-            return None
+        if wanted == 0 or self._is_sharded or self.forward.head.tensor_group is not None:
+            return None  # ranks that compute together would have to decide together
         if wanted == "auto" and (not on_gpu or graphs is None or self.settings.deterministic):
             return None
         return Speculation(

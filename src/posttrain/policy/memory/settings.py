@@ -85,6 +85,7 @@ class RunSettings:
     ranks: int
     engine: EngineSettings | None
     checkpoint_copy: CheckpointCopy = "none"
+    layer_shares: int = 1  # ranks that share each layer
 
     @property
     def holds_copy(self) -> bool:
@@ -113,7 +114,7 @@ def run_settings(
             in_fp8=native.precision == "fp8",
             cache_in_fp8=native.precision == "fp8" and native.kv_cache_dtype != "bfloat16",
             layers_in_bf16=native.num_first_layers_in_bf16 + native.num_last_layers_in_bf16,
-            num_drafts=_num_drafts(native.num_speculative_tokens, is_deterministic=policy.deterministic),
+            num_drafts=_num_drafts(native.num_speculative_tokens, may_time=not policy.deterministic) if ranks == 1 else 0,
         )
     setting, lora = policy.dtensor_cfg.activation_checkpointing, policy.dtensor_cfg.lora_cfg
     return RunSettings(
@@ -127,12 +128,13 @@ def run_settings(
         ranks=ranks,
         engine=engine,
         checkpoint_copy=checkpoint_copy,
+        layer_shares=policy.dtensor_cfg.tensor_parallel_size,
     )
 
 
-def _num_drafts(setting: Literal["auto"] | int, *, is_deterministic: bool) -> int | None:
+def _num_drafts(setting: Literal["auto"] | int, *, may_time: bool) -> int | None:
     if setting == "auto":
-        return 0 if is_deterministic else None
+        return None if may_time else 0
     return setting
 
 
