@@ -256,7 +256,7 @@ def assert_drafts_like_torch(seed: int, device: torch.device) -> None:
     text, state = torch.from_numpy(numbers), torch.tensor([*columns, idle]).T.contiguous()
     table = torch.randint(0, scratch, (state.shape[1], 32), generator=generator, dtype=torch.int32)
     table[:, 8:] = torch.where(torch.rand(state.shape[1], 24, generator=generator) < 0.2, scratch, table[:, 8:])
-    ours = text.to(device), state.to(device)
+    ours = text.clone().to(device), state.clone().to(device)
     for _ in range(3):
         expected = drafting.plan_rows(text, state, table, width, page_size, scratch)
         found = kernels.plan_rows(*ours, table.to(device), width, page_size, scratch)

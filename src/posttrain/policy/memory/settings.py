@@ -114,7 +114,9 @@ def run_settings(
             in_fp8=native.precision == "fp8",
             cache_in_fp8=native.precision == "fp8" and native.kv_cache_dtype != "bfloat16",
             layers_in_bf16=native.num_first_layers_in_bf16 + native.num_last_layers_in_bf16,
-            num_drafts=_num_drafts(native.num_speculative_tokens, may_time=not policy.deterministic) if ranks == 1 else 0,
+            num_drafts=_num_drafts(native.num_speculative_tokens, may_time=not policy.deterministic)
+            if ranks == 1
+            else 0,
         )
     setting, lora = policy.dtensor_cfg.activation_checkpointing, policy.dtensor_cfg.lora_cfg
     return RunSettings(
