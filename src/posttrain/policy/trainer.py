@@ -10,7 +10,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -63,6 +63,14 @@ class RankSetup:
     trains: bool = True  # False: no optimizer, for sampling and evaluation only
     reward_model: bool = False  # a score for each answer, instead of a log-probability for each token
     answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
+
+    @property
+    def for_sampling(self) -> RankSetup:
+        """Of an engine on a device of its own: the whole model, which is not trained."""
+        alone = {"tensor_parallel_size": 1, "context_parallel_size": 1, "dp_replicate_size": None}
+        parallel = self.policy.dtensor_cfg.model_copy(update=alone)
+        policy = self.policy.model_copy(update={"dtensor_cfg": parallel})
+        return replace(self, policy=policy, needs_reference=False, trains=False)
 
 
 @dataclass(frozen=True)
