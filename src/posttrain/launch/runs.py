@@ -19,6 +19,13 @@ WORKLOADS = {  # apiVersion and kind of what a run is; the plural of each is its
     "raycluster": ("ray.io/v1", "RayCluster"),
 }
 ENDED = ("Succeeded", "Failed")
+NOT_STARTING = (  # a pod that waits for one of these waits for ever
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+)
 
 
 class ClusterUnreachable(InputError):
@@ -44,6 +51,9 @@ class Cluster(Protocol):
 
     def examine(self, objects: Sequence[Object]) -> list[Check]:
         """What these objects need, and whether the cluster has it. Creates nothing."""
+
+    def try_image(self, objects: Sequence[Object]) -> Check:
+        """Whether posttrain starts in the image of these objects."""
 
     def create(self, objects: Sequence[Object]) -> None:
         """All of them, or none."""
@@ -90,8 +100,8 @@ class RunPod:
         return None if code is None else int(code)
 
     @property
-    def name_and_attempt(self) -> str:
-        return f"{self.name} {self.attempt}"
+    def uid(self) -> str:
+        return str(self.body["metadata"].get("uid") or self.name)
 
     @property
     def end_message(self) -> str:
