@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import random
 import time
@@ -25,6 +26,7 @@ HOWS = ("notice", "SIGTERM", "SIGKILL")
 NOTICE_S = 30.0
 MAX_FRUITLESS = 2  # interruptions in a row before a new checkpoint; a third ends the run, as it should
 LIMIT_S = 1200.0
+TOKEN = "hf_plantedTokenOfAWholeRun0123456789abcd"
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,14 @@ class SpotRun:
     """`folder` is that of the local cluster. Runs of several schedulers may share it, one after the other."""
 
     def __init__(self, folder: Path, scheduler: str, model: Path, data: Path, *, steps: int) -> None:
-        os.environ[FOLDER_VARIABLE] = str(folder)
-        profile = ClusterProfile.model_validate({"cluster": {"kind": "local"}, "scheduler": {"kind": scheduler}})
+        os.environ |= {FOLDER_VARIABLE: str(folder), "HF_TOKEN": TOKEN}
+        profile = ClusterProfile.model_validate(
+            {
+                "cluster": {"kind": "local"},
+                "scheduler": {"kind": scheduler},
+                "secrets": {"HF_TOKEN": {"secret": "hf", "key": "token"}},
+            }
+        )
         self.steps = steps
         self.name = f"spot-{scheduler}"
         mount = Path(profile.storage.mount)
@@ -112,6 +120,13 @@ class SpotRun:
         """To the end of the run."""
         wait_for(lambda: self.phase in (*ENDED, "Lost"), f"the end of {self.name}", LIMIT_S)
         assert self.phase == "Succeeded", self.story()
+        wait_for(lambda: not any(pod.is_alive for pod in self.pods()), "its pods end")
+        for path in Path(os.environ[FOLDER_VARIABLE]).rglob(
+            "*"
+        ):  # manifests, status, events, logs, the run's own folder
+            if path.is_file():
+                content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+                assert TOKEN.encode() not in content, f"the token is in {path}"
 
     def story(self) -> str:
         """Events, and the end of each pod's output."""

@@ -26,7 +26,7 @@ PART = Part(
     "spot",
     "a run on two nodes that loses machines at random moments is the run that does not, bit for bit, under every scheduler",
     cases,
-    60,
+    45,
 )
 
 

@@ -1,4 +1,5 @@
-"""Rendered manifests on two nodes of the local cluster: a run that loses machines ends as the run that does not, bit for bit.
+"""Rendered manifests on two nodes of the local cluster: a run that loses machines ends as the run that does not, bit for bit,
+and the token that its pods were given is in no file.
 
 The short form. `make faults ONLY=spot` takes 20 machines away from each scheduler, at random moments.
 """
@@ -27,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     skip_without_namespaces()
     pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("POSTTRAIN_LOCAL", "")  # put back afterwards
+        for name in ("POSTTRAIN_LOCAL", "HF_TOKEN"):
+            patch.setenv(name, "")  # put back afterwards
         yield tmp_path_factory.mktemp("spot")
 
 
