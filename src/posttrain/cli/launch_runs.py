@@ -262,7 +262,8 @@ def _status(args: argparse.Namespace) -> int:
         print(json.dumps({**result, "pods": rows, "events": events}, indent=2))
         return 0
     about = f": {state.message}" if state.message else ""
-    print(f"{args.name}: {workload['kind']} in {cluster.title}, {state.phase}, {state.restarts} restarts{about}")
+    attempts = max((pod.attempt for pod in pods), default=0)
+    print(f"{args.name}: {workload['kind']} in {cluster.title}, {state.phase}, attempt {attempts}{about}")
     for pod in pods:
         code = "" if pod.exit_code is None else f", exit code {pod.exit_code}"
         waits = f", waits: {pod.waits_for}" if pod.waits_for else ""
