@@ -135,8 +135,11 @@ def pods_by_rank(pods: Sequence[Object]) -> list[RunPod]:
     seen: dict[tuple[str, int], int] = {}
     found = []
     for pod in ordered:
-        labels: Mapping[str, str] = pod["metadata"].get("labels") or {}
-        annotations: Mapping[str, str] = pod["metadata"].get("annotations") or {}
+        # Volcano has some of them as annotations, others as labels, or both, by its version.
+        labels: Mapping[str, str] = {
+            **(pod["metadata"].get("annotations") or {}),
+            **(pod["metadata"].get("labels") or {}),
+        }
         if (cluster := labels.get("ray.io/cluster")) is not None:
             if cluster not in clusters:
                 clusters.append(cluster)
@@ -145,8 +148,9 @@ def pods_by_rank(pods: Sequence[Object]) -> list[RunPod]:
             if labels.get("ray.io/node-type") != "head":
                 rank = seen[cluster, 0] = seen.get((cluster, 0), 0) + 1
         elif (task := labels.get("volcano.sh/task-spec")) is not None:
-            rank = int(labels.get("volcano.sh/task-index", 0)) + (task != "head")
-            attempt = int(annotations.get("volcano.sh/job-version", 0)) + 1
+            index = labels.get("volcano.sh/task-index") or pod["metadata"]["name"].rpartition("-")[2]
+            rank = int(index) + (task != "head")
+            attempt = int(labels.get("volcano.sh/job-version", 0)) + 1
         else:
             rank = int(labels.get("batch.kubernetes.io/job-completion-index", 0))
             if (restart := labels.get("jobset.sigs.k8s.io/restart-attempt")) is not None:
