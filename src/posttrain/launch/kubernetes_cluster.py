@@ -40,7 +40,7 @@ class KubernetesCluster:
             self._own_namespace = _load(settings, context)
         except (ConfigException, OSError) as error:
             raise ClusterUnreachable(
-                f"no cluster is configured: {reason_of(error)}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, "
+                f"no cluster is configured: {reason_of(error).rstrip(".")}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, "
                 "gcloud container clusters get-credentials), or name a context of it in the profile (cluster.context)"
             ) from error
         self._api = client.ApiClient(settings)
