@@ -39,9 +39,10 @@ class KubernetesCluster:
             settings = client.Configuration()
             self._own_namespace = _load(settings, context)
         except (ConfigException, OSError) as error:
+            why = reason_of(error).rstrip(".")
             raise ClusterUnreachable(
-                f"no cluster is configured: {reason_of(error).rstrip(".")}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, "
-                "gcloud container clusters get-credentials), or name a context of it in the profile (cluster.context)"
+                f"no cluster is configured: {why}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, gcloud container "
+                "clusters get-credentials), or name a context of it in the profile (cluster.context)"
             ) from error
         self._api = client.ApiClient(settings)
         self._server = settings.host
