@@ -6,7 +6,7 @@ model's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
+from posttrain.reporting.token_files import token_pieces
 from posttrain.run_folder import WriteAccess, run_folder
 
 # Makes an export from a function that takes warnings, and whether adapters are merged into the model.
@@ -122,7 +123,8 @@ class Run:
             max_steps=max_steps,
             planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",
         )
-        recorder = self._recorder(recipe.presentation, workers, facts, max_steps, header)
+        decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        recorder = self._recorder(recipe.presentation, workers, facts, max_steps, header, decode)
         for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
             for reason, count in (rows.dropped if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
@@ -203,7 +205,13 @@ class Run:
         )
 
     def _recorder(
-        self, presentation: Presentation, workers: WorkerGroup, facts: ModelFacts, max_steps: int, header: list[str]
+        self,
+        presentation: Presentation,
+        workers: WorkerGroup,
+        facts: ModelFacts,
+        max_steps: int,
+        header: list[str],
+        decode: Callable[[Sequence[int]], str],
     ) -> RunRecorder:
         config = self.config
         on_gpu = facts.device == "cuda"
@@ -226,6 +234,8 @@ class Run:
             settings=self.loaded.flat(),
             stop_on_error=config.doctor.on_error == "stop",
             attempt=self._access.record,
+            pieces=token_pieces(decode),
+            ask_ranks=lambda: [{"rank": rank, **status} for rank, status in enumerate(call_all(workers, Rank.status))],
         )
 
     def _store(self, recorder: RunRecorder) -> CheckpointStore:

@@ -52,14 +52,17 @@ from posttrain.reporting.run_files import (
     write_text,
     write_whole,
 )
+from posttrain.reporting.token_files import Pieces, write_tokens
 from posttrain.reporting.wording import Line
+from posttrain.reporting.worker_rows import AskRanks, WorkerRows
 
 if TYPE_CHECKING:
     from posttrain.attempts import Attempt
     from posttrain.config.changes import ConfigChange
     from posttrain.roles import Ending
-    from posttrain.types import Group, StepReport
+    from posttrain.types import Group, StepReport, TokenTrace
 
+SHORT_STEP_S = 2.0  # the phases of shorter steps are not written
 ANSWER_PERIOD_S = 10.0  # a terminal shows one answer this often
 TREND_STEPS = 20
 REPORT_PERIOD_S = 10.0
@@ -91,6 +94,8 @@ class RunRecorder:
         stop_on_error: bool = False,
         stream: TextIO | None = None,
         attempt: Attempt | None = None,
+        pieces: Pieces | None = None,
+        ask_ranks: AskRanks = lambda: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = Path(folder)
@@ -109,10 +114,13 @@ class RunRecorder:
         self._stop_on_error = stop_on_error
         self._problem: str | None = None  # an error that the doctor found in the latest step
         self._attempt = attempt  # None: nothing else writes to the folder
+        self._pieces = pieces  # None: token data is not written
+        self._workers = WorkerRows(self.folder, ask_ranks, self._may_write)
         self._clock = clock
         self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
         self._info: Row = {}
-        self._step = 0
+        self._step = 0  # recorded
+        self._begun_step = 0
         self._started: float | None = None
         self._earlier_wall_s = 0.0
         self._marks: deque[float] = deque(maxlen=20)  # when the latest steps were recorded
@@ -184,6 +192,7 @@ class RunRecorder:
 
     def begin_step(self, step: int) -> None:
         """Show the header of a step above its stages. Without this call the header comes with the results."""
+        self._begun_step = step
         self._show_header(step)
         self._show_stage("Preparing batch")
 
@@ -191,13 +200,19 @@ class RunRecorder:
         row = training_row(step, report, self._hardware)
         if validation is not None:
             row |= validation_row(step, validation)
-        row = self._write(row, train_groups=report.groups, validation_groups=validation.groups if validation else ())
+        row = self._write(
+            row,
+            train_groups=report.groups,
+            validation_groups=validation.groups if validation else (),
+            tokens=report.tokens,
+        )
         self._step = step
         self._marks.append(self._clock())
         self._show_step(row, report, validation)
         for warning in (*report.warnings, *(validation.warnings if validation else ())):
             self.warn(warning)
         self._examine(row, report.groups)
+        self._workers.step_done(step)
         self._refresh_report()
 
     def reason_to_stop(self) -> str | None:
@@ -260,6 +275,13 @@ class RunRecorder:
         if line.text != self._stage_shown:
             self._stage_shown = line.text
             self._show_long_form([line])
+            if not self._steps_are_short:
+                self._workers.phase(max(self._begun_step, self._step), text)
+
+    @property
+    def _steps_are_short(self) -> bool:
+        """Too short to follow their phases."""
+        return len(self._marks) > 1 and self._marks[-1] - self._marks[-2] < SHORT_STEP_S
 
     def say(self, text: str) -> None:
         self._console.show([Line(text)])
@@ -292,14 +314,21 @@ class RunRecorder:
 
     # ------------------------------------------------------------------ files
 
-    def _write(self, row: Row, *, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> Row:
+    def _write(
+        self,
+        row: Row,
+        *,
+        train_groups: tuple[Group, ...],
+        validation_groups: tuple[Group, ...],
+        tokens: tuple[TokenTrace, ...] = (),
+    ) -> Row:
         """Write everything of one step, the row of metrics last. Returns the row as written."""
         assert self._started is not None, "start() was not called"
         row, non_finite = without_non_finite(row)
         for is_last_try in (False, False, True):
             try:
                 self._confirm_folder()
-                self._write_files(row, train_groups, validation_groups)
+                self._write_files(row, train_groups, validation_groups, tokens)
                 break
             except FileNotFoundError:  # the folder is being deleted
                 if is_last_try:
@@ -310,7 +339,13 @@ class RunRecorder:
                 self.warn(f"{key} is {value} at step {row['step']}; {METRICS_FILE} holds null for it")
         return row
 
-    def _write_files(self, row: Row, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> None:
+    def _write_files(
+        self,
+        row: Row,
+        train_groups: tuple[Group, ...],
+        validation_groups: tuple[Group, ...],
+        tokens: tuple[TokenTrace, ...],
+    ) -> None:
         step, rollouts = row["step"], self.folder / ROLLOUTS_FOLDER
         for name, stage, groups in (
             ("step", "train", train_groups),
@@ -319,6 +354,8 @@ class RunRecorder:
             if groups:
                 write_rollouts(rollouts / f"{name}_{step}.jsonl.gz", groups)
                 self._write_unscored(step, stage, groups)
+        if tokens and self._pieces is not None:
+            write_tokens(rollouts / f"step_{step}.tokens.npz", tokens, self._pieces)
         append_rows(self.folder / METRICS_FILE, [row])
         self._has_rows = True
 
@@ -342,9 +379,10 @@ class RunRecorder:
         self._num_losses, self._has_rows = num_losses, False
 
     def _open_log(self) -> None:
-        attempt = self._attempt
-        may_write = (lambda: not attempt.is_superseded) if attempt is not None else lambda: True
-        self._console.log_to(self.folder / LOG_FILE, may_write)
+        self._console.log_to(self.folder / LOG_FILE, self._may_write)
+
+    def _may_write(self) -> bool:
+        return self._attempt is None or not self._attempt.is_superseded
 
     def _config_bytes(self) -> bytes:
         return self._config_yaml.encode("utf-8", "backslashreplace")
