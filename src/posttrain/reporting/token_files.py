@@ -39,10 +39,11 @@ def token_pieces(decode: Callable[[Sequence[int]], str]) -> Pieces:
         found: list[str] = []
         before: list[int] = []  # the token before, which tells whether a space belongs between the two
         pending: list[int] = []
-        for token in token_ids:
+        for place, token in enumerate(token_ids, start=1):
             pending.append(token)
             text = decode([*before, *pending])[len(decode(before)) if before else 0 :]
-            is_part = text.endswith("\ufffd") and len(pending) < _MAX_TOKENS_PER_CHARACTER
+            may_go_on = place < len(token_ids) and len(pending) < _MAX_TOKENS_PER_CHARACTER
+            is_part = may_go_on and text.endswith("\ufffd")
             found.append("" if is_part else text)
             if not is_part:
                 before, pending = [token], []

@@ -4,6 +4,8 @@ Everything is named by ids, steps and indices: no request contains a path, and n
 """
 
 import asyncio
+import json
+import math
 import mimetypes
 import threading
 import time
@@ -23,7 +25,7 @@ from posttrain.ui.comparison import config_differences
 from posttrain.ui.rollout_filters import Filters, Limits
 from posttrain.ui.rollout_store import Cursor, Kind
 from posttrain.ui.run_view import RunView
-from posttrain.ui.shipping import as_json, pipeline_page, pipeline_row, registry_page
+from posttrain.ui.shipping import pipeline_page, pipeline_row, registry_page
 from posttrain.ui.token_view import token_table
 
 MAX_POINTS = 1000
@@ -33,6 +35,23 @@ CHANGE_PERIOD_S = 0.7
 PING_S = 15.0
 ASSETS = files("posttrain.ui") / "assets"
 THEME = files("posttrain.reporting") / "assets" / "theme.css"
+
+
+def as_json(value: object) -> bytes:
+    """Numbers that JSON does not have, which a damaged file may hold, become null."""
+    try:
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+    except ValueError:
+        text = json.dumps(_finite(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Answer(Response):

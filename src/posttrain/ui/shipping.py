@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from posttrain.errors import InputError
@@ -102,10 +101,3 @@ def registry_page(location: str) -> JsonObject:
         return {"models": models}
     except (InputError, ImportError) as error:
         return {"models": [], "problem": str(error)}
-
-
-def as_json(value: object) -> bytes:
-    """NaN, which JSON does not have, cannot be in it: readers of files replace it."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str).encode(
-        "utf-8", "backslashreplace"
-    )
