@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test invariants check lint types pages measure bench faults clean
+.PHONY: help setup demo test invariants check lint types pages screenshots measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
 	@echo "make test    set up, then run all tests"
 	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
 	@echo "make pages   write the tables of docs/models.md and docs/datasets.md anew"
+	@echo "make screenshots  take the pictures of docs/watch.md anew"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
 	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about an hour; docs/reliability.md)"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
@@ -52,6 +53,10 @@ check: lint types test invariants
 # The tables in docs/ that tests generate; a test fails while one is not current.
 pages: setup
 	$(BIN)/python tests/generated_pages.py
+
+# The pictures of docs/watch.md, made by the tests; they need a Chromium.
+screenshots: setup
+	POSTTRAIN_WRITE_SCREENSHOTS=1 $(BIN)/pytest tests/integration/test_watch_in_browser.py
 
 measure: setup
 	$(BIN)/python tools/measure.py

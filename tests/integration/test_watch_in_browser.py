@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-SHOTS = os.environ.get("POSTTRAIN_WRITE_SCREENSHOTS")  # set by `make pages`: the pictures of docs/watch.md
+SHOTS = os.environ.get("POSTTRAIN_WRITE_SCREENSHOTS")  # set by `make screenshots`: the pictures of docs/watch.md
 TOKEN = "a-token-of-many-characters"
 FAR_FUTURE = 4e9  # a heartbeat that does not grow old
 
