@@ -24,7 +24,11 @@ def find_chromium() -> str | None:
     named = os.environ.get(VARIABLE)
     found = [named] if named else [path for name in NAMES if (path := shutil.which(name))]
     cache = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH", Path.home() / ".cache" / "ms-playwright"))
-    found += [str(path) for path in sorted(cache.glob("chromium*/chrome-linux*/*")) if path.name in ("chrome", "headless_shell")]
+    found += [
+        str(path)
+        for path in sorted(cache.glob("chromium*/chrome-linux*/*"))
+        if path.name in ("chrome", "headless_shell")
+    ]
     return found[0] if found else None
 
 

@@ -6,13 +6,14 @@ model's folder.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from posttrain.checkpointing import CheckpointStore, SaveDeadline
+from posttrain.checkpointing import CheckpointStore, Interruption, SaveDeadline
 from posttrain.checkpointing.copies import CopyRule, Exporter
 from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
@@ -20,26 +21,32 @@ from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
-from posttrain.errors import InputError, Superseded
+from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.hardware import peak_flops
+from posttrain.hashing import digest
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
-from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
+from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
+from posttrain.orchestration.weights import PushedWeights, SharedWeights
 from posttrain.orchestration.workers import WorkerGroup, call_all
+from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
+from posttrain.policy.weight_files import Handover
 from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
+from posttrain.reporting.run_files import append_log
 from posttrain.reporting.token_files import token_pieces
+from posttrain.roles import WeightSync
 from posttrain.run_folder import WriteAccess, run_folder
 
-# Makes an export from a function that takes warnings, and whether adapters are merged into the model.
 # Memory and time of a run on a device of this name, with so many steps, in a few words; empty if they are not known.
 Planner = Callable[[RunConfig, str, int], str]
+# Makes an export from a function that takes warnings, and whether adapters are merged into the model.
 ExportMaker = Callable[[Callable[[str], None], bool], Exporter]
 
 
@@ -66,13 +73,15 @@ class Run:
         self._make_export = make_export
         self._access = access or WriteAccess.take(loaded.config)
         self._cleanup = ExitStack()
+        self._recording: RunRecorder | None = None
         with self._ending():
             self.loop = self._build()
 
     def execute(self) -> int:
         with self._ending():
             code = self.loop.run()
-        self.close(code)
+        with Interruption(answer="the run is over, and is ending"):
+            self.close(code)
         return code
 
     def close(self, exit_code: int | None = None) -> None:
@@ -82,11 +91,29 @@ class Run:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
+        """On an error: write the reason to the folder, end the workers, give the folder back."""
         try:
             yield
         except BaseException as error:
-            self.close(error.exit_code if isinstance(error, InputError | Superseded) else None)
+            # Once the run has begun, a file that cannot be written is no fault of the config.
+            fault = storage_error(error) if self._access.has_begun else None
+            try:
+                self._write_reason(fault or error)
+                self._cleanup.close()
+            finally:
+                self._access.end_with(fault or error)
+            if fault is not None and fault is not error:
+                raise fault from error
             raise
+
+    def _write_reason(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        if self._recording is not None and self._access.has_begun:
+            self._recording.record_crash(error, text)
+        elif exit_code_of(error) is None:
+            with suppress(OSError, Superseded):
+                self._access.record.confirm()
+                append_log(self._access.record.folder, [self._access.record.heading, text])
 
     def _build(self) -> TrainingLoop:
         config, schedule = self.config, self.config.schedule
@@ -119,12 +146,12 @@ class Run:
             prepared,
             facts,
             unit=recipe.unit,
-            num_devices=workers.mesh.size,
+            num_devices=config.cluster.num_workers,
             max_steps=max_steps,
             planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",
         )
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        recorder = self._recorder(recipe.presentation, workers, facts, max_steps, header, decode)
+        recorder = self._recording = self._recorder(recipe.presentation, workers, facts, max_steps, header, decode)
         for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
             for reason, count in (rows.dropped if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
@@ -137,11 +164,12 @@ class Run:
             seed=schedule.seed,
             show_progress=recorder.progress,
         )
+        engine, weights = self._sampling(workers)
         algorithm = prepared.algorithm(
             RunParts(
                 trainer,
-                ShardedEngine(workers),
-                SharedWeights(),
+                engine,
+                weights,
                 recorder.progress,
                 recorder.stage,
                 recorder.warn,
@@ -184,8 +212,25 @@ class Run:
             config.cluster.gpus_per_node,
             device=config.policy.device,
             num_threads=config.policy.num_threads,
+            mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
+            num_engines=config.num_engines,
         )
-        return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=self.quiet)
+        return start_workers(
+            partial(build_rank, setup),
+            layout,
+            config.cluster.launcher,
+            build_engine=partial(build_rank, setup.for_sampling) if config.num_engines else None,
+            quiet=self.quiet,
+        )
+
+    def _sampling(self, workers: WorkerGroup) -> tuple[ShardedEngine, WeightSync]:
+        """The engine, and how it gets the weights."""
+        if workers.engines is workers:
+            return ShardedEngine(workers), SharedWeights()
+        folder = Path(self.config.checkpointing.checkpoint_dir).absolute()
+        weights = PushedWeights(workers, Handover(digest(str(folder))[:16], folder, workers.num_nodes == 1))
+        self._cleanup.callback(weights.close)
+        return ShardedEngine(workers.engines, weights.ensure_published), weights
 
     def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
         """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
@@ -219,7 +264,7 @@ class Run:
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
             presentation=presentation,
             max_steps=max_steps,
-            num_devices=workers.mesh.size,
+            num_devices=config.cluster.num_workers,
             peak_flops_per_device=peak_flops(facts.device_name) if on_gpu else None,
             flops_per_token=flops_per_token(facts.config, facts.num_parameters),
             config_yaml=self.loaded.to_yaml(),
@@ -230,7 +275,7 @@ class Run:
             title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
-            refit_remark="the sampler shares the trainer's weights",
+            refit_remark="" if config.num_engines else "the sampler shares the trainer's weights",
             settings=self.loaded.flat(),
             stop_on_error=config.doctor.on_error == "stop",
             attempt=self._access.record,

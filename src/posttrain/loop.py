@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from posttrain.checkpointing import Interruption, SaveDeadline
 from posttrain.checkpointing.save_and_resume import named_metric
+from posttrain.errors import EXIT_ERROR_FOUND
 from posttrain.roles import Algorithm, Ending, Recorder, Saver
 from posttrain.types import StepReport
 
@@ -18,7 +19,6 @@ EXIT_CODES: dict[Ending, int] = {"complete": EXIT_DONE, "record lost": 1, "nothi
 FINISHED = "finished"
 STOPPED_BY = "stopped by signal"
 STOPPED_BY_DOCTOR = "stopped by the doctor"
-EXIT_SICK = 3
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class TrainingLoop:
             except Exception as error:
                 self.saver.abandon(error)
                 raise
-        ending = self.recorder.finish(reason)
+            ending = self.recorder.finish(reason)
         if reason.startswith(STOPPED_BY_DOCTOR):
-            return EXIT_SICK
+            return EXIT_ERROR_FOUND
         if not reason.startswith(STOPPED_BY) or interruption.signal is None:
             return EXIT_CODES[ending]  # a signal that comes when the run ends anyway changes nothing
         # 85 would promise a checkpoint.

@@ -37,7 +37,9 @@ def test_token_file_has_the_numbers_of_the_step(folders: dict[int, Path]) -> Non
         file = read_tokens(folders[1] / "rollouts" / f"step_{step}.tokens.npz")
         assert file is not None
         groups = read_rollouts(folders[1] / "rollouts" / f"step_{step}.jsonl.gz")
-        assert sorted(set(file.draws.tolist())) == [groups[0]["draw"], groups[2]["draw"]], "2 of 4 groups, spread evenly"
+        assert sorted(set(file.draws.tolist())) == [groups[0]["draw"], groups[2]["draw"]], (
+            "2 of 4 groups, spread evenly"
+        )
         for group in (groups[0], groups[2]):
             for sample, completion in enumerate(group["completions"]):
                 part = file.answer(group["draw"], sample)

@@ -217,7 +217,11 @@ def test_conversations_have_turns_and_text_of_models_is_inert(browser: Browser, 
             assert page.locator("img").count() == 0
             assert page.locator("main script").count() == 0
         visit.go(f"/run/{visit.run('tools')}/rollouts?step=2&group=0", ".turn.environment")
-        assert [one.split()[0] for one in page.locator(".turn > b").all_inner_texts()] == ["assistant", "tool", "assistant"]
+        assert [one.split()[0] for one in page.locator(".turn > b").all_inner_texts()] == [
+            "assistant",
+            "tool",
+            "assistant",
+        ]
         assert "<img src=x onerror=" in page.locator(".turn.model").nth(1).inner_text()
 
 
@@ -259,7 +263,9 @@ def test_keyboard_is_enough(browser: Browser, address: str) -> None:
         chosen = page.locator(".group-row[aria-current]")
         first = chosen.get_attribute("data-at")
         page.keyboard.press("j")
-        page.wait_for_function("first => document.querySelector('.group-row[aria-current]')?.dataset.at !== first", arg=first)
+        page.wait_for_function(
+            "first => document.querySelector('.group-row[aria-current]')?.dataset.at !== first", arg=first
+        )
         assert chosen.get_attribute("data-at") == "30/1"
         page.keyboard.press("ArrowRight")
         page.wait_for_function("document.querySelector('[aria-label=\"Step number\"]').value === '31'")
@@ -318,10 +324,16 @@ CONTRAST = """() => {
 def test_text_has_contrast_in_both_schemes(browser: Browser, address: str, scheme: str) -> None:
     with visiting(browser, address, color_scheme=scheme) as visit:
         run = visit.run("high-lr")
-        for path, until in (("/", "text=high-lr"), (f"/run/{run}", ".chart svg"), (f"/run/{run}/rollouts?step=9", ".answer")):
+        for path, until in (
+            ("/", "text=high-lr"),
+            (f"/run/{run}", ".chart svg"),
+            (f"/run/{run}/rollouts?step=9", ".answer"),
+        ):
             visit.go(path, until)
             assert visit.page.evaluate(CONTRAST) == [], path
-        shade = sum(visit.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")[:3])
+        shade = sum(
+            visit.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")[:3]
+        )
         assert shade > 600 if scheme == "light" else shade < 200
 
 

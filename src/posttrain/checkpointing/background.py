@@ -14,8 +14,10 @@ from pathlib import Path
 from posttrain.checkpointing import durable
 
 Write = Callable[[Callable[[], bool]], None]  # its argument returns True once the run has failed
+CHECKPOINT_THREAD = "checkpoint"
 _PERIOD_S = 0.05
 _GRACE_S = 60.0  # for ranks that may have ended
+_LONGEST_WRITE_S = 3 * 3600.0  # of a checkpoint; ranks have an hour for their parts
 
 
 class BackgroundWrite:
@@ -36,7 +38,7 @@ class BackgroundWrite:
         self._over.clear()
         self._given_up.clear()
         # A daemon: a process that ends at once does not wait for it, and leaves a folder without its final name.
-        threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
+        threading.Thread(target=self._run, args=(write,), name=CHECKPOINT_THREAD, daemon=True).start()
 
     def _run(self, write: Write) -> None:
         start = time.perf_counter()
@@ -55,7 +57,8 @@ class BackgroundWrite:
 
     def wait(self) -> BaseException | None:
         """Return when the write is over: what it failed with, once, or None."""
-        self._over.wait()
+        if not self._over.wait(_LONGEST_WRITE_S):
+            return TimeoutError(f"it was not written within {_LONGEST_WRITE_S:.0f} s; does its disk hang?")
         error, self._error = self._error, None
         return error
 

@@ -78,7 +78,7 @@ _NOT_NEEDED = "not needed by posttrain and left alone"
 _RUN_FOLDER = "no connection to this service yet; metrics stay in the run folder (metrics.jsonl, report.html)"
 _MEMORY = "not used: it moves memory around and changes no result"
 _MEGATRON = "posttrain trains with PyTorch; Megatron's settings are not used"
-_ONE_SHARE = "posttrain shards over data-parallel workers only"
+_OWN_PLAN = "plans of one's own; a model is split by the plan that transformers has for its family"
 _OPENAI_FORMAT = "keys of the openai_format dataset; name the columns with input_key and output_key"
 _DRAFT = "no draft model is trained, so its settings are not used"
 
@@ -123,13 +123,12 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.quant_cfg", _off, "quantisation-aware training"),
     Rule("policy.quant_cfg.*", _nothing, "quantisation-aware training"),
     Rule("policy.dtensor_cfg.enabled", _anything, "posttrain always trains with PyTorch"),
-    Rule("policy.dtensor_cfg.*_parallel_size", _at_most_one, _ONE_SHARE),
-    Rule("policy.dtensor_cfg.dp_replicate_size", _at_most_one, _ONE_SHARE),
-    Rule("policy.dtensor_cfg.sequence_parallel", _off, _ONE_SHARE),
+    Rule("policy.dtensor_cfg.expert_parallel_size", _at_most_one, "experts on ranks of their own"),
+    Rule("policy.dtensor_cfg.sequence_parallel", _off, "norms on parts of a row; see context_parallel_size"),
     Rule("policy.dtensor_cfg.cpu_offload", _off, "keeping weights in CPU memory"),
-    Rule("policy.dtensor_cfg.custom_parallel_plan", lambda value: value is None, _ONE_SHARE),
-    Rule("policy.dtensor_cfg.moe_parallelizer", _off, _ONE_SHARE),
-    Rule("policy.dtensor_cfg.moe_parallelizer.*", _nothing, _ONE_SHARE),
+    Rule("policy.dtensor_cfg.custom_parallel_plan", lambda value: value is None, _OWN_PLAN),
+    Rule("policy.dtensor_cfg.moe_parallelizer", _off, _OWN_PLAN),
+    Rule("policy.dtensor_cfg.moe_parallelizer.*", _nothing, _OWN_PLAN),
     Rule("policy.dtensor_cfg.automodel_kwargs", _anything, _NOT_NEEDED),
     Rule("policy.dtensor_cfg.automodel_kwargs.force_hf", _anything, _NOT_NEEDED),
     Rule("policy.dtensor_cfg.automodel_kwargs.use_liger_kernel", _anything, _NOT_NEEDED),
@@ -150,7 +149,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # policy.generation
     Rule("policy.generation.backend", lambda value: value in ("native", "vllm"), "other engines than native"),
-    Rule("policy.generation.colocated.enabled", bool, "sampling on GPUs of its own"),
     Rule("policy.generation.bad_words", _off, "forbidden words"),
     Rule("policy.generation.quant_cfg", _off, "quantised sampling"),
     Rule("policy.generation.quant_cfg.*", _nothing, "quantised sampling"),
@@ -158,7 +156,6 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.generation.vllm_*", _anything, _OWN_ENGINE),
     Rule("policy.generation.mcore_generation_config*", _anything, _OWN_ENGINE),
     Rule("policy.generation.refit_*", _anything, _OWN_ENGINE),
-    Rule("policy.generation.colocated.resources*", _anything, _OWN_ENGINE),
     Rule("policy.generation.use_async_rollouts", _anything, _OWN_ENGINE),
     # generation of an evaluation
     Rule("generation.colocated.*", _anything, _NOT_NEEDED),

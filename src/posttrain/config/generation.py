@@ -74,6 +74,25 @@ class VllmConfig(Section):
     )
 
 
+class ResourcesConfig(Section):
+    gpus_per_node: PositiveInt | None = Field(
+        default=None, description="GPUs that only sample, of cluster.gpus_per_node; on several machines null is all."
+    )
+    num_nodes: PositiveInt | None = Field(
+        default=None, description="Machines that only sample, of cluster.num_nodes; null where there is one machine."
+    )
+
+
+class ColocatedConfig(Section):
+    enabled: bool = Field(
+        default=True,
+        description="Samples on the GPUs that train, from the same weights; false: on those that resources names.",
+    )
+    resources: ResourcesConfig = Field(
+        default_factory=ResourcesConfig, description="GPUs that only sample, where enabled is false."
+    )
+
+
 class GenerationConfig(Section):
     backend: str = Field(
         default="native", description="Engine that samples: native; vllm is accepted and means native."
@@ -99,3 +118,6 @@ class GenerationConfig(Section):
     stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer; they stay in it.")
     ignore_eos: bool = Field(default=False, description="Samples exactly max_new_tokens, for benchmarks.")
     native_cfg: NativeConfig = Field(default_factory=NativeConfig, description="Settings of the native engine.")
+    colocated: ColocatedConfig = Field(
+        default_factory=ColocatedConfig, description="Whether the GPUs that train also sample."
+    )

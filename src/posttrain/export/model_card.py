@@ -20,8 +20,8 @@ from posttrain.models.hub import looks_like_hub_name
 from posttrain.recipes import KINDS
 from posttrain.redaction import without_credentials
 from posttrain.reporting.examination import errors_of_model
+from posttrain.reporting.results import shown_name
 from posttrain.reporting.run_files import METRICS_FILE, read_rows
-from posttrain.reporting.wording import shown_name
 
 EVALUATED = (
     "validation/accuracy",

@@ -159,10 +159,14 @@ class ShardedTrainer:
 
 
 class ShardedEngine:
-    """Whole groups go to one data-parallel rank, so that a prompt is computed once. Results keep the order of the tasks."""
+    """Whole groups go to one data-parallel rank, so that a prompt is computed once. Results keep the order of the tasks.
 
-    def __init__(self, group: WorkerGroup) -> None:
+    Ranks that share layers get the same groups and draw the same tokens.
+    """
+
+    def __init__(self, group: WorkerGroup, prepare: Callable[[], None] = lambda: None) -> None:
         self.group = group
+        self.prepare = prepare  # called before anything is sampled
 
     def generate(
         self,
@@ -172,7 +176,8 @@ class ShardedEngine:
         key: NoiseKey,
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        mesh = self.group.mesh
+        self.prepare()
+        mesh = self.group.mesh.for_sampling
         callback = progress if self.group.in_process else None  # it cannot be sent to another process
         results = gather(
             "generate",
@@ -182,6 +187,7 @@ class ShardedEngine:
                 )
                 for rank, worker in enumerate(self.group.workers)
             ],
+            self.group.unit,
         )
         if progress is not None and callback is None:
             progress(len(tasks) * num_samples)
@@ -199,7 +205,8 @@ class ShardedEngine:
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
         """Each data-parallel rank has its share of the groups and of the quota, and ends its round on its own."""
-        mesh = self.group.mesh
+        self.prepare()
+        mesh = self.group.mesh.for_sampling
         own = None
         if quota is not None:
             assert quota.num_groups % mesh.dp == 0, "checked when the run was built"
@@ -213,6 +220,7 @@ class ShardedEngine:
                 )
                 for rank, worker in enumerate(self.group.workers)
             ],
+            self.group.unit,
         )
         merged = list(groups)
         for shard, sampled in enumerate(mesh.one_per_shard(results)):
@@ -221,10 +229,3 @@ class ShardedEngine:
 
     def release(self) -> None:
         call_all(self.group, Rank.release)
-
-
-class SharedWeights:
-    """`WeightSync` of an engine that samples from the trainer's own tensors: an update is published as it is made."""
-
-    def publish(self, version: int) -> None:
-        pass

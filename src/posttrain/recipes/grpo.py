@@ -26,6 +26,7 @@ from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, loa
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
+from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.turn_taking import build_turns
 from posttrain.types import Sampling, Task
@@ -109,7 +110,7 @@ class GrpoRecipe(Recipe):
                 build_credit(config),
                 parts.policy,
                 with_dynamic_sampling(config, source, position),
-                parts.weights,
+                source if isinstance(source, PipelinedRollouts) else parts.weights,
                 validation_source if held_out else None,
                 parts.announce,
             )

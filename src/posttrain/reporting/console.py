@@ -62,6 +62,10 @@ class Console:
             self._log, self._may_log = path, may_write
             self._append_to_log([])
 
+    def log(self, lines: Sequence[Line]) -> None:
+        """To the log alone: what is printed to the console another way."""
+        self._put(lines, to_log=True, to_stream=False)
+
     def show(self, lines: Sequence[Line], *, even_if_quiet: bool = False) -> None:
         self._put(lines, to_log=True, to_stream=even_if_quiet or not self.quiet)
 

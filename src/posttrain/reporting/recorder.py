@@ -11,21 +11,21 @@ import json
 import re
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from posttrain.reporting import wording
+from posttrain.errors import Superseded, reason_of
+from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.report import write_report
 from posttrain.reporting.rows import (
-    TOTAL_STEP,
     Hardware,
     num_all_unscored,
     training_row,
@@ -52,6 +52,7 @@ from posttrain.reporting.run_files import (
     write_text,
     write_whole,
 )
+from posttrain.reporting.step_display import StepDisplay
 from posttrain.reporting.token_files import Pieces, write_tokens
 from posttrain.reporting.wording import Line
 from posttrain.reporting.worker_rows import AskRanks, WorkerRows
@@ -62,13 +63,12 @@ if TYPE_CHECKING:
     from posttrain.roles import Ending
     from posttrain.types import Group, StepReport, TokenTrace
 
-SHORT_STEP_S = 2.0  # the phases of shorter steps are not written
-ANSWER_PERIOD_S = 10.0  # a terminal shows one answer this often
-TREND_STEPS = 20
 REPORT_PERIOD_S = 10.0
 REPORT_TIME_SHARE = 0.02  # of the run time that rendering the report may take
 MAX_KEPT_WARNINGS = 100
 MAX_REASONS_PER_STEP = 20
+FENCE_PERIOD_S = 1.0  # a line of the log does not look for a newer attempt more often
+LOST_STEP = "lost_up_to_step"  # in run.json
 
 
 class RunRecorder:
@@ -105,41 +105,42 @@ class RunRecorder:
         self._config_yaml = config_yaml
         self._changes_since = changes_since  # the settings that differ from those of another config.yaml
         self._title = title
-        self._num_val_samples_to_print = num_val_samples_to_print
         self._device_word = device_word
-        self._refit_remark = refit_remark  # what handing new weights to the sampler means in this run
         self._header = header  # what is trained, on what and how
-        self._verbose = verbose  # a terminal gets the long form too
         self._examination = Examination(self.folder, presentation.kind, settings or {})  # settings by their dotted keys
         self._stop_on_error = stop_on_error
         self._problem: str | None = None  # an error that the doctor found in the latest step
         self._attempt = attempt  # None: nothing else writes to the folder
+        self._looked: tuple[float, bool] | None = None  # when the attempt was looked up, and whether it may write
         self._pieces = pieces  # None: token data is not written
         self._workers = WorkerRows(self.folder, ask_ranks, self._may_write)
         self._clock = clock
         self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
+        self._display = StepDisplay(
+            self._console,
+            presentation,
+            max_steps=max_steps,
+            num_devices=num_devices,
+            device_word=device_word,
+            refit_remark=refit_remark,
+            num_val_samples_to_print=num_val_samples_to_print,
+            verbose=verbose,
+            clock=clock,
+        )
+        if attempt is not None:
+            self._console.log([Line(attempt.heading)])
         self._info: Row = {}
-        self._step = 0  # recorded
-        self._begun_step = 0
+        self._step = 0
         self._started: float | None = None
         self._earlier_wall_s = 0.0
-        self._marks: deque[float] = deque(maxlen=20)  # when the latest steps were recorded
-        self._headed = 0  # the step whose header was shown last
-        self._stage_shown = ""
-        self._last_answer: float | None = None  # when a terminal got one
-        self._headlines: deque[float | None] = deque(maxlen=TREND_STEPS)
         self._next_report = 0.0
         self._warnings: dict[str, Row] = {}
         self._warnings_shown: set[str] = set()
         self._non_finite_named: set[str] = set()
         self._reasons_written: set[str] = set()
-        self._unscored_shown = False
-        self._traceback_shown = False
         self._num_losses = 0  # how often the folder was found deleted
         self._has_rows = False  # this process has written one
-        self._lost_step: int | None = (
-            None  # rows and samples of the steps up to this one were in a folder that was deleted
-        )
+        self._lost_step: int | None = None  # the record of the steps up to this one was in a folder that was deleted
         self._is_complete = False  # the run in the folder needs no more steps, so no file is changed
 
     # ------------------------------------------------------------------ the life of a run
@@ -148,7 +149,9 @@ class RunRecorder:
         """Prepare the folder for step `resumed_step` + 1; 0 is a fresh run."""
         self._started = self._clock()
         self._step = resumed_step
-        is_finished = read_info(self.folder).get("status") == FINISHED
+        info = read_info(self.folder) if resumed_step else {}
+        self._lost_step = info.get(LOST_STEP)
+        is_finished = info.get("status") == FINISHED
         if resumed_step > self._max_steps or (resumed_step == self._max_steps and is_finished):
             self._is_complete = True
             return
@@ -161,8 +164,13 @@ class RunRecorder:
             self._examination.resume()
         self._open_log()
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
-        changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
-        changes += self._write_config(resumed_step)
+        if not before and (self.folder / INFO_FILE).exists():
+            losses = [
+                *losses,
+                f"{INFO_FILE} is damaged: the warnings and changed settings of the steps before are lost",
+            ]
+        earlier_changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
+        changes = self._write_config(resumed_step)
         self._earlier_wall_s = float(before.get("wall_s", 0.0))
         for row in before.get("warnings", []):
             if row["step"] <= resumed_step:
@@ -178,7 +186,7 @@ class RunRecorder:
             **asdict(self._hardware),
             "started_at": before.get("started_at", _now()),
             "resumed_at_steps": resumed_at,
-            "config_changes": changes,
+            "config_changes": [*earlier_changes, *changes],
         }
         for loss in losses:
             self.warn(loss)
@@ -187,14 +195,14 @@ class RunRecorder:
             self.say(note)
         self._console.show([Line(line) for line in self._header])
         state = f"resumed after step {resumed_step}" if resumed_step else "new"
-        changed = f"; changed: {', '.join(row['key'] for row in self._info['config_changes'])}" if changes else ""
+        changed = f"; changed: {', '.join(row['key'] for row in changes)}" if changes else ""
         self.say(f"{'folder':<9}{self.folder}, {state}{changed}")
 
     def begin_step(self, step: int) -> None:
         """Show the header of a step above its stages. Without this call the header comes with the results."""
-        self._begun_step = step
-        self._show_header(step)
-        self._show_stage("Preparing batch")
+        self._workers.step = step
+        self._display.header(step)
+        self.stage("Preparing batch")
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
         row = training_row(step, report, self._hardware)
@@ -207,8 +215,7 @@ class RunRecorder:
             tokens=report.tokens,
         )
         self._step = step
-        self._marks.append(self._clock())
-        self._show_step(row, report, validation)
+        self._display.step(row, report, validation, self._rollouts_file("step", step))
         for warning in (*report.warnings, *(validation.warnings if validation else ())):
             self.warn(warning)
         self._examine(row, report.groups)
@@ -221,7 +228,7 @@ class RunRecorder:
     def record_validation(self, step: int, validation: StepReport) -> None:
         """A validation that belongs to no training step, such as the one before training (step 0)."""
         row = self._write(validation_row(step, validation), train_groups=(), validation_groups=validation.groups)
-        self._show_validation(row, validation)
+        self._display.validation(row, validation)
         for warning in validation.warnings:
             self.warn(warning)
         self._examine(row, ())
@@ -249,39 +256,43 @@ class RunRecorder:
             self._refresh_report(now=True)
             if self._step >= self._max_steps:
                 text = f"Max number of steps has been reached ({self._max_steps}), stopping training"
-                self._show_long_form([Line(text)])
+                self._display.long_form([Line(text)])
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
         report = str(self.folder / REPORT_FILE)
         findings = self._examination.findings
-        lines = wording.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
+        lines = results.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
         self._console.show(lines, even_if_quiet=True)
         return ending
+
+    def record_crash(self, error: BaseException, traceback: str) -> None:
+        """Write why a run that has begun ends. What cannot be written is left out: the error itself counts more."""
+        with suppress(OSError, Superseded):
+            if self._attempt is not None:
+                self._attempt.confirm()
+            if not self._info:
+                self._open_log()
+            self._console.log([Line(line) for line in traceback.rstrip("\n").split("\n")])
+            if not self._info:  # it was beginning; run.json is that of the attempt before
+                return
+            is_request = isinstance(error, KeyboardInterrupt)
+            reason = (
+                "stopped at once, by a second Ctrl-C" if is_request else f"{type(error).__name__}: {reason_of(error)}"
+            )
+            self._write_info("ended early" if is_request else "crashed", reason)
+            self._refresh_report(now=True)
 
     # ------------------------------------------------------------------ single lines and progress
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        if text := wording.stage_of(label, total):
-            self._show_stage(text)
-        return self._console.progress(label, total)
+        if phase := wording.stage_of(label, total):
+            self._workers.phase(phase)
+        return self._display.progress(label, total)
 
     def stage(self, text: str) -> None:
         """One line when a stage begins, in the long form."""
-        self._show_stage(text)
-
-    def _show_stage(self, text: str) -> None:
-        """A line of the long form. A stage that comes several times in a row, such as updates, is shown once."""
-        line = wording.stage_line(text)
-        if line.text != self._stage_shown:
-            self._stage_shown = line.text
-            self._show_long_form([line])
-            if not self._steps_are_short:
-                self._workers.phase(max(self._begun_step, self._step), text)
-
-    @property
-    def _steps_are_short(self) -> bool:
-        """Too short to follow their phases."""
-        return len(self._marks) > 1 and self._marks[-1] - self._marks[-2] < SHORT_STEP_S
+        self._workers.phase(text)
+        self._display.stage(text)
 
     def say(self, text: str) -> None:
         self._console.show([Line(text)])
@@ -309,7 +320,7 @@ class RunRecorder:
             self.warn(f"the doctor failed: {type(error).__name__}: {error}")
             return
         for finding in found:
-            self._console.show([wording.finding_line(finding)], even_if_quiet=finding.severity != "note")
+            self._console.show([results.finding_line(finding)], even_if_quiet=finding.severity != "note")
         self._problem = next((finding.line for finding in found if finding.severity == "error"), None)
 
     # ------------------------------------------------------------------ files
@@ -346,18 +357,21 @@ class RunRecorder:
         validation_groups: tuple[Group, ...],
         tokens: tuple[TokenTrace, ...],
     ) -> None:
-        step, rollouts = row["step"], self.folder / ROLLOUTS_FOLDER
+        step = row["step"]
         for name, stage, groups in (
             ("step", "train", train_groups),
             ("validation_step", "validation", validation_groups),
         ):
             if groups:
-                write_rollouts(rollouts / f"{name}_{step}.jsonl.gz", groups)
+                write_rollouts(self._rollouts_file(name, step), groups)
                 self._write_unscored(step, stage, groups)
         if tokens and self._pieces is not None:
-            write_tokens(rollouts / f"step_{step}.tokens.npz", tokens, self._pieces)
+            write_tokens(self.folder / ROLLOUTS_FOLDER / f"step_{step}.tokens.npz", tokens, self._pieces)
         append_rows(self.folder / METRICS_FILE, [row])
         self._has_rows = True
+
+    def _rollouts_file(self, name: str, step: int) -> Path:
+        return self.folder / ROLLOUTS_FOLDER / f"{name}_{step}.jsonl.gz"
 
     def _confirm_folder(self) -> None:
         """Before writing: Superseded if a newer attempt has the folder. What can be restored of a deleted one is."""
@@ -382,7 +396,12 @@ class RunRecorder:
         self._console.log_to(self.folder / LOG_FILE, self._may_write)
 
     def _may_write(self) -> bool:
-        return self._attempt is None or not self._attempt.is_superseded
+        """Whether no newer attempt has the folder, for files that are no record; looked up at most once in a period."""
+        if self._attempt is None:
+            return True
+        if self._looked is None or self._clock() - self._looked[0] >= FENCE_PERIOD_S:
+            self._looked = self._clock(), not self._attempt.is_superseded
+        return self._looked[1]
 
     def _config_bytes(self) -> bytes:
         return self._config_yaml.encode("utf-8", "backslashreplace")
@@ -397,7 +416,7 @@ class RunRecorder:
         rows: list[Row] = []
         for reason, count in reasons.most_common(MAX_REASONS_PER_STEP):
             traceback = tracebacks.get(reason)
-            self._show_unscored(reason, traceback)
+            self._display.unscored(reason, traceback)
             if reason in self._reasons_written:
                 traceback = None  # already in the file
             elif len(self._reasons_written) < MAX_KEPT_WARNINGS:
@@ -432,6 +451,7 @@ class RunRecorder:
         self._info |= {
             "status": status,
             "reason": reason,
+            LOST_STEP: self._lost_step,
             "updated_at": _now(),
             "wall_s": self._earlier_wall_s + self._wall_s(),
             "warnings": list(self._warnings.values()),
@@ -454,78 +474,6 @@ class RunRecorder:
             self.warn(f"{REPORT_FILE} could not be written: {type(error).__name__}: {error}")
         took_s = self._clock() - started
         self._next_report = started + max(REPORT_PERIOD_S, took_s / REPORT_TIME_SHARE)
-
-    # ------------------------------------------------------------------ console
-
-    def _show_long_form(self, lines: Sequence[Line]) -> None:
-        self._console.show_long_form(lines)
-        if self._verbose:
-            self._console.show_short_form(lines)
-
-    def _show_header(self, step: int) -> None:
-        if self._headed != step:
-            self._headed = step
-            self._show_long_form([Line(""), wording.step_header(step, self._max_steps)])
-
-    def _show_step(self, row: Row, report: StepReport, validation: StepReport | None) -> None:
-        step_s = row[f"timing/train/{TOTAL_STEP}"] or 0.0
-        self._stage_shown = ""
-        eta_s = self._eta_s(step_s)
-        self._show_header(row["step"])
-        if validation is not None:
-            self._show_validation(row, validation)
-        summary = wording.step_summary(self._presentation.results, row, report.groups)
-        block = wording.step_block(
-            self._presentation.results,
-            row,
-            report.groups,
-            device_word=self._device_word,
-            num_devices=self._hardware.num_devices,
-            eta_s=eta_s,
-            refit_remark=self._refit_remark,
-        )
-        if report.groups:
-            rollouts = self.folder / ROLLOUTS_FOLDER / f"step_{row['step']}.jsonl.gz"
-            summary.append(Line(f"Logged data to {rollouts}"))
-        self._show_long_form([*summary, *block])
-        if not self._verbose:
-            self._show_short_step(row, report.groups, eta_s)
-
-    def _show_short_step(self, row: Row, groups: Sequence[Group], eta_s: float | None) -> None:
-        """One line with the trend of the headline; every few seconds an answer below it."""
-        self._headlines.append(row.get(self._presentation.headline.metric))
-        trend = wording.trend(list(self._headlines))
-        lines = [wording.step_line(self._presentation.results, row, self._max_steps, eta_s, trend)]
-        is_due = self._last_answer is None or self._clock() - self._last_answer >= ANSWER_PERIOD_S
-        if groups and is_due:
-            self._last_answer = self._clock()
-            lines += wording.answer_lines(groups)
-        self._console.show_short_form(lines)
-
-    def _show_validation(self, row: Row, validation: StepReport) -> None:
-        self._console.show(wording.validation_block(row, validation.num_samples))
-        self._console.show(wording.sample_lines(validation.groups, self._num_val_samples_to_print))
-
-    def _show_unscored(self, reason: str, traceback: str | None) -> None:
-        """Show the first rollout that could not be scored and the first traceback; the others are counted."""
-        if self._traceback_shown or (self._unscored_shown and not traceback):
-            return
-        self._unscored_shown = True
-        lines = [Line(f"warning: a rollout could not be scored: {reason}", "warning")]
-        if traceback:
-            self._traceback_shown = True
-            lines += [Line(f"  {line}", "muted") for line in traceback.rstrip("\n").split("\n")]
-        lines.append(Line(f"  It takes no part in training. All reasons are counted in {UNSCORED_FILE}.", "warning"))
-        self._console.show(lines, even_if_quiet=True)
-
-    def _eta_s(self, step_s: float) -> float | None:
-        """Remaining time at the pace of the latest steps, validation and checkpoints included."""
-        steps_left = self._max_steps - self._step
-        if steps_left <= 0:
-            return None
-        intervals = len(self._marks) - 1
-        pace_s = (self._marks[-1] - self._marks[0]) / intervals if intervals else step_s
-        return steps_left * pace_s
 
 
 def _kind_of(warning: str) -> str:

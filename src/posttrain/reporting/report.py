@@ -10,11 +10,12 @@ from posttrain.reporting.chart_specs import bands_at_start, charts_of
 from posttrain.reporting.charts import Mark, line_chart, stacked_bars
 from posttrain.reporting.pages import Html, folded, header, join, note, page, section, table, tag, tile, tiles, when
 from posttrain.reporting.report_samples import samples_section, unscored_section
+from posttrain.reporting.results import shown_name, summarise, validation_metric, verdict
 from posttrain.reporting.rows import TOTAL_STEP
 from posttrain.reporting.run_data import RunData, load_run
 from posttrain.reporting.run_files import CONFIG_FILE, REPORT_FILE, write_text
 from posttrain.reporting.scales import label
-from posttrain.reporting.wording import duration, shown_name, summarise, validation_metric, verdict
+from posttrain.reporting.wording import duration
 
 
 def write_report(folder: Path) -> Path:

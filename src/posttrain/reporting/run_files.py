@@ -21,12 +21,14 @@ line or a temporary file, and `open_run` repairs both.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from posttrain.json_files import JsonMapping, JsonObject, parse_json
+from posttrain.json_files import MAX_FILE_BYTES, JsonMapping, JsonObject, parse_json, read_at_most
 from posttrain.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"
@@ -85,6 +87,13 @@ def append_rows(path: Path, rows: Sequence[JsonMapping]) -> None:
         os.fsync(file.fileno())
 
 
+def append_log(folder: Path, lines: Sequence[str]) -> None:
+    """Add lines, without credentials, to the log of a run that has not opened it."""
+    (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
+    with (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(redact("".join(f"{line}\n" for line in lines)))
+
+
 def parse_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
     """The lines of a file of JSON objects as (raw line, object), the object None where the line is torn or no object."""
     if not path.exists():
@@ -104,12 +113,42 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_info(folder: Path) -> Row:
-    """`run.json`; empty if it is missing or unreadable, because the report has to work without it."""
+    """`run.json`; empty if it is missing or unreadable, because the report has to work without it. Values of another type than
+    `Recorder` writes are left out."""
     try:
-        info = parse_json((folder / INFO_FILE).read_bytes())
+        info = parse_json(read_at_most(folder / INFO_FILE, MAX_FILE_BYTES))
     except (OSError, ValueError):
         return {}
-    return info if isinstance(info, dict) else {}
+    if not isinstance(info, dict):
+        return {}
+    return {key: value for key, value in info.items() if key not in _INFO or _INFO[key](value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_rows(value: object, number: str, **kinds: type) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(row, dict)
+        and _is_number(row.get(number))
+        and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+        for row in value
+    )
+
+
+_INFO: dict[str, Callable[[Any], bool]] = {
+    "config_changes": lambda value: _are_rows(value, "from_step", key=str),
+    "warnings": lambda value: _are_rows(value, "step", text=str, count=int),
+    "resumed_at_steps": lambda value: isinstance(value, list) and all(map(_is_number, value)),
+    "headline": lambda value: isinstance(value, dict),
+    **dict.fromkeys(("wall_s", "max_steps", "num_devices"), _is_number),
+    **dict.fromkeys(("started_at", "updated_at", "status", "title", "reason"), _is_text),
+}
 
 
 def config_from_step(step: int) -> str:

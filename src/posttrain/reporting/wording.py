@@ -1,4 +1,4 @@
-"""The text of a run's output: stages, step blocks, one-line steps, validation, samples, the final summary.
+"""The text of a run's output: stages, step blocks, one-line steps, validation, samples.
 
 Pure functions from rows and groups to lines of text; `console.py` shows them. Stages and blocks have NeMo RL's words and
 order: results, timing with percentages, performance. docs/seeds.md compares them line by line.
@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.doctor import Finding, Severity
-from posttrain.reporting.presentation import Headline, ShownMetric
-from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION
+from posttrain.reporting.presentation import ShownMetric
+from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, is_accuracy
 from posttrain.reporting.run_files import Row
 
 if TYPE_CHECKING:
@@ -204,7 +203,12 @@ def _unscored_lines(row: Row, groups: Sequence[Group]) -> list[Line]:
 
 
 # A save follows the row of its step, so its time is in the next row.
-_OUTSIDE_A_STEP = {"checkpointing": "after the step before", "checkpoint_write": "in the background"}
+_OUTSIDE_A_STEP = {
+    "checkpointing": "after the step before",
+    "checkpoint_write": "in the background",
+    "generation_ahead": "beside the step before",
+    "generation_ahead_wait": "at the end of the step before",
+}
 
 
 def _timing_lines(row: Row, eta_s: float | None, refit_remark: str) -> list[Line]:
@@ -347,111 +351,3 @@ def _quoted(label: str, text: str, max_characters: int) -> list[Line]:
     body = text[:max_characters].strip("\n") + cut
     first, *rest = body.split("\n")
     return [Line(f"  {label:>8} │ {first}"), *(Line(f"  {'':>8} │ {line}") for line in rest)]
-
-
-@dataclass(frozen=True)
-class MetricSummary:
-    """First, last and best value of a metric. `metric` is empty if no row has it."""
-
-    metric: str
-    first: float = math.nan
-    first_step: int = 0
-    last: float = math.nan
-    best: float = math.nan
-    best_step: int = 0
-
-
-def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False) -> MetricSummary:
-    points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
-    if not points:
-        return MetricSummary("")
-    best_step, best = min(points, key=lambda point: point[1] if lower_is_better else -point[1])
-    (first_step, first), (_, last) = points[0], points[-1]
-    return MetricSummary(metric, first, first_step, last, best, best_step)
-
-
-def is_accuracy(row: Row) -> bool:
-    """Whether `validation/accuracy` of a row is one: a share of pairs, or a mean of rewards that are all 0 or 1.
-
-    Rewards between 0 and 1 have the variance mean · (1 - mean) only if each of them is one or the other.
-    """
-    mean = row.get("validation/reward")
-    if mean is None:
-        return True
-    low, high, spread = (row.get(f"validation/reward_{name}") for name in ("min", "max", "std"))
-    if low is None or high is None or spread is None:
-        return 0 <= mean <= 1
-    return bool(low >= 0 and high <= 1 and abs(spread**2 - mean * (1 - mean)) < 1e-6)
-
-
-def shown_name(metric: str, rows: Sequence[Row]) -> str:
-    """The key of a metric, but that a validation is called accuracy only where it is one."""
-    if metric == "validation/accuracy" and not all(is_accuracy(row) for row in rows if metric in row):
-        return "validation/reward"
-    return metric
-
-
-def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
-    """The main validation metric, and whether less is better: accuracy if it was measured."""
-    keys = {key for row in rows for key, value in row.items() if key.startswith("validation/") and value is not None}
-    for name, lower_is_better in (("accuracy", False), ("reward", False), ("loss", True)):
-        if f"validation/{name}" in keys:
-            return f"validation/{name}", lower_is_better
-    return "", False
-
-
-FINDING_STYLES: dict[Severity, Style] = {"note": "muted", "warning": "warning", "error": "bad"}
-
-
-def finding_line(finding: Finding) -> Line:
-    return Line(f"doctor: {finding.line}", FINDING_STYLES[finding.severity])
-
-
-def verdict(findings: Sequence[Finding]) -> str:
-    """The findings of a run in a few words."""
-    counts = Counter(finding.severity for finding in findings)
-    shown = [_counted(counts[severity], severity) for severity in ("error", "warning", "note") if counts[severity]]
-    return ", ".join(shown) if shown else "nothing found"
-
-
-def _counted(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
-
-
-def finding_lines(findings: Sequence[Finding]) -> list[Line]:
-    """The summary at the end of a run: every finding with all its fixes."""
-    lines = [Line(f"  • doctor: {verdict(findings)}", FINDING_STYLES[findings[0].severity] if findings else "good")]
-    for finding in findings:
-        until = f" to {finding.last_step}" if finding.last_step not in (None, finding.step) else ""
-        text = f"    - {finding.rule} ({finding.severity}), step {finding.step}{until}: {finding.text}"
-        lines.append(Line(text, FINDING_STYLES[finding.severity]))
-        if finding.fixes:
-            lines.append(Line(f"      fix: {'; or '.join(finding.fixes)}"))
-    return lines
-
-
-def final_lines(
-    headline: Headline,
-    rows: Sequence[Row],
-    reason: str,
-    wall_s: float,
-    report: str,
-    findings: Sequence[Finding] = (),
-) -> list[Line]:
-    steps = [row["step"] for row in rows if any(key.startswith("train/") for key in row)]
-    steps_done = f"{_counted(max(steps, default=0), 'step')}, {duration(wall_s)} in this process."
-    lines = [Line(""), Line(f"{reason.rstrip('.')}. {steps_done}", "title")]
-    for metric, lower_is_better in ((headline.metric, headline.lower_is_better), validation_metric(rows)):
-        found = summarise(rows, metric, lower_is_better=lower_is_better)
-        if found.metric:
-            since = f" at step {found.first_step}" if found.first_step > 1 else ""
-            trend = f"{number(found.first)}{since} → {number(found.last)}"
-            lines.append(
-                Line(f"  • {shown_name(metric, rows)}: {trend}, best {number(found.best)} at step {found.best_step}")
-            )
-    unscored = sum(row.get("train/unscored") or 0 for row in rows)
-    if unscored:
-        lines.append(Line(f"  • unscored rollouts: {unscored:,.0f} (reasons in the report)", "warning"))
-    lines += finding_lines(findings)
-    lines.append(Line(f"  • report: {report}", "good"))
-    return lines

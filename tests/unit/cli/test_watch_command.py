@@ -33,7 +33,9 @@ def test_other_machines_need_a_token(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--token-file" in said
 
 
-def test_token_must_be_long_and_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_must_be_long_and_readable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "short").write_text("abc\n")
     assert "at least 16" in refusal(capsys, str(tmp_path), "--host", "0.0.0.0", "--token-file", str(tmp_path / "short"))
     assert "cannot be read" in refusal(capsys, str(tmp_path), "--token-file", str(tmp_path / "missing"))
@@ -41,7 +43,9 @@ def test_token_must_be_long_and_readable(tmp_path: Path, capsys: pytest.CaptureF
     assert TOKEN_VARIABLE in refusal(capsys, str(tmp_path))
 
 
-def test_folders_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_must_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "not found" in refusal(capsys, str(tmp_path / "missing"))
     (tmp_path / "file").write_text("")
     assert "give the folder" in refusal(capsys, str(tmp_path / "file"))

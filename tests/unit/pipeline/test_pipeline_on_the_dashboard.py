@@ -19,7 +19,9 @@ def test_stages_are_shown_with_their_state(tmp_path: Path) -> None:
     StageRecord("traces", "abc", {}, outcome, 2.5, "2026-11-16T08:00:00+00:00", "1", stage).write()
     marks = {"traces": StageMark(folder="iteration_1/traces-abc"), "convert": StageMark(skipped="nothing to do")}
     start = ModelChoice("base", "id")
-    Iteration(1, stage.parent, "2026-11-16T08:00:00+00:00", "data", start, "first", None, running="train", stages=marks).write()
+    Iteration(
+        1, stage.parent, "2026-11-16T08:00:00+00:00", "data", start, "first", None, running="train", stages=marks
+    ).write()
     (home / "kpi.json").write_text(json.dumps([{"iteration": 1, "score": None}]))
     ((pipeline_id, found),) = Catalogue([LocalPlace(tmp_path)]).pipelines.items()
     page = pipeline_page(pipeline_id, found)

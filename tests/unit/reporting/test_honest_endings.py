@@ -9,8 +9,9 @@ import pytest
 from posttrain.doctor import Finding
 from posttrain.reporting import scales
 from posttrain.reporting.report import write_report
+from posttrain.reporting.rows import is_accuracy
 from posttrain.reporting.run_files import append_rows
-from posttrain.reporting.wording import is_accuracy, validation_block
+from posttrain.reporting.wording import validation_block
 
 ERROR = Finding(2, "kl-runaway", "error", "train/kl_penalty", 6.8, "the policy is leaving", ("lr=1e-6",), "a guide")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
 import shutil
 from typing import Any
@@ -410,6 +411,7 @@ def test_an_attempt_that_was_superseded_writes_no_row(bench: Any, report: Any) -
     recorder = bench.recorder(attempt=Attempt(bench.folder))
     recorder.record_step(1, report(1), None)
     (bench.folder / "attempts" / "0002.json").write_text("{}")
+    bench.clock.now += recorder_module.FENCE_PERIOD_S
     before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
     recorder.stage("Generating responses")
     for write in (lambda: recorder.record_step(2, report(2), None), lambda: recorder.finish("finished")):
@@ -473,3 +475,100 @@ def test_one_score_makes_a_run_count(bench: Any, report: Any) -> None:
     recorder = bench.recorder(max_steps=1)
     recorder.record_step(1, report(1, unscored=19, num_samples=20), None)
     assert recorder.finish("finished") == "complete"
+
+
+def test_a_deleted_folder_of_attempts_loses_no_record(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder), max_steps=2)
+    recorder.record_step(1, report(1), None)
+    shutil.rmtree(bench.folder / "attempts")
+    recorder.record_step(2, report(2), None)
+    assert recorder.finish("finished") == "complete"
+    assert [row["step"] for row in bench.rows()] == [1, 2]
+    assert (bench.folder / "attempts" / "0001.json").exists()
+
+
+@pytest.mark.parametrize("max_steps", [2, 3])
+def test_a_lost_record_stays_lost_when_the_run_is_started_again(max_steps: int, bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder), max_steps=2)
+    recorder.record_step(1, report(1), None)
+    (bench.folder / "metrics.jsonl").unlink()
+    recorder.record_step(2, report(2), None)
+    assert recorder.finish("finished") == "record lost"
+    again = bench.recorder(resumed_step=2, max_steps=max_steps)
+    assert again.finish("nothing to do") == "record lost"
+    assert bench.output.count("the record of the steps up to 1 is lost") == 2
+    assert bench.recorder(resumed_step=0, max_steps=2).finish("stopped") == "complete", "a new run has lost nothing"
+
+
+def test_log_of_an_attempt_begins_with_its_number_host_and_time(bench: Any) -> None:
+    for number in (1, 2):
+        attempt = Attempt(bench.folder)
+        recorder = RunRecorder(bench.folder, **bench.options(stream=io.StringIO(), attempt=attempt))
+        recorder.warn(f"said before start {number}")
+        recorder.start(0)
+        attempt.end(85)
+        assert bench.log.index(f"= attempt {number}: ") < bench.log.index(f"said before start {number}")
+        heading = f"==== attempt {number}: process {os.getpid()} on {os.uname().nodename} "
+        assert bench.log.count(heading) == 1
+        assert f"since {attempt.record.started}" in bench.log
+
+
+def test_log_looks_for_a_newer_attempt_once_a_second_at_most(
+    bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder))
+    looks: list[int] = []
+
+    def look(attempt: Attempt) -> bool:
+        looks.append(attempt.number)
+        return False
+
+    monkeypatch.setattr(Attempt, "is_superseded", property(look))
+    bench.clock.now += 10.0
+    for _ in range(50):
+        recorder.say("a line")
+    assert len(looks) == 1
+    bench.clock.now += recorder_module.FENCE_PERIOD_S
+    recorder.say("a line")
+    assert len(looks) == 2
+    assert bench.log.count("a line\n") == 51
+
+
+def test_a_crash_is_written_to_run_json_report_and_log_without_credentials(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder))
+    recorder.record_step(1, report(1), None)
+    recorder.record_crash(
+        RuntimeError("no route to https://me:secret99@host/x"), "Traceback\n  https://me:secret99@host/x\n"
+    )
+    info = json.loads((bench.folder / "run.json").read_text())
+    assert (info["status"], info["reason"]) == ("crashed", "RuntimeError: no route to https://me:***@host/x")
+    assert bench.log.endswith("Traceback\n  https://me:***@host/x\n")
+    assert "crashed" in (bench.folder / "report.html").read_text()
+    assert "Traceback" not in bench.output, "the command prints it"
+
+
+def test_a_crash_while_the_run_begins_leaves_the_state_of_the_attempt_before(
+    bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.recorder(max_steps=2).record_step(1, report(1), None)
+    before = (bench.folder / "run.json").read_bytes()
+
+    def fail(*arguments: Any) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(recorder_module, "open_run", fail)
+    recorder = RunRecorder(bench.folder, **bench.options(stream=io.StringIO()))
+    with pytest.raises(OSError, match="injected"):
+        recorder.start(1)
+    recorder.record_crash(OSError("injected"), "Traceback\n")
+    assert bench.log.endswith("Traceback\n")
+    assert (bench.folder / "run.json").read_bytes() == before
+
+
+def test_a_crash_after_a_newer_attempt_began_is_not_written(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder))
+    recorder.record_step(1, report(1), None)
+    (bench.folder / "attempts" / "0002.json").write_text("{}")
+    before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
+    recorder.record_crash(RuntimeError("x"), "Traceback\n")
+    assert {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()} == before

@@ -60,7 +60,9 @@ def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
 
 def test_file_that_was_cut_by_a_resume_is_read_again(tmp_path: Path) -> None:
     table, file, _ = table_of(tmp_path, "".join(line(step, reward=0.0) for step in range(1, 11)))
-    file.write_text("".join(line(step, reward=1.0 if step > 5 else 0.0) for step in range(1, 21)))  # cut at 5, then longer
+    file.write_text(
+        "".join(line(step, reward=1.0 if step > 5 else 0.0) for step in range(1, 21))
+    )  # cut at 5, then longer
     steps, values = table.refresh().series("train/reward")
     assert steps.tolist() == list(range(1, 21))
     assert values.sum() == 15

@@ -35,7 +35,7 @@ def group(draw: int, *answers: dict[str, Any], prompt: str = "a prompt") -> dict
 GROUPS = [
     group(0, answer("seven apples", 1.0), answer("eight", 0.0, finish_reason="length")),
     group(1, answer("nine", 0.5, parts={"format": 0.1}), answer("ten", 0.5, parts={"format": 0.9})),
-    group(2, answer("", None, error="timeout after 5 s"), answer("École \"quoted\"\n", 0.2), prompt="Straße"),
+    group(2, answer("", None, error="timeout after 5 s"), answer('École "quoted"\n', 0.2), prompt="Straße"),
 ]
 
 
@@ -86,7 +86,9 @@ def test_turns_are_searched(tmp_path: Path) -> None:
 
 def test_search_goes_on_where_a_slice_ended(tmp_path: Path) -> None:
     for step in range(1, 31):
-        write_groups(tmp_path, step, [group(index, answer("needle" if index == 1 else "hay", 1.0)) for index in range(3)])
+        write_groups(
+            tmp_path, step, [group(index, answer("needle" if index == 1 else "hay", 1.0)) for index in range(3)]
+        )
     ticks: Iterator[float] = iter(range(10_000))
     store = RolloutStore(LocalPlace(tmp_path), StepCache(), clock=lambda: float(next(ticks)))
     steps, cursor, num_slices = [], None, 0
@@ -163,7 +165,9 @@ def test_steps_are_those_of_the_kind_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_preview_of_a_prompt_is_the_question() -> None:
-    chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    chat = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert asked(chat) == "What is 2 + 3?"
     assert asked("<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n") == "Why?"
     assert asked("no template") == "no template"

@@ -243,7 +243,15 @@ def test_run_folders_are_not_written(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
     client = client_of(tmp_path)
     run = ids(client)["run"]
-    for page in ("", "/doctor?again=true", "/cluster", "/config", "/rollouts/train", "/rollouts/train/2", "/rollouts/train/search?q=the"):
+    for page in (
+        "",
+        "/doctor?again=true",
+        "/cluster",
+        "/config",
+        "/rollouts/train",
+        "/rollouts/train/2",
+        "/rollouts/train/search?q=the",
+    ):
         get(client, f"runs/{run}{page}")
     assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
     assert folder.is_dir()

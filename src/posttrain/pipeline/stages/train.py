@@ -11,7 +11,7 @@ from posttrain.config import LoadedConfig, load_config
 from posttrain.config.changes import same_but_for_the_version
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.errors import InputError
+from posttrain.errors import EXIT_ERROR_FOUND, InputError
 from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.pipeline.iteration_models import trainable_folder
 from posttrain.pipeline.records import StageName, StageOutcome, about
@@ -24,7 +24,6 @@ DATASETS = {"pairs": "PreferenceDataset", "groups": "TraceGroups", "prompts": "R
 OWN_KEYS = ("policy.model_name", "data.train", "checkpointing.checkpoint_dir", "logger.log_dir")
 PLACEHOLDER = "chosen-by-the-pipeline"
 RUN_FOLDER = "run"
-EXIT_SICK = 3  # of a training that doctor.on_error=stop has ended
 LAST_STEPS = 10  # steps in the mean that is an iteration's training metric
 
 
@@ -86,7 +85,7 @@ class TrainStage(Stage):
         for error in errors:
             context.say(f"warning: train: doctor: {error.line}")
         if errors and config.train.on_doctor_error == "stop":
-            raise Stop(EXIT_SICK, f"train: the doctor found {errors[0].line}; train.on_doctor_error is stop")
+            raise Stop(EXIT_ERROR_FOUND, f"train: the doctor found {errors[0].line}; train.on_doctor_error is stop")
         metric, value, seconds = _training_metric(run)
         shown = "" if value is None else f"; {metric} {value:.4g} over the last steps"
         sick = f"; doctor: {', '.join(error.rule for error in errors)}" if errors else ""
@@ -142,10 +141,14 @@ def _quoted(text: str) -> str:
 
 def _ended(code: int, algorithm: str) -> tuple[int, str]:
     again = "the same command resumes from its newest checkpoint"
-    if code == EXIT_SICK:
+    if code == EXIT_ERROR_FOUND:
         return code, f"train: stopped by the doctor, saved; see the finding above. {again[0].upper()}{again[1:]}"
     if code in (85, 130):
         return code, f"train: stopped, saved; {again}"
+    if code in (129, 143):
+        return 85, "train: stopped before there was anything to save; the same command starts it again"
+    if code == 74:
+        return code, f"train: the storage failed; see the error above. When it is mended, {again}"
     if code == 65:
         return (
             code,
