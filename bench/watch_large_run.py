@@ -173,10 +173,14 @@ def mebibytes(process: psutil.Process) -> int:
     return process.memory_info().rss // 2**20
 
 
-PAINT = """() => new Promise((done) => { const look = () => {
-  const paint = performance.getEntriesByName("first-contentful-paint")[0];
-  const drawn = document.querySelector("SELECTOR");
-  if (paint && drawn) done([Math.round(paint.startTime), Math.round(performance.now())]); else requestAnimationFrame(look); }; look(); })"""
+PAINT = """() => new Promise((done) => {
+  const look = () => {
+    const paint = performance.getEntriesByName("first-contentful-paint")[0];
+    if (!paint || !document.querySelector("SELECTOR")) requestAnimationFrame(look);
+    else done([Math.round(paint.startTime), Math.round(performance.now())]);
+  };
+  look();
+})"""
 
 
 def pages() -> Iterator[object]:

@@ -26,6 +26,15 @@ IMAGES = Path(__file__).parents[2] / "docs" / "images"
 SHOTS = os.environ.get("POSTTRAIN_WRITE_SCREENSHOTS")  # set by `make screenshots`: the pictures of docs/watch.md
 TOKEN = "a-token-of-many-characters"
 FAR_FUTURE = 4e9  # a heartbeat that does not grow old
+# When a tile shows step 13, in milliseconds after this is evaluated.
+WHEN_SEEN = """() => {
+  window.seen = new Promise((done) => {
+    const start = performance.now();
+    const look = () => [...document.querySelectorAll(".tile .value")].some((one) => one.innerText.startsWith("13"))
+      && done(performance.now() - start);
+    new MutationObserver(look).observe(document.body, { childList: true, subtree: true, characterData: true });
+  });
+}"""
 
 
 @contextmanager
@@ -121,11 +130,7 @@ def test_step_that_is_written_appears_within_two_seconds(browser: Browser, tmp_p
         assert steps.inner_text().startswith("12")
         visit.page.locator("#live.on").wait_for()
         # The browser measures: a test must not fail because this machine is busy, only because nothing comes.
-        visit.page.evaluate(
-            """() => { window.seen = new Promise((done) => { const start = performance.now();
-            new MutationObserver(() => { if ([...document.querySelectorAll(".tile .value")].some((one) => one.innerText.startsWith("13")))
-              done(performance.now() - start); }).observe(document.body, { childList: true, subtree: true, characterData: true }); }); }"""
-        )
+        visit.page.evaluate(WHEN_SEEN)
         write_step(folder, 13)
         took_ms = visit.page.evaluate("() => window.seen")
         print(f"a new step was visible after {took_ms:.0f} ms")
@@ -305,19 +310,7 @@ def test_narrow_screens_show_everything_without_scrolling_sideways(browser: Brow
         visit.page.locator(".group-row").first.wait_for()
 
 
-CONTRAST = """() => {
-  const rgb = (text) => { const c = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-    c.fillStyle = text; c.fillRect(0, 0, 1, 1); return [...c.getImageData(0, 0, 1, 1).data]; };
-  const light = ([r, g, b]) => { const f = (v) => ((v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * f(r) + 0.7152 * f(g) + 0.0722 * f(b); };
-  const behind = (element) => { for (; element; element = element.parentElement) { const c = rgb(getComputedStyle(element).backgroundColor); if (c[3] > 250) return c; } return [255, 255, 255]; };
-  const poor = [];
-  for (const element of document.querySelectorAll("main *, header *")) {
-    if (![...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim()) || !element.checkVisibility() || element.namespaceURI.endsWith("svg")) continue;
-    const [a, b] = [light(rgb(getComputedStyle(element).color)), light(behind(element))].sort((x, y) => y - x);
-    if ((a + 0.05) / (b + 0.05) < 4.5) poor.push(`${element.className || element.tagName}: ${element.textContent.slice(0, 30)} ${((a + 0.05) / (b + 0.05)).toFixed(2)}`);
-  }
-  return [...new Set(poor)];
-}"""
+CONTRAST = (Path(__file__).parents[1] / "contrast.js").read_text()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
