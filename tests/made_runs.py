@@ -85,7 +85,7 @@ def answer(number: int, step: int, sample: int) -> Row:
         "text": text[: len(text) // 2] if is_cut else text,
         "reward": float(is_right and not is_cut) + (0.0 if is_cut else 0.1),
         "parts": {"correct": float(is_right and not is_cut), "format": 0.0 if is_cut else 0.1},
-        "advantage": round(noise.gauss(0, 0.7), 4),
+        "advantage": 0.0,
         "error": None,
         "finish_reason": "length" if is_cut else "stop",
         "num_tokens": noise.randrange(60, 240),
@@ -96,12 +96,14 @@ def answer(number: int, step: int, sample: int) -> Row:
 def group(step: int, place: int, *, per_step: int = 6, num_prompts: int = 24, num_samples: int = 4) -> Row:
     number = ((step - 1) * per_step + place) % num_prompts
     prompt, expected = question(number)
+    answers = [answer(number, step, sample) for sample in range(num_samples)]
+    mean = sum(one["reward"] for one in answers) / num_samples
     return {
         "draw": (step - 1) * per_step + place,
         "id": f"sums:{number}",
         "prompt": f"<|im_start|>user\n{prompt} Put the answer in \\boxed{{}}.<|im_end|>\n<|im_start|>assistant\n",
         "reference": expected,
-        "completions": [answer(number, step, sample) for sample in range(num_samples)],
+        "completions": [one | {"advantage": round(one["reward"] - mean, 4)} for one in answers],
     }
 
 

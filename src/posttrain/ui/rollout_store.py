@@ -28,7 +28,7 @@ FILE_PREFIX: dict[Kind, str] = {kind: prefix for prefix, kind in PREFIXES.items(
 _NAME = re.compile(r"(step|validation_step)_(\d{1,12})\.(jsonl\.gz|tokens\.npz)")
 MAX_STEP_BYTES = 512 * 2**20  # of one unpacked step: a file that unpacks without end must not fill the memory
 CACHE_BYTES = 96 * 2**20
-SLICE_S = 0.06
+SLICE_S = 0.04
 MAX_HITS = 40
 
 
