@@ -125,6 +125,7 @@ class GrpoRecipe(Recipe):
         environments = self._environments()
         environment = build_environments(environments, base_folder=Path.cwd())
         parts.cleanup.callback(environment.close)
+        parts.when_stopped(environment.interrupt)
         turns = build_turns(
             environments,
             chat,
@@ -132,6 +133,7 @@ class GrpoRecipe(Recipe):
             max_total_tokens=config.policy.max_total_sequence_length,
             warn=parts.warn,
             cleanup=parts.cleanup,
+            when_stopped=parts.when_stopped,
         )
         rollouts = FreshRollouts(
             stream,

@@ -25,7 +25,7 @@ def phases(folder: Path) -> list[tuple[object, object]]:
 
 
 def test_phase_is_written_when_it_begins(tmp_path: Path) -> None:
-    workers = WorkerRows(tmp_path, lambda: [], lambda: True, Clock())
+    workers = WorkerRows(tmp_path, list, lambda: True, Clock())
     workers.step = 1
     for phase in ("sampling", "training", "training", "sampling"):
         workers.phase(phase)
@@ -34,7 +34,7 @@ def test_phase_is_written_when_it_begins(tmp_path: Path) -> None:
 
 def test_phases_of_short_steps_are_not_written(tmp_path: Path) -> None:
     clock = Clock()
-    workers = WorkerRows(tmp_path, lambda: [], lambda: True, clock)
+    workers = WorkerRows(tmp_path, list, lambda: True, clock)
     for step, seconds in ((1, 5.0), (2, 0.5), (3, 5.0), (4, 5.0)):
         workers.step = step
         workers.phase("training")
@@ -64,13 +64,13 @@ def test_rank_that_does_not_answer_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_after_a_newer_attempt_has_begun(tmp_path: Path) -> None:
-    workers = WorkerRows(tmp_path, lambda: [], lambda: False, Clock())
+    workers = WorkerRows(tmp_path, list, lambda: False, Clock())
     workers.phase("training")
     workers.step_done(1)
     assert rows_of(tmp_path) == []
 
 
 def test_deleted_folder_is_no_error(tmp_path: Path) -> None:
-    workers = WorkerRows(tmp_path / "gone", lambda: [], lambda: True, Clock())
+    workers = WorkerRows(tmp_path / "gone", list, lambda: True, Clock())
     workers.phase("training")
     workers.step_done(1)
