@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import learn
+import learn_sides
 import problems
 import pytest
 import speculation
@@ -31,13 +32,13 @@ def test_weights_are_kept_at_equally_distant_times_that_do_not_count_their_writi
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     now, kept = [100.0], list[str]()
-    monkeypatch.setattr(learn.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(learn_sides.time, "perf_counter", lambda: now[0])
 
     def save(folder: Path) -> None:
         kept.append(folder.name)
         now[0] += 1000.0
 
-    watch = learn.Stopwatch(minutes=1.0, marks=3, save=save, out=tmp_path)
+    watch = learn_sides.Stopwatch(minutes=1.0, marks=3, save=save, out=tmp_path)
     now[0] += 50.0  # loading
     for _ in range(7):
         watch.begin()
