@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import random
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from posttrain.build import Run  # noqa: F401  imported here for the processes t
 from posttrain.cli.doctor_command import Report, examined
 from posttrain.cli.main import main as posttrain
 from posttrain.demo.arithmetic import answer, build_model, careless_answer, problems, question, write_data
+from posttrain.reporting.run_files import FINISHED, read_info
 from posttrain.types import TokenBatch
 
 SFT_STEPS, STEPS, PROMPTS, GROUP = 600, 40, 8, 8
@@ -153,6 +155,7 @@ def main() -> int:
         found = look(folder, case, case.settings, "", args.look)
         if found is None:
             continue
+        first_row = len(rows)
         rows.append([case.name, "sick" if case.expected else "healthy", verdict(found), judged(case, found)])
         false_alarms += not case.expected and not is_healthy(found)
         misses += bool(case.expected) and not is_found(case, found)
@@ -169,7 +172,7 @@ def main() -> int:
             if is_healthy(report):
                 break
         unmended += not is_healthy(report)
-        print("\n".join("; ".join(row) for row in rows[-4:]), flush=True)
+        print("\n".join("; ".join(row) for row in rows[first_row:]), flush=True)
     print("\n" + table(["run", "is", "found", ""], rows))
     healthy = sum(not case.expected for case in cases)
     print(
@@ -263,10 +266,11 @@ def look(folder: Path, case: Case, settings: Sequence[str], suffix: str, only_lo
     """The report on a run, which is made unless it is there."""
     name = re.sub(r"[^a-z0-9]+", "-", case.name.lower()) + suffix
     run = folder / name
-    if not only_look and not (run / "report.html").exists():
+    if not only_look and read_info(run).get("status") != FINISHED:
         start = folder / "taught" if case.kind != "sft" else folder / "model"
         words = [*common(case.kind, folder, name, start), f"steps={STEPS}"]
         words += GRPO if case.kind == "grpo" else (f"{case.kind}.val_period=10",)
+        shutil.rmtree(run, ignore_errors=True)
         words += [text.replace("{folder}", str(folder)) for text in settings]
         code = train(case.kind, words, folder / f"{name}.log", noisy_sampler=case.noisy_sampler and not suffix)
         if code not in (0, 65):

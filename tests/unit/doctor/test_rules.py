@@ -429,6 +429,13 @@ def test_training_pairs_that_are_known_by_heart(kind: str) -> None:
     assert only(found).severity == "error"
 
 
+def test_ties_of_updates_too_small_to_show_are_no_finding() -> None:
+    still = {f"train_rewards_{name}_mean": lambda step: 1e-5 for name in ("chosen", "rejected")}
+    assert examine("dpo", steps=10, train_tie_rate=lambda step: 0.4, **still) == {}
+    equal = examine("dpo", steps=10, train_tie_rate=lambda step: 1.0, train_grad_norm=lambda step: 0.0, **still)
+    assert equal["equal-pairs"].severity == "error"
+
+
 def test_pairs_whose_two_answers_are_equal_stay_tied() -> None:
     found = only(examine("dpo", train_tie_rate=lambda step: 0.5))
     assert (found.rule, found.severity) == ("equal-pairs", "error")
