@@ -29,7 +29,7 @@ from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for, pages_needed
 from posttrain.engines.native.speculation import Speculation
 from posttrain.engines.native.stopping import StopRules
-from posttrain.errors import InputError
+from posttrain.errors import InputError, StopRequested
 from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.memory.settings import MAX_DRAFTED_ROWS
@@ -111,6 +111,9 @@ class NativeEngine:
         self._is_sharded = sharded
         self._use_graphs = not sharded and self.forward.device.type == "cuda"  # until a capture fails
         self._workspace: Workspace | None = None
+        self.should_stop: Callable[[], bool] = lambda: (
+            False
+        )  # asked at every token; True ends the call with StopRequested
         self._largest = (0, 0)  # pages, and tokens of one sequence, that calls have needed so far
         self.num_preemptions = 0  # in the last call: many of them mean that the KV cache is too small
         # In the last call: tokens drawn in steps with drafts, and how often a sample took part in one.
@@ -257,6 +260,8 @@ class NativeEngine:
             driver.add(request)
         try:
             while driver.unfinished:
+                if self.should_stop():
+                    raise StopRequested
                 num_finished = _num_finished(driver.step())
                 if num_finished and is_over is not None and is_over():
                     num_finished += _num_finished(driver.interrupt())
