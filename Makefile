@@ -5,17 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test invariants check lint types pages docs smoke measure bench faults clean
+.PHONY: help setup demo test invariants check lint types pages screenshots docs smoke measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
 	@echo "make test    set up, then run all tests"
 	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
 	@echo "make pages   write the generated parts of docs/ anew: models, datasets, config reference, rules of the doctor"
+	@echo "make screenshots  take the pictures of docs/watch.md anew; needs a Chromium"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
-	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about an hour; docs/reliability.md)"
+	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about two hours; docs/reliability.md)"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
 setup: $(STAMP)
@@ -57,11 +58,15 @@ docs: setup
 
 # Needs a package index: installs torch anew.
 smoke: setup
-	tools/smoke_install.sh $(BIN)/python
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/smoke_install.sh $(CURDIR)/$(BIN)/python
 
 # The parts of docs/ that are generated; a test fails while one is not current.
 pages: setup
 	$(BIN)/python tests/generated_pages.py
+
+# The pictures of docs/watch.md, made by the tests; they need a Chromium.
+screenshots: setup
+	POSTTRAIN_WRITE_SCREENSHOTS=1 $(BIN)/pytest tests/integration/test_watch_in_browser.py
 
 measure: setup
 	$(BIN)/python tools/measure.py
@@ -72,7 +77,7 @@ bench: setup
 # Parts: ONLY=kills,damage. One case again: ONLY=kills CASE=one-process-3 SEED=0. Tables: OUT=folder.
 SEED ?= 0
 OUT ?= results/faults
-MINUTES ?= 90
+MINUTES ?= 150
 faults: setup
 	PYTHONPATH=tests $(BIN)/python -m faults --only "$(ONLY)" $(if $(CASE),--case "$(CASE)") --seed $(SEED) --out $(OUT) --minutes $(MINUTES)
 
