@@ -35,6 +35,8 @@ from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
+from posttrain.reporting.gpu_monitor import GpuMonitor
+from posttrain.reporting.loggers import Loggers
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import append_log
 from posttrain.run_folder import WriteAccess, run_folder
@@ -249,6 +251,8 @@ class Run:
             refit_remark="the sampler shares the trainer's weights",
             settings=self.loaded.flat(),
             stop_on_error=config.doctor.on_error == "stop",
+            loggers=Loggers(config.logger),
+            gpus=GpuMonitor(config.logger.gpu_monitoring.collection_interval) if config.logger.monitor_gpus else None,
             attempt=self._access.record,
         )
 
