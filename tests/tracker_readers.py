@@ -46,9 +46,10 @@ def wandb(folder: Path) -> Values:
             record.ParseFromString(content)
             if record.WhichOneof("record_type") != "history":
                 continue
-            items = {item.key: item.value_json for item in record.history.item if item.key and item.key[0] != "_"}
-            for key, text in items.items():
-                found[record.history.step.num][key].append(float(json.loads(text)))
+            for item in record.history.item:
+                names = [item.key] if item.key else list(item.nested_key)
+                if len(names) == 1 and names[0][0] != "_":  # its own counters begin with _, and tables are nested
+                    found[record.history.step.num][names[0]].append(float(json.loads(item.value_json)))
     return found
 
 
@@ -77,8 +78,8 @@ def swanlab(folder: Path) -> Values:
         for content in reader:
             record = Record()
             record.ParseFromString(content)
-            if record.WhichOneof("record_type") == "scalar":
-                scalar = record.scalar
+            scalar = record.scalar
+            if record.WhichOneof("record_type") == "scalar" and not scalar.key.startswith("__"):
                 found[scalar.step][scalar.key].append(scalar.value.number)
     return found
 

@@ -23,7 +23,15 @@ import tracker_readers
 
 from posttrain.cli.main import main
 
-STEPS = 16
+STEPS = 40
+# So slow that trackers are reached, or found to be down, while the run goes on.
+SLOW_REWARD = """
+import time
+
+def odd(prompt, response, reference):
+    time.sleep(0.05)
+    return sum(ord(c) % 2 for c in response) / max(1, len(response))
+"""
 TOOLS = ("tensorboard", "wandb", "trackio", "swanlab")
 # huey: mlflow-skinny, which the registry needs, has no server
 MISSING = [name for name in (*TOOLS, "mlflow", "huey") if find_spec(name) is None]
@@ -49,15 +57,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracked]:
     settings = [f"logger.{tool}_enabled=true" for tool in TOOLS] + ["logger.mlflow_enabled=true"]
     settings += [f"logger.mlflow.tracking_uri={server.uri}", "logger.wandb.mode=offline", "logger.swanlab.mode=offline"]
     model, data = tiny_runs.save_model(base / "model"), tiny_runs.save_data(base / "data")
-    command = tiny_runs.command(tiny_runs.grpo(model, data, folder, steps=STEPS) + settings)
+    (data / "rewards.py").write_text(SLOW_REWARD)
+    command = tiny_runs.command([*tiny_runs.grpo(model, data, folder, steps=STEPS), *settings, "--quiet"])
     output = b""
 
-    def start(until_rows: int | None) -> None:
+    def start(until_rows: int | None, until_said: str = "") -> None:
         nonlocal output
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=base)
         if until_rows is not None:
-            while process.poll() is None and tiny_runs.count_rows(folder) < until_rows:
-                time.sleep(0.01)
+            log = folder / "logs" / "train.log"
+            while process.poll() is None and (
+                tiny_runs.count_rows(folder) < until_rows or until_said not in log.read_text()
+            ):
+                time.sleep(0.05)
             assert process.poll() is None, process.stdout and process.stdout.read().decode()
             process.send_signal(signal.SIGKILL)
         output += process.communicate(timeout=600)[0]
@@ -67,7 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracked]:
         server.start()
         start(until_rows=4)
         server.stop()
-        start(until_rows=9)
+        start(until_rows=9, until_said="logger mlflow: ")
         server.start()
         start(until_rows=None)
         yield Tracked(folder, output.decode(), server.uri)

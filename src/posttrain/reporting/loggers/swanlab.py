@@ -41,7 +41,8 @@ class SwanlabSink:
             reinit=True,
             id=run.id,
             resume="allow",
-            settings=swanlab.Settings(terminal={"proxy_type": "none"}),  # what the run prints is the run's business
+            # It neither keeps what the run prints nor looks at the machine: the run folder has both.
+            settings=swanlab.Settings(terminal={"proxy_type": "none"}, probe={"monitor": False}),
             **(self._config.model_extra or {}),
         )
         return None
