@@ -23,14 +23,17 @@ from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
 from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.hardware import peak_flops
+from posttrain.hashing import digest
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
-from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
+from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
+from posttrain.orchestration.weights import PushedWeights, SharedWeights
 from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
+from posttrain.policy.weight_files import Handover
 from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
@@ -39,6 +42,7 @@ from posttrain.reporting.gpu_monitor import GpuMonitor
 from posttrain.reporting.loggers import Loggers
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import append_log
+from posttrain.roles import WeightSync
 from posttrain.run_folder import WriteAccess, run_folder
 
 # Memory and time of a run on a device of this name, with so many steps, in a few words; empty if they are not known.
@@ -143,7 +147,7 @@ class Run:
             prepared,
             facts,
             unit=recipe.unit,
-            num_devices=workers.mesh.size,
+            num_devices=config.cluster.num_workers,
             max_steps=max_steps,
             planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",
         )
@@ -153,23 +157,28 @@ class Run:
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
             for reason, count in (rows.noted if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows: {reason}")
+        interruption = Interruption()
+        interruption.tell(workers.engines.request_stop)
         trainer = ShardedTrainer(
             workers,
             train=self._micro_batching("train", train.pack_size),
             score=self._micro_batching("logprob", train.pack_size),
             seed=schedule.seed,
             show_progress=recorder.progress,
+            stop=interruption,
         )
+        engine, weights = self._sampling(workers)
         algorithm = prepared.algorithm(
             RunParts(
                 trainer,
-                ShardedEngine(workers),
-                SharedWeights(),
+                engine,
+                weights,
                 recorder.progress,
                 recorder.stage,
                 recorder.warn,
                 max_steps,
                 self._cleanup,
+                interruption.tell,
             )
         )
         return TrainingLoop(
@@ -190,6 +199,7 @@ class Run:
                 ),
             ),
             deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
+            interruption=interruption,
         )
 
     def _workers(self, chat: ChatFormat) -> WorkerGroup:
@@ -207,9 +217,25 @@ class Run:
             config.cluster.gpus_per_node,
             device=config.policy.device,
             num_threads=config.policy.num_threads,
-            mesh=Mesh.over(config.cluster.num_workers, config.policy.dtensor_cfg),
+            mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
+            num_engines=config.num_engines,
         )
-        return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=self.quiet)
+        return start_workers(
+            partial(build_rank, setup),
+            layout,
+            config.cluster.launcher,
+            build_engine=partial(build_rank, setup.for_sampling) if config.num_engines else None,
+            quiet=self.quiet,
+        )
+
+    def _sampling(self, workers: WorkerGroup) -> tuple[ShardedEngine, WeightSync]:
+        """The engine, and how it gets the weights."""
+        if workers.engines is workers:
+            return ShardedEngine(workers), SharedWeights()
+        folder = Path(self.config.checkpointing.checkpoint_dir).absolute()
+        weights = PushedWeights(workers, Handover(digest(str(folder))[:16], folder, workers.num_nodes == 1))
+        self._cleanup.callback(weights.close)
+        return ShardedEngine(workers.engines, weights.ensure_published), weights
 
     def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
         """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
@@ -237,7 +263,7 @@ class Run:
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
             presentation=presentation,
             max_steps=max_steps,
-            num_devices=workers.mesh.size,
+            num_devices=config.cluster.num_workers,
             peak_flops_per_device=peak_flops(facts.device_name) if on_gpu else None,
             flops_per_token=flops_per_token(facts.config, facts.num_parameters),
             config_yaml=self.loaded.to_yaml(),
@@ -248,7 +274,7 @@ class Run:
             title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
-            refit_remark="the sampler shares the trainer's weights",
+            refit_remark="" if config.num_engines else "the sampler shares the trainer's weights",
             settings=self.loaded.flat(),
             stop_on_error=config.doctor.on_error == "stop",
             loggers=Loggers(config.logger),

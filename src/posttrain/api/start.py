@@ -42,7 +42,7 @@ def start_run(
                 print(note)
             for warning in loaded.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
-            if not quiet:
+            if not quiet and sys.stdout.isatty():  # some seconds pass before the header
                 print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
 
             quieten_libraries()

@@ -26,6 +26,7 @@ from posttrain.cli import (
     doctor_command,
     eval_command,
     gate_command,
+    init_command,
     launch_command,
     log_command,
     models_command,
@@ -60,6 +61,7 @@ DESCRIPTION = """\
 Tune language models from preferences and rewards.
 
   posttrain demo                                   watch a small model learn, in a few minutes, on a CPU
+  posttrain init grpo                              a config, data and a reward to start from; init all: configs/ and examples/
   posttrain grpo --config configs/grpo.yaml        reinforcement learning from checkable answers
   posttrain dpo  --config configs/dpo.yaml         preference pairs
   posttrain rm   --config configs/rm.yaml          a reward model from preference pairs, for GRPO to learn from
@@ -76,8 +78,7 @@ Tune language models from preferences and rewards.
   posttrain registry promote NAME VERSION --why …  versions, stages and history; rollback takes production back
   posttrain pipeline run configs/pipelines/demo.yaml
                                                    all of it, from traces to a canary, and again when the data changes
-  posttrain launch render --on eks.yaml --config FILE
-                                                   the same run on Kubernetes: manifests, checks; plan --on has the cost
+  posttrain launch --on eks.yaml --config FILE     the same run on Kubernetes; --on local executes its manifests here
   posttrain serve registry:NAME@production         an OpenAI-compatible server; chat MODEL talks in the terminal
 """
 
@@ -103,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
         train_command,
         status_command,
         demo_command,
+        init_command,
         config_command,
         data_command,
         doctor_command,

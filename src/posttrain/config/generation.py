@@ -33,6 +33,11 @@ class NativeConfig(Section):
     num_last_layers_in_bf16: NonNegativeInt = Field(
         default=0, description="Layers at the end that precision fp8 leaves as they are, their cache too."
     )
+    num_speculative_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=15)] = Field(
+        default="auto",
+        description="Tokens that are drafted for each answer from the other answers of its group and checked in one step, "
+        "once no answer waits; 0 is off, auto drafts on a GPU while step times say that it pays. Changes no sample.",
+    )
     page_size: PositiveInt = Field(default=16, description="Tokens in one page of the key-value cache.")
     max_batch_size: PositiveInt = Field(default=256, description="Answers that are decoded at the same time.")
     max_prefill_tokens: PositiveInt = Field(default=8192, description="Prompt tokens computed in one forward pass.")
@@ -74,6 +79,25 @@ class VllmConfig(Section):
     )
 
 
+class ResourcesConfig(Section):
+    gpus_per_node: PositiveInt | None = Field(
+        default=None, description="GPUs that only sample, of cluster.gpus_per_node; on several machines null is all."
+    )
+    num_nodes: PositiveInt | None = Field(
+        default=None, description="Machines that only sample, of cluster.num_nodes; null where there is one machine."
+    )
+
+
+class ColocatedConfig(Section):
+    enabled: bool = Field(
+        default=True,
+        description="Samples on the GPUs that train, from the same weights; false: on those that resources names.",
+    )
+    resources: ResourcesConfig = Field(
+        default_factory=ResourcesConfig, description="GPUs that only sample, where enabled is false."
+    )
+
+
 class GenerationConfig(Section):
     backend: str = Field(
         default="native", description="Engine that samples: native; vllm is accepted and means native."
@@ -99,3 +123,6 @@ class GenerationConfig(Section):
     stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer; they stay in it.")
     ignore_eos: bool = Field(default=False, description="Samples exactly max_new_tokens, for benchmarks.")
     native_cfg: NativeConfig = Field(default_factory=NativeConfig, description="Settings of the native engine.")
+    colocated: ColocatedConfig = Field(
+        default_factory=ColocatedConfig, description="Whether the GPUs that train also sample."
+    )

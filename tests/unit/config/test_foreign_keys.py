@@ -31,7 +31,6 @@ REFUSED = [
     "policy.router_replay.enabled=true",
     "policy.generation.backend=sglang",
     "policy.generation.backend=megatron",
-    "policy.generation.colocated.enabled=false",
     "policy.generation.bad_words=[never]",
     "policy.generation.quant_cfg=FP8",
     "policy.generation.real_quant=true",

@@ -17,7 +17,7 @@ from posttrain.reporting.loggers import Loggers, recorded_run
 from posttrain.reporting.loggers.follower import STEPS_AT_ONCE, Follower
 from posttrain.reporting.loggers.sink import LoggedStep, LoggerProblem, RecordedRun
 from posttrain.reporting.rows import write_rollouts
-from posttrain.reporting.run_files import append_rows
+from posttrain.reporting.run_files import append_rows, complete_row
 
 
 class Tracker:
@@ -147,6 +147,26 @@ def test_a_folder_that_was_made_again_is_read_from_its_start(tmp_path: Path, tra
     assert steps_of(tracker) == [1, 2, 3, 4]
 
 
+def test_a_validation_that_comes_later_is_sent_alone(tmp_path: Path, tracker: Tracker) -> None:
+    add_rows(tmp_path, 1, 2)
+    one = follower(tmp_path, tracker)
+    assert one.deliver()
+    complete_row(tmp_path / "metrics.jsonl", {"step": 2, "validation/accuracy": 0.5})
+    assert one.deliver()
+    add_rows(tmp_path, 3)
+    assert one.deliver()
+    assert [(step.step, set(step.values)) for step in tracker.steps[1:]] == [
+        (2, {"train/reward"}),
+        (2, {"validation/accuracy"}),
+        (3, {"train/reward"}),
+    ]
+    again = follower(tmp_path, tracker)  # the run is resumed, and step 3 validated
+    assert again.deliver()
+    complete_row(tmp_path / "metrics.jsonl", {"step": 3, "validation/accuracy": 0.6})
+    assert again.deliver()
+    assert [(step.step, set(step.values)) for step in tracker.steps[4:]] == [(3, {"validation/accuracy"})]
+
+
 def test_many_rows_are_sent_in_parts(tmp_path: Path, tracker: Tracker) -> None:
     add_rows(tmp_path, *range(1, 2 * STEPS_AT_ONCE + 4))
     one = follower(tmp_path, tracker)
@@ -189,7 +209,8 @@ def test_the_thread_sends_what_is_left_at_the_end(tmp_path: Path, tracker: Track
     for step in range(1, 20):
         add_rows(tmp_path, step)
         one.wake()
-    assert one.finish(is_finished=True, limit_s=60)
+    one.end(is_finished=True)
+    assert one.has_ended(60)
     assert steps_of(tracker) == list(range(1, 20))
     assert tracker.endings == [True]
 
@@ -200,7 +221,8 @@ def test_a_tracker_that_hangs_does_not_hold_up_the_end(tmp_path: Path, tracker: 
     add_rows(tmp_path, 1)
     one = follower(tmp_path, tracker)
     one.start()
-    assert not one.finish(is_finished=True, limit_s=0.05)
+    one.end(is_finished=True)
+    assert not one.has_ended(0.05)
     assert "still sending" in one.problem
     released.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -93,10 +94,13 @@ class Loggers:
         return [line for follower in self._followers for line in follower.warnings()]
 
     def finish(self, *, is_finished: bool, limit_s: float) -> list[str]:
-        """Send what is left; a line for each tracker that does not have everything."""
+        """Send what is left, within `limit_s` in all; a line for each tracker that does not have everything."""
+        for follower in self._followers:
+            follower.end(is_finished=is_finished)
+        end = time.monotonic() + limit_s
         return [
             f"logger {follower.name} does not have all steps ({follower.problem}); "
             f"`posttrain log sync {self._folder} --to {follower.name}` sends the rest"
             for follower in self._followers
-            if not follower.finish(is_finished=is_finished, limit_s=limit_s)
+            if not follower.has_ended(max(0.0, end - time.monotonic()))
         ]

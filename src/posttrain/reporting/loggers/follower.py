@@ -8,6 +8,7 @@ sent and is trained again after a kill is not sent again; its losses and rewards
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -56,7 +57,9 @@ class Follower:
         self._sink: Sink | None = None
         self._told: list[str] = []  # findings
         self._last: int | None = None  # step that the tracker has
-        self._offset = 0  # of the first byte of metrics.jsonl that was not looked at
+        self._last_keys: frozenset[str] = frozenset()  # of that step, as far as it was seen
+        self._file = 0  # the inode of metrics.jsonl
+        self._offset = 0  # of its first byte that was not looked at
         self._pause_s = FIRST_PAUSE_S
         self._news = threading.Event()
         self._ending = threading.Event()
@@ -70,14 +73,17 @@ class Follower:
         """There is a new row."""
         self._news.set()
 
-    def finish(self, *, is_finished: bool, limit_s: float) -> bool:
-        """Send what is left and close, within `limit_s`. Whether all of it was sent."""
+    def end(self, *, is_finished: bool) -> None:
+        """Send what is left, and close."""
         self._is_finished = is_finished
         self._ending.set()
         self._news.set()
+
+    def has_ended(self, limit_s: float) -> bool:
+        """Wait for the end. Whether everything was sent."""
         self._thread.join(limit_s)
         if self._thread.is_alive():
-            self.problem = self.problem or f"it is still sending after {limit_s:g} s"
+            self.problem = self.problem or "it is still sending"
         return not self.problem
 
     def send_all(self, *, is_finished: bool) -> None:
@@ -128,7 +134,7 @@ class Follower:
         if self._sink is None:
             sink = self._make_sink()
             self._last = sink.open(self._run)
-            self._sink, self._offset = sink, 0
+            self._sink, self._offset, self._last_keys = sink, 0, frozenset()
             # A tracker that has no step is filled anew, and told all findings.
             self._told = [] if self._last is None else _told(self._told_file, self._run.id)
         return self._sink
@@ -161,10 +167,17 @@ class Follower:
     def _next_steps(self) -> list[LoggedStep]:
         """The next rows that the tracker does not have, at most STEPS_AT_ONCE."""
         found: list[LoggedStep] = []
+        last = self._last
         for row, end in self._rows():
             self._offset = end
-            if self._last is None or row["step"] > self._last:
+            if last is None or row["step"] > last:
                 found.append(self._logged(row))
+            elif row["step"] == last and self._last_keys and (added := row.keys() - self._last_keys):
+                found.append(
+                    self._logged({"step": last, **{key: row[key] for key in added}})
+                )  # its validation came later
+            if last is None or row["step"] >= last:
+                last, self._last_keys = row["step"], frozenset(row)
             if len(found) == STEPS_AT_ONCE:
                 break
         return found
@@ -177,8 +190,10 @@ class Follower:
         except FileNotFoundError:
             return
         with file:
-            if path.stat().st_size < self._offset:  # the folder was deleted, and made again by the run
-                self._offset = 0
+            state = os.fstat(file.fileno())
+            # A row was completed, or the folder was deleted and made again by the run.
+            if state.st_ino != self._file or state.st_size < self._offset:
+                self._file, self._offset = state.st_ino, 0
             file.seek(self._offset)
             end = self._offset
             for line in file:

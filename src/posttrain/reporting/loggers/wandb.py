@@ -60,7 +60,7 @@ class WandbSink:
                 if one.answers
                 else {}
             )
-            self._run.log({**one.values, **table}, step=one.step, commit=True)
+            self._run.log({**one.values, **table}, step=one.step)  # kept open until the next
 
     def alert(self, finding: Finding) -> None:
         self._run.alert(title=finding.rule, text=finding.line, level=LEVELS[finding.severity])
