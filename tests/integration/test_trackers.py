@@ -128,7 +128,7 @@ def test_trackio_has_every_step_once(run: Tracked) -> None:
 
 
 def test_swanlab_has_every_step_once(run: Tracked) -> None:
-    compare(tracker_readers.swanlab(run.folder), run.folder, is_filled_anew=True, as_float32=True)
+    compare(tracker_readers.swanlab(run.folder), run.folder, is_filled_anew=True)
 
 
 def test_a_run_without_trackers_is_sent_later(run: Tracked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
