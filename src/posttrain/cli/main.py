@@ -69,6 +69,7 @@ Tune language models from preferences and rewards.
                                                    measure a checkpoint; eval compare A B sets two side by side
   posttrain status results/grpo                    is a run alive, who holds its folder, why did it stop
   posttrain doctor results/grpo                    what is wrong with a run, and the setting that mends it
+  posttrain log sync results/grpo --to wandb       send a run to TensorBoard, W&B, MLflow, Trackio or SwanLab
   posttrain config show grpo --config FILE         every setting, and where it came from
   posttrain plan --config FILE --gpu h200          memory and time of a run before it starts
   posttrain data inspect traces.jsonl.gz           statistics of labelled traces; then advise, pairs and pack
