@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-loggers invariants check lint types pages docs smoke measure bench faults clean
+.PHONY: help setup demo test test-loggers invariants check lint types pages screenshots docs smoke measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-loggers  real clients and servers of trackers: W&B, MLflow, Trackio, SwanLab (installs about 600 MB)"
 	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
 	@echo "make pages   write the generated parts of docs/ anew: models, datasets, config reference, rules of the doctor"
+	@echo "make screenshots  take the pictures of docs/watch.md anew; needs a Chromium"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
@@ -71,6 +72,10 @@ smoke: setup
 # The parts of docs/ that are generated; a test fails while one is not current.
 pages: setup
 	$(BIN)/python tests/generated_pages.py
+
+# The pictures of docs/watch.md, made by the tests; they need a Chromium.
+screenshots: setup
+	POSTTRAIN_WRITE_SCREENSHOTS=1 $(BIN)/pytest tests/integration/test_watch_in_browser.py
 
 measure: setup
 	$(BIN)/python tools/measure.py

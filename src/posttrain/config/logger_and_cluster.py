@@ -55,6 +55,10 @@ class LoggerConfig(Section):
     log_dir: str | None = Field(
         default=None, description="Run folder: metrics, rollouts, report; null is checkpointing.checkpoint_dir."
     )
+    token_data_period: NonNegativeInt = Field(
+        default=10, description="GRPO: steps between files with the log-probabilities of tokens; 0 writes none."
+    )
+    token_data_groups: PositiveInt = Field(default=4, description="Groups of a step whose tokens are in such a file.")
     num_val_samples_to_print: NonNegativeInt = Field(default=0, description="Validation samples shown on the console.")
     num_rollouts_to_log: NonNegativeInt = Field(
         default=8, description="Answers of each step that trackers get as a table; 0 is none."

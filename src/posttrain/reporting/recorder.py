@@ -59,13 +59,15 @@ from posttrain.reporting.run_files import (
     write_whole,
 )
 from posttrain.reporting.step_display import StepDisplay
+from posttrain.reporting.token_files import Pieces, write_tokens
 from posttrain.reporting.wording import Line
+from posttrain.reporting.worker_rows import AskRanks, WorkerRows
 
 if TYPE_CHECKING:
     from posttrain.attempts import Attempt
     from posttrain.config.changes import ConfigChange
     from posttrain.roles import Ending
-    from posttrain.types import Group, StepReport
+    from posttrain.types import Group, StepReport, TokenTrace
 
 REPORT_PERIOD_S = 10.0
 REPORT_TIME_SHARE = 0.02  # of the run time that rendering the report may take
@@ -101,6 +103,8 @@ class RunRecorder:
         gpus: GpuMonitor | None = None,
         stream: TextIO | None = None,
         attempt: Attempt | None = None,
+        pieces: Pieces | None = None,
+        ask_ranks: AskRanks = lambda: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = Path(folder)
@@ -119,6 +123,9 @@ class RunRecorder:
         self._loggers = loggers or Loggers(LoggerConfig())
         self._gpus = gpus  # None: not looked at
         self._attempt = attempt  # None: nothing else writes to the folder
+        self._looked: tuple[float, bool] | None = None  # when the attempt was looked up, and whether it may write
+        self._pieces = pieces  # None: token data is not written
+        self._workers = WorkerRows(self.folder, ask_ranks, self._may_write)
         self._clock = clock
         self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
         self._display = StepDisplay(
@@ -211,20 +218,27 @@ class RunRecorder:
 
     def begin_step(self, step: int) -> None:
         """Show the header of a step above its stages. Without this call the header comes with the results."""
+        self._workers.step = step
         self._display.header(step)
-        self._display.stage("Preparing batch")
+        self.stage("Preparing batch")
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
         row = training_row(step, report, self._hardware, self._gpus.take() if self._gpus is not None else {})
         if validation is not None:
             row |= validation_row(step, validation)
-        row = self._write(row, train_groups=report.groups, validation_groups=validation.groups if validation else ())
+        row = self._write(
+            row,
+            train_groups=report.groups,
+            validation_groups=validation.groups if validation else (),
+            tokens=report.tokens,
+        )
         self._step = step
         self._display.step(row, report, validation, self._rollouts_file("step", step))
         for warning in (*report.warnings, *(validation.warnings if validation else ())):
             self.warn(warning)
         self._examine(row, report.groups)
         self._wake_loggers()
+        self._workers.step_done(step)
         self._refresh_report()
 
     def reason_to_stop(self) -> str | None:
@@ -305,10 +319,13 @@ class RunRecorder:
     # ------------------------------------------------------------------ single lines and progress
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        if phase := wording.stage_of(label, total):
+            self._workers.phase(phase)
         return self._display.progress(label, total)
 
     def stage(self, text: str) -> None:
         """One line when a stage begins, in the long form."""
+        self._workers.phase(text)
         self._display.stage(text)
 
     def say(self, text: str) -> None:
@@ -342,7 +359,14 @@ class RunRecorder:
 
     # ------------------------------------------------------------------ files
 
-    def _write(self, row: Row, *, train_groups: tuple[Group, ...] | None, validation_groups: tuple[Group, ...]) -> Row:
+    def _write(
+        self,
+        row: Row,
+        *,
+        train_groups: tuple[Group, ...] | None,
+        validation_groups: tuple[Group, ...],
+        tokens: tuple[TokenTrace, ...] = (),
+    ) -> Row:
         """Write everything of one step, the row of metrics last. Returns the row as written.
 
         `train_groups` None: a validation alone, which is added to the row of its step if there is one.
@@ -352,7 +376,7 @@ class RunRecorder:
         for is_last_try in (False, False, True):
             try:
                 self._confirm_folder()
-                self._write_files(row, train_groups, validation_groups)
+                self._write_files(row, train_groups, validation_groups, tokens)
                 break
             except FileNotFoundError:  # the folder is being deleted
                 if is_last_try:
@@ -364,7 +388,11 @@ class RunRecorder:
         return row
 
     def _write_files(
-        self, row: Row, train_groups: tuple[Group, ...] | None, validation_groups: tuple[Group, ...]
+        self,
+        row: Row,
+        train_groups: tuple[Group, ...] | None,
+        validation_groups: tuple[Group, ...],
+        tokens: tuple[TokenTrace, ...],
     ) -> None:
         step = row["step"]
         for name, stage, groups in (
@@ -374,6 +402,8 @@ class RunRecorder:
             if groups:
                 write_rollouts(self._rollouts_file(name, step), groups)
                 self._write_unscored(step, stage, groups)
+        if tokens and self._pieces is not None:
+            write_tokens(self.folder / ROLLOUTS_FOLDER / f"step_{step}.tokens.npz", tokens, self._pieces)
         if train_groups is None:
             complete_row(self.folder / METRICS_FILE, row)
         else:
@@ -403,18 +433,15 @@ class RunRecorder:
         self._num_losses, self._has_rows = num_losses, False
 
     def _open_log(self) -> None:
-        attempt = self._attempt
-        looked: tuple[float, bool] | None = None
+        self._console.log_to(self.folder / LOG_FILE, self._may_write)
 
-        def may_write() -> bool:
-            nonlocal looked
-            if attempt is None:
-                return True
-            if looked is None or self._clock() - looked[0] >= FENCE_PERIOD_S:
-                looked = self._clock(), not attempt.is_superseded
-            return looked[1]
-
-        self._console.log_to(self.folder / LOG_FILE, may_write)
+    def _may_write(self) -> bool:
+        """Whether no newer attempt has the folder, for files that are no record; looked up at most once in a period."""
+        if self._attempt is None:
+            return True
+        if self._looked is None or self._clock() - self._looked[0] >= FENCE_PERIOD_S:
+            self._looked = self._clock(), not self._attempt.is_superseded
+        return self._looked[1]
 
     def _config_bytes(self) -> bytes:
         return self._config_yaml.encode("utf-8", "backslashreplace")
