@@ -17,7 +17,7 @@ help:
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
-	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about an hour; docs/reliability.md)"
+	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about two hours; docs/reliability.md)"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
 setup: $(STAMP)
@@ -86,7 +86,7 @@ bench: setup
 # Parts: ONLY=kills,damage. One case again: ONLY=kills CASE=one-process-3 SEED=0. Tables: OUT=folder.
 SEED ?= 0
 OUT ?= results/faults
-MINUTES ?= 90
+MINUTES ?= 150
 faults: setup
 	PYTHONPATH=tests $(BIN)/python -m faults --only "$(ONLY)" $(if $(CASE),--case "$(CASE)") --seed $(SEED) --out $(OUT) --minutes $(MINUTES)
 
