@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test invariants check lint types pages screenshots docs smoke measure bench faults clean
+.PHONY: help setup demo test test-loggers invariants check lint types pages screenshots docs smoke measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
 	@echo "make test    set up, then run all tests"
+	@echo "make test-loggers  real clients and servers of trackers: W&B, MLflow, Trackio, SwanLab (installs about 600 MB)"
 	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
 	@echo "make pages   write the generated parts of docs/ anew: models, datasets, config reference, rules of the doctor"
 	@echo "make screenshots  take the pictures of docs/watch.md anew; needs a Chromium"
@@ -34,6 +35,14 @@ demo: setup
 # Two workers with one thread each are faster on small models than one with two.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+# Real trackers. Their clients are large and not needed otherwise, so they have an environment of their own.
+LOGGERS := $(VENV)/loggers
+test-loggers: setup
+	test -x $(LOGGERS)/bin/python || $(BIN)/python -m venv $(LOGGERS)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $$(echo $(LOGGERS)/lib/python*/site-packages)/posttrain.pth
+	$(LOGGERS)/bin/pip install --quiet --disable-pip-version-check wandb trackio swanlab mlflow
+	OMP_NUM_THREADS=1 $(LOGGERS)/bin/python -m pytest tests/integration/test_trackers.py tests/unit/reporting/test_sinks.py
 
 # Invariants must hold with the kernels of every CPU. `make test` uses the best ones that this CPU has; here are the others.
 invariants: setup

@@ -38,6 +38,8 @@ from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
+from posttrain.reporting.gpu_monitor import GpuMonitor
+from posttrain.reporting.loggers import Loggers
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import append_log
 from posttrain.reporting.token_files import token_pieces
@@ -283,6 +285,8 @@ class Run:
             refit_remark="" if config.num_engines else "the sampler shares the trainer's weights",
             settings=self.loaded.flat(),
             stop_on_error=config.doctor.on_error == "stop",
+            loggers=Loggers(config.logger),
+            gpus=GpuMonitor(config.logger.gpu_monitoring.collection_interval) if config.logger.monitor_gpus else None,
             attempt=self._access.record,
             pieces=token_pieces(decode),
             ask_ranks=lambda: [{"rank": rank, **status} for rank, status in enumerate(call_all(workers, Rank.status))],
