@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 LIMIT_S = 120.0
@@ -58,6 +59,12 @@ class RayNodes:
     def add_node(self) -> None:
         self._start(f"--address={self.address}")
 
+    def kill_node(self, index: int) -> None:
+        """With all that runs on it, as when a machine is lost. 0 is the head."""
+        for pid in _with_descendants(self._processes[index].pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def _start(self, *arguments: str) -> None:
         sizes = ["--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000", "--block"]
         with (self.folder / f"node{len(self._processes)}.log").open("wb") as log:
@@ -100,3 +107,14 @@ class RayNodes:
             except OSError:
                 continue  # it has ended meanwhile
         return found
+
+
+def _with_descendants(root: int) -> list[int]:
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [root]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray_nodes import RayNodes
-from tiny_runs import grpo, questions, results_of, run, same_up_to_rounding, save_data, save_model, write_rows
+from tiny_runs import (
+    count_rows,
+    grpo,
+    questions,
+    results_of,
+    run,
+    same_up_to_rounding,
+    save_data,
+    save_model,
+    weights_of,
+    write_rows,
+)
 
 from posttrain.evaluation.results import read_evaluation
 
@@ -125,3 +137,27 @@ def test_a_missing_token_is_an_error_that_says_where_to_get_it(nodes: RayNodes) 
     assert code == 1, shown
     assert f"InputError: the Ray cluster at {nodes.address} asks for a token, and none was found here" in shown
     assert "ray get-auth-token" in shown
+
+
+def test_a_run_goes_on_with_the_same_bits_when_a_node_is_lost_and_another_one_joins(
+    nodes: RayNodes, model: Path, data: Path, tmp_path: Path
+) -> None:
+    steps = 40
+
+    def arguments(name: str) -> list[str | Path]:
+        rounds = ["grpo.async_grpo.enabled=true", "grpo.val_period=0", "cluster.num_nodes=2", "cluster.max_restarts=1"]
+        return ["-m", "posttrain.cli.main", *grpo(model, data, tmp_path / name, steps=steps), *rounds, "--quiet"]
+
+    code, shown = output_of(arguments("whole"), nodes)
+    assert code == 0, shown
+    driver = start(arguments("lost"), nodes)
+    while count_rows(tmp_path / "lost") < 5:
+        assert driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.01)
+    nodes.kill_node(1)
+    nodes.add_node()
+    shown, _ = driver.communicate(timeout=240)
+    assert driver.returncode == 0, shown
+    assert "restart 1 of 1" in shown
+    assert results_of(tmp_path / "lost") == results_of(tmp_path / "whole")
+    assert weights_of(tmp_path / f"lost/step_{steps}") == weights_of(tmp_path / f"whole/step_{steps}")
