@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from posttrain.orchestration.workers import deadline_s
+from posttrain.redaction import redact
 
 FOLDER = "logs"
 _SHARE_OF_DEADLINE = 0.9
@@ -44,7 +45,7 @@ class RankLog:
         try:
             yield
         except BaseException:
-            self._file.write(f" failed after {time.monotonic() - begin:.1f} s\n{traceback.format_exc()}")
+            self._file.write(f" failed after {time.monotonic() - begin:.1f} s\n{redact(traceback.format_exc())}")
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
