@@ -57,11 +57,17 @@ class RayNodes:
         self.address = self.record.read_text().strip()
 
     def add_node(self) -> None:
-        self._start(f"--address={self.address}")
+        # Another IP than the head's, so that drivers, which look for a node with theirs, find the head.
+        self._start(f"--address={self.address}", f"--node-ip-address=127.0.0.{1 + self.num_nodes}")
 
-    def kill_node(self, index: int) -> None:
-        """With all that runs on it, as when a machine is lost. 0 is the head."""
-        for pid in _with_descendants(self._processes[index].pid):
+    @property
+    def num_nodes(self) -> int:
+        """That were started."""
+        return len(self._processes)
+
+    def kill_newest_node(self) -> None:
+        """With all that runs on it, as when a machine is lost."""
+        for pid in _with_descendants(self._processes[-1].pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
