@@ -155,12 +155,15 @@ class Run:
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
             for reason, count in (rows.noted if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows: {reason}")
+        interruption = Interruption()
+        interruption.tell(workers.engines.request_stop)
         trainer = ShardedTrainer(
             workers,
             train=self._micro_batching("train", train.pack_size),
             score=self._micro_batching("logprob", train.pack_size),
             seed=schedule.seed,
             show_progress=recorder.progress,
+            stop=interruption,
         )
         engine, weights = self._sampling(workers)
         algorithm = prepared.algorithm(
@@ -173,6 +176,7 @@ class Run:
                 recorder.warn,
                 max_steps,
                 self._cleanup,
+                interruption.tell,
             )
         )
         return TrainingLoop(
@@ -193,6 +197,7 @@ class Run:
                 ),
             ),
             deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
+            interruption=interruption,
         )
 
     def _workers(self, chat: ChatFormat) -> WorkerGroup:

@@ -33,6 +33,11 @@ class NativeConfig(Section):
     num_last_layers_in_bf16: NonNegativeInt = Field(
         default=0, description="Layers at the end that precision fp8 leaves as they are, their cache too."
     )
+    num_speculative_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=15)] = Field(
+        default="auto",
+        description="Tokens that are drafted for each answer from the other answers of its group and checked in one step, "
+        "once no answer waits; 0 is off, auto drafts on a GPU while step times say that it pays. Changes no sample.",
+    )
     page_size: PositiveInt = Field(default=16, description="Tokens in one page of the key-value cache.")
     max_batch_size: PositiveInt = Field(default=256, description="Answers that are decoded at the same time.")
     max_prefill_tokens: PositiveInt = Field(default=8192, description="Prompt tokens computed in one forward pass.")

@@ -51,6 +51,9 @@ class Rank:
         self.trainer = trainer
         self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config)
         self._lease = DeviceLease(trainer.device, self.engine)
+        self._is_asked_to_stop = False
+        if self.engine is not None:
+            self.engine.should_stop = trainer.agreed(lambda: self._is_asked_to_stop)
         self._sender, self._receiver = WeightSender(trainer.model), WeightReceiver(trainer.model)
 
     def facts(self) -> ModelFacts:
@@ -111,6 +114,10 @@ class Rank:
     def release(self) -> None:
         if self.engine is not None:
             self.engine.release()
+
+    def request_stop(self) -> None:
+        """From another thread: sampling, now or later, ends with StopRequested."""
+        self._is_asked_to_stop = True
 
     # -- weights of engines on devices of their own --------------------------------------------------------------------
 

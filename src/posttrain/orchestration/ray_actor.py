@@ -26,6 +26,8 @@ from posttrain.orchestration.ray_cluster import Places
 P = ParamSpec("P")
 T = TypeVar("T")
 
+CONTROL = "control"  # calls that do not wait for the operation that the rank is busy with
+
 
 class RankActor:
     """The process of a rank. It joins the process group first, then builds the rank, which shards over that group."""
@@ -65,6 +67,12 @@ class RankActor:
             )
         self.rank = build()
 
+    @ray.method(concurrency_group=CONTROL)
+    def request_stop(self) -> None:
+        """Runs beside the operation that samples."""
+        if self.rank is not None:
+            self.rank.request_stop()
+
     def run(self, operation: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         with self.log.operation(operation):
             return getattr(self.rank, operation)(*args, **kwargs)
@@ -83,7 +91,7 @@ class RayWorker:
 def start_actor(place: int, layout: RankLayout, places: Places) -> ActorHandle:
     """On the `place`-th place of the run; the last ones are those of engines."""
     return (
-        ray.remote(RankActor)
+        ray.remote(concurrency_groups={CONTROL: 1})(RankActor)
         .options(
             num_cpus=1,
             num_gpus=layout.gpus_per_rank if places.use_gpu else 0,

@@ -115,6 +115,10 @@ class RayEngines:
         gather("build", [engine.built for engine in self._engines], self.unit)
         return gather("build", [future_of(engine.worker.actor.node.remote()) for engine in self._engines], self.unit)
 
+    def request_stop(self) -> None:
+        for engine in self._engines:
+            engine.worker.actor.request_stop.remote()
+
     def close(self) -> None:
         for engine in self._engines:
             engine.close()

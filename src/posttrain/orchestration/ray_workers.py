@@ -74,6 +74,10 @@ class RayWorkers:
         engines = f" and {len(self._engines.workers)} engines" if self._engines is not None else ""
         return f"{self._cluster}: {len(self.workers)} {device} ranks{engines} on {nodes} ({listed})"
 
+    def request_stop(self) -> None:
+        for worker in self.workers:
+            worker.actor.request_stop.remote()
+
     def close(self) -> None:
         if self._engines is not None:
             self._engines.close()

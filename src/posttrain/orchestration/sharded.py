@@ -15,11 +15,19 @@ from posttrain.errors import InputError
 from posttrain.orchestration.rank import MicroBatches, Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all, deadline_s, gather
 from posttrain.policy.objectives.reduce import combine_metrics
-from posttrain.roles import Objective, Progress, ShowProgress, no_progress
+from posttrain.roles import Objective, Progress, ShowProgress, StopPoints, no_progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch, UpdateReport
 
 # Equal on every rank, so not to be added up.
 _SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr")
+
+
+class NeverStops:
+    """`StopPoints` of a program that is not asked to stop."""
+
+    def check(self) -> None: ...
+
+    def commit(self) -> None: ...
 
 
 class ShardedTrainer:
@@ -30,8 +38,10 @@ class ShardedTrainer:
         score: MicroBatching,
         seed: int,
         show_progress: ShowProgress = no_progress,
+        stop: StopPoints | None = None,
     ) -> None:
         self.group = group
+        self.stop = stop or NeverStops()
         self.show_progress = show_progress
         self.train = train  # micro-batches of updates
         self.score = score  # of passes without gradients, which need less memory
@@ -39,6 +49,7 @@ class ShardedTrainer:
         self.num_updates = 0
 
     def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
+        self.stop.commit()
         shards, num_tokens, packing = self._shards(batch, self.train, objective.keeps_groups_whole)
         seed = (self.seed * 1_000_003 + self.num_updates) % 2**63
         with self.show_progress("training", len(shards[0])) as progress:
@@ -59,6 +70,7 @@ class ShardedTrainer:
         return UpdateReport({**combine_metrics(sums), **same, **packing}, num_tokens)
 
     def evaluate(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
+        self.stop.check()
         shards, num_tokens, _ = self._shards(batch, self.score, objective.keeps_groups_whole)
         with self.show_progress("validation", len(shards[0])) as progress:
             local = self._local(progress)
@@ -131,6 +143,7 @@ class ShardedTrainer:
     def _token_column(
         self, batch: TokenBatch, operation: Callable[[Rank, MicroBatches], list[Tensor | None]]
     ) -> Tensor:
+        self.stop.check()
         plan = plan_micro_batches(batch, self.score, self.group.mesh.dp)
         shards = self._by_rank(batch, plan)
         with self.show_progress("logprobs", len(shards[0])) as progress:

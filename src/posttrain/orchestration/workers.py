@@ -72,6 +72,9 @@ class WorkerGroup(Protocol):
         """Those that sample: itself, or engines on devices of their own."""
         ...
 
+    def request_stop(self) -> None:
+        """From any thread: ranks that sample, now or later, end that with StopRequested."""
+
     def close(self) -> None: ...
 
 
@@ -101,6 +104,9 @@ class LocalWorker:
 
     def submit(self, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return _outcome(partial(getattr(self.rank, operation.__name__), *args, **kwargs))
+
+    def request_stop(self) -> None:
+        self.rank.request_stop()
 
     def close(self) -> None:
         pass

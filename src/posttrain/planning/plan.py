@@ -8,7 +8,7 @@ from posttrain.config import RunConfig
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
-from posttrain.planning.calibration import GPUS, MEASURED_ON, Gpu
+from posttrain.planning.calibration import CALIBRATION, GPUS, MEASURED_ON, Gpu
 from posttrain.planning.memory import MemoryPlan, plan_memory
 from posttrain.planning.timing import StepTime, TimeModel
 from posttrain.planning.workload import MeanLengths, Workload, workload_of
@@ -120,6 +120,10 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
             else "answers end with the same probability at every token"
         )
         lines.append(f"{spread}, {workload.max_new_tokens} tokens at most")
+        engine = found.settings.engine
+        if engine is not None and engine.num_drafts != 0 and not workload.fixed_length:
+            tokens = CALIBRATION.drafted_tokens_per_step
+            lines.append(f"where tokens are drafted for the last answers, a step draws {tokens:g} of each")
     if not shape.fused:
         lines.append(
             f"layers of {shape.family} are not fused: their time and activations are scaled from one measurement"

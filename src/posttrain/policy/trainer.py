@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ from posttrain.policy.tensor_parallel import split_over_ranks
 from posttrain.roles import Objective, Progress
 from posttrain.types import TokenBatch
 
+CALLS_PER_AGREEMENT = 16  # tokens between two votes of ranks that share layers
 Forward = TokenLogprobs | SequenceScores  # a packed row in, one number per response token out
 
 
@@ -297,6 +298,25 @@ class PolicyTrainer:
         """The model as an engine needs it: parameters whole on every rank, the memory of the phase measured."""
         with self.peak_memory.during("sampling"), whole_parameters(self.forward):
             yield
+
+    def agreed(self, is_so: Callable[[], bool]) -> Callable[[], bool]:
+        """`is_so`, on all ranks that share this one's layers at the same call: they run one schedule while sampling."""
+        layers = self._axes.layers
+        if layers is None:
+            return is_so
+        group = layers.get_group()
+        num_calls = 0
+
+        def is_so_everywhere() -> bool:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls % CALLS_PER_AGREEMENT:
+                return False
+            votes = torch.tensor([float(is_so())])
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group)
+            return bool(votes.item())
+
+        return is_so_everywhere
 
     def load(self, folder: Path) -> None:
         reshard(self.forward)

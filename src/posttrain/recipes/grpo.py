@@ -123,6 +123,7 @@ class GrpoRecipe(Recipe):
         environments = self._environments()
         environment = build_environments(environments, base_folder=Path.cwd())
         parts.cleanup.callback(environment.close)
+        parts.when_stopped(environment.interrupt)
         turns = build_turns(
             environments,
             chat,
@@ -130,6 +131,7 @@ class GrpoRecipe(Recipe):
             max_total_tokens=config.policy.max_total_sequence_length,
             warn=parts.warn,
             cleanup=parts.cleanup,
+            when_stopped=parts.when_stopped,
         )
         rollouts = FreshRollouts(
             stream,
