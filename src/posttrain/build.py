@@ -26,13 +26,15 @@ from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
-from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights
+from posttrain.orchestration.sampler_check import CheckedEngine
+from posttrain.orchestration.sharded import PushedWeights, ShardedEngine, ShardedTrainer, SharedWeights
 from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
+from posttrain.roles import RoundEngine, WeightSync
 from posttrain.run_folder import WriteAccess, run_folder
 
 # Makes an export from a function that takes warnings, and whether adapters are merged into the model.
@@ -122,8 +124,7 @@ class Run:
         algorithm = prepared.algorithm(
             RunParts(
                 trainer,
-                ShardedEngine(workers),
-                SharedWeights(),
+                *self._sampling(workers, trainer),
                 recorder.progress,
                 recorder.stage,
                 recorder.warn,
@@ -161,13 +162,26 @@ class Run:
             reward_model=config.scores_answers,
             answer_ends=chat.last_token_ids,
         )
+        own_gpus = _gpus_of_each_sampler(config.policy)
         layout = RankLayout(
             config.cluster.num_nodes,
-            config.cluster.gpus_per_node,
+            config.cluster.gpus_per_node // (1 + own_gpus),
+            gpus_per_rank=1 + own_gpus,
             device=config.policy.device,
             num_threads=config.policy.num_threads,
         )
         return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=self.quiet)
+
+    def _sampling(self, workers: WorkerGroup, trainer: ShardedTrainer) -> tuple[RoundEngine, WeightSync]:
+        """The engine, and how it gets new weights."""
+        engine, generation = ShardedEngine(workers), self.config.policy.generation
+        if generation is None or not generation.uses_vllm:
+            return engine, SharedWeights()
+        section = generation.vllm_cfg
+        checked = CheckedEngine(
+            engine, trainer, section.check_period, section.max_prob_error, generation.temperature
+        )
+        return checked, PushedWeights(workers)
 
     def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
         """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
@@ -204,7 +218,7 @@ class Run:
             title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
-            refit_remark="the sampler shares the trainer's weights",
+            refit_remark=_refit_remark(config.policy),
             attempt=self._access.record,
         )
 
@@ -259,3 +273,17 @@ def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
 
     tokenizer = policy.tokenizer.model_copy(update={"name": absolute(policy.tokenizer.name)})
     return policy.model_copy(update={"model_name": absolute(policy.model_name), "tokenizer": tokenizer})
+
+
+def _gpus_of_each_sampler(policy: PolicyConfig) -> int:
+    """GPUs that a rank has for its sampler alone."""
+    generation = policy.generation
+    if generation is None or not generation.uses_vllm or generation.colocated.enabled:
+        return 0
+    return generation.vllm_cfg.tensor_parallel_size
+
+
+def _refit_remark(policy: PolicyConfig) -> str:
+    if policy.generation is not None and policy.generation.uses_vllm:
+        return "the trainer's weights go to vLLM"
+    return "the sampler shares the trainer's weights"

@@ -28,7 +28,7 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
     found = [*_data(config), *_optimizer(config), *config.scoring_layer_problems()]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
-        found += [*_record(config), *_rounds(config)]
+        found += [*_record(config), *_rounds(config), *_vllm(config)]
         found += check_turns(config)
         found += check_variants(config)
     else:
@@ -162,6 +162,39 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         yield (
             f"{field}: grpo.num_prompts_per_step = {config.grpo.num_prompts_per_step} is not a multiple of the "
             f"{num_ranks} ranks (cluster.num_nodes x gpus_per_node), which have equal shares of a round"
+        )
+
+
+def _vllm(config: GrpoRunConfig) -> Iterator[str]:
+    generation = config.policy.generation
+    if not generation.uses_vllm:
+        return
+    section, cluster = generation.vllm_cfg, config.cluster
+    size, longest = section.tensor_parallel_size, config.policy.max_total_sequence_length
+    if section.max_model_len is not None and section.max_model_len < longest:
+        yield (
+            f"policy.generation.vllm_cfg.max_model_len = {section.max_model_len} is less than "
+            f"policy.max_total_sequence_length = {longest}: raise it, or leave it out"
+        )
+    if config.grpo.async_grpo.enabled and generation.stop_strings:
+        yield (
+            "policy.generation.stop_strings with grpo.async_grpo.enabled = true and backend vllm: vLLM would overlook a stop "
+            "string that two rounds share; use stop_token_ids, or backend native"
+        )
+    if generation.colocated.enabled:
+        if size > 1 and config.policy.device != "cpu":
+            yield (
+                f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM that shares the GPU of its rank has one GPU; "
+                "set it to 1, or give vLLM its own (policy.generation.colocated.enabled=false)"
+            )
+        return
+    own = generation.colocated.resources.gpus_per_node
+    if own is None or (cluster.gpus_per_node - own) * size != own:
+        yield (
+            f"policy.generation.colocated.enabled = false: each rank that trains has a vLLM on vllm_cfg.tensor_parallel_size = "
+            f"{size} GPUs, so of cluster.gpus_per_node = {cluster.gpus_per_node} one in {size + 1} trains; set "
+            f"policy.generation.colocated.resources.gpus_per_node to {cluster.gpus_per_node * size // (size + 1)}, with a "
+            f"cluster.gpus_per_node that {size + 1} divides"
         )
 
 

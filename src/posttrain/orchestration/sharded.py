@@ -228,3 +228,13 @@ class SharedWeights:
 
     def publish(self, version: int) -> None:
         pass
+
+
+class PushedWeights:
+    """`WeightSync` of engines with a copy of the weights: each rank hands its own engine the weights."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+
+    def publish(self, version: int) -> None:
+        call_all(self.group, Rank.publish, version)

@@ -36,6 +36,7 @@ _DEADLINES_S = {
     "evaluate": _COMPUTE_S,
     "logprobs": _COMPUTE_S,
     "reference_logprobs": _COMPUTE_S,
+    "publish": _FILES_S,
     "generate": _COMPUTE_S,
     "sample_round": _COMPUTE_S,
 }
@@ -82,7 +83,8 @@ class LocalWorker:
         return _outcome(partial(getattr(self.rank, operation.__name__), *args, **kwargs))
 
     def close(self) -> None:
-        pass
+        if isinstance(self.rank, Rank):
+            self.rank.close()
 
 
 def _outcome(call: Callable[[], T]) -> Future[T]:
