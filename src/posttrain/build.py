@@ -27,7 +27,7 @@ from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sampler_check import CheckedEngine
-from posttrain.orchestration.sharded import PushedWeights, ShardedEngine, ShardedTrainer, SharedWeights
+from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights, WeightsOfRanks
 from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
@@ -162,11 +162,9 @@ class Run:
             reward_model=config.scores_answers,
             answer_ends=chat.last_token_ids,
         )
-        own_gpus = _gpus_of_each_sampler(config.policy)
         layout = RankLayout(
             config.cluster.num_nodes,
-            config.cluster.gpus_per_node // (1 + own_gpus),
-            gpus_per_rank=1 + own_gpus,
+            config.cluster.gpus_per_node,
             device=config.policy.device,
             num_threads=config.policy.num_threads,
         )
@@ -181,7 +179,7 @@ class Run:
         checked = CheckedEngine(
             engine, trainer, section.check_period, section.max_prob_error, generation.temperature
         )
-        return checked, PushedWeights(workers)
+        return checked, WeightsOfRanks(workers)
 
     def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
         """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
@@ -273,14 +271,6 @@ def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
 
     tokenizer = policy.tokenizer.model_copy(update={"name": absolute(policy.tokenizer.name)})
     return policy.model_copy(update={"model_name": absolute(policy.model_name), "tokenizer": tokenizer})
-
-
-def _gpus_of_each_sampler(policy: PolicyConfig) -> int:
-    """GPUs that a rank has for its sampler alone."""
-    generation = policy.generation
-    if generation is None or not generation.uses_vllm or generation.colocated.enabled:
-        return 0
-    return generation.vllm_cfg.tensor_parallel_size
 
 
 def _refit_remark(policy: PolicyConfig) -> str:

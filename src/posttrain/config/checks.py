@@ -169,7 +169,7 @@ def _vllm(config: GrpoRunConfig) -> Iterator[str]:
     generation = config.policy.generation
     if not generation.uses_vllm:
         return
-    section, cluster = generation.vllm_cfg, config.cluster
+    section = generation.vllm_cfg
     size, longest = section.tensor_parallel_size, config.policy.max_total_sequence_length
     if section.max_model_len is not None and section.max_model_len < longest:
         yield (
@@ -181,20 +181,9 @@ def _vllm(config: GrpoRunConfig) -> Iterator[str]:
             "policy.generation.stop_strings with grpo.async_grpo.enabled = true and backend vllm: vLLM would overlook a stop "
             "string that two rounds share; use stop_token_ids, or backend native"
         )
-    if generation.colocated.enabled:
-        if size > 1 and config.policy.device != "cpu":
-            yield (
-                f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM that shares the GPU of its rank has one GPU; "
-                "set it to 1, or give vLLM its own (policy.generation.colocated.enabled=false)"
-            )
-        return
-    own = generation.colocated.resources.gpus_per_node
-    if own is None or (cluster.gpus_per_node - own) * size != own:
+    if size > 1 and config.policy.device != "cpu":
         yield (
-            f"policy.generation.colocated.enabled = false: each rank that trains has a vLLM on vllm_cfg.tensor_parallel_size = "
-            f"{size} GPUs, so of cluster.gpus_per_node = {cluster.gpus_per_node} one in {size + 1} trains; set "
-            f"policy.generation.colocated.resources.gpus_per_node to {cluster.gpus_per_node * size // (size + 1)}, with a "
-            f"cluster.gpus_per_node that {size + 1} divides"
+            f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM that shares the GPU of its rank has one GPU; set it to 1"
         )
 
 

@@ -154,7 +154,7 @@ RULES: tuple[Rule, ...] = (
     ),
     # policy.generation
     Rule("policy.generation.backend", lambda value: value in ("native", "vllm"), "other engines than native and vllm"),
-    Rule("policy.generation.colocated.enabled", bool, "sampling on GPUs of its own with the native engine"),
+    Rule("policy.generation.colocated.enabled", bool, "sampling on GPUs of its own"),
     Rule("policy.generation.bad_words", _off, "forbidden words"),
     Rule("policy.generation.quant_cfg", _off, "quantised sampling"),
     Rule("policy.generation.quant_cfg.*", _nothing, "quantised sampling"),
@@ -207,9 +207,8 @@ VLLM_RULES: tuple[Rule, ...] = (
         for key in ("expose_http_server", "http_refit_*", "zmq_refit_*", "is_mx", "video", "limit_mm_per_prompt",
                     "use_deep_gemm", "skip_tokenizer_init", "reset_encoder_cache_*")
     ),
-    Rule("policy.generation.colocated.resources.num_nodes", _at_most_one, "machines that only sample"),
     Rule("policy.generation.native_cfg.precision", lambda value: value == "auto", "FP8 in vLLM; use backend native"),
-    *(Rule(pattern, _implemented, "") for pattern in (f"{_VLLM}.*", "policy.generation.vllm_kwargs*", "policy.generation.colocated.*")),
+    *(Rule(pattern, _implemented, "") for pattern in (f"{_VLLM}.*", "policy.generation.vllm_kwargs*")),
 )  # fmt: skip
 
 

@@ -97,18 +97,6 @@ class TrainingVllmConfig(VllmConfig):
     )
 
 
-class ColocatedResourcesConfig(Section):
-    gpus_per_node: PositiveInt | None = Field(default=None, description="GPUs of each machine that sample only.")
-    num_nodes: PositiveInt | None = Field(default=None, description="Machines that sample only; null or 1.")
-
-
-class ColocatedConfig(Section):
-    enabled: bool = Field(default=True, description="Sampler and trainer share their GPUs and take turns.")
-    resources: ColocatedResourcesConfig = Field(
-        default_factory=ColocatedResourcesConfig, description="GPUs of the sampler where it has its own."
-    )
-
-
 class GenerationConfig(Section):
     backend: str = Field(
         default="native", description="Engine that samples: native, or vllm where vllm_cfg.python names its environment."
@@ -136,9 +124,6 @@ class GenerationConfig(Section):
     native_cfg: NativeConfig = Field(default_factory=NativeConfig, description="Settings of the native engine.")
     vllm_cfg: TrainingVllmConfig = Field(default_factory=TrainingVllmConfig, description="Settings of vLLM.")
     vllm_kwargs: FreeMap = Field(default_factory=dict, description="Passed to `vllm.LLM` as they are.")
-    colocated: ColocatedConfig = Field(
-        default_factory=ColocatedConfig, description="Whether sampler and trainer share GPUs."
-    )
 
     @property
     def uses_vllm(self) -> bool:

@@ -57,31 +57,34 @@ class VllmSampler:
                 "weights of such families cannot be handed over yet. Use backend native"
             )
         self.version: int | None = None  # of the weights that it holds
-        self._has_base = False
         self._is_ready = True  # to sample; otherwise its memory has to be brought back first
         self._is_awake = True
         self._num_adapters = 0
-        self._shares_gpu = device.type == "cuda" and policy.generation.colocated.enabled
+        self._shares_gpu = device.type == "cuda"
         self._folder = Path(tempfile.mkdtemp(prefix="posttrain-weights-", dir=_shared_folder()))
-        _base(model).save_pretrained(self._folder / "model", state_dict={})  # type: ignore[operator]
-        tokenizer.save_pretrained(self._folder / "model")
         vllm = policy.generation.vllm_cfg
         assert vllm.python is not None, "refused when the config is loaded"
-        self._sender_device = 0 if self._shares_gpu else vllm.tensor_parallel_size
-        self.process = VllmProcess(
-            vllm.python,
-            self._options(policy, policy.generation),
-            _environment(policy, policy.generation, device),
-            Limits(vllm.start_timeout_s, vllm.timeout_s),
-        )
+        with tempfile.TemporaryDirectory(prefix="posttrain-model-") as folder:
+            self._save_model(Path(folder))
+            self.process = VllmProcess(
+                vllm.python,
+                self._options(policy, policy.generation) | {"model": folder},
+                _environment(policy, policy.generation, device),
+                Limits(vllm.start_timeout_s, vllm.timeout_s),
+            )
         self.release()
+
+    def _save_model(self, folder: Path) -> None:
+        """What vLLM starts from. The weights are pushed later, but for those under adapters, which never change."""
+        weights = dict(_whole(base_weights(self._model))) if self._is_adapted else {}
+        _base(self._model).save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        self._tokenizer.save_pretrained(folder)
 
     def _options(self, policy: PolicyConfig, generation: GenerationConfig) -> dict[str, object]:
         section = generation.vllm_cfg
         options = vllm_options(section, generation.vllm_kwargs, section.precision or policy.precision)
         given: dict[str, object] = {
-            "model": str(self._folder / "model"),
-            "load_format": section.load_format or "dummy",  # the trainer's weights come before the first answer
+            "load_format": section.load_format or ("auto" if self._is_adapted else "dummy"),
             "max_model_len": section.max_model_len or self._max_tokens,
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": {"backend": "posttrain"},
@@ -103,18 +106,17 @@ class VllmSampler:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what training has left is needed for vLLM's weights
         self.version = None
-        if not (self._is_adapted and self._has_base):
-            self._push(version, base_weights(self._model))
-            self._has_base = True
         if self._is_adapted:
             self._push_adapter()
+        else:
+            self._push(version)
         self.version = version
 
-    def _push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _push(self, version: int) -> None:
         self._is_ready, self._is_awake = False, True
-        self.process.call("begin_update", shapes=self._shapes, sender_device=self._sender_device)
+        self.process.call("begin_update", shapes=self._shapes)
         send = self._send_memory if self._device.type == "cuda" else self._send_files
-        send(version, _whole(weights))
+        send(version, _whole(base_weights(self._model)))
         wrong = self.process.call("end_update", version=version)
         if wrong is not None:
             raise VllmError(f"vLLM has not taken over the weights of version {version}: {wrong}")
@@ -168,13 +170,12 @@ class VllmSampler:
         return self._shares_gpu and self._is_awake
 
     def release(self) -> None:
-        """Free its GPU memory for training. Weights that adapters belong to stay in host memory, others are forgotten."""
+        """Free its GPU memory for training. The weights under adapters stay in host memory, others are forgotten."""
         if not self.holds_gpu_memory:
             return
-        keeps = self._is_adapted and self._has_base
-        self.process.call("sleep", level=1 if keeps else 2)
+        self.process.call("sleep", level=1 if self._is_adapted else 2)
         self._is_awake = self._is_ready = False
-        if not keeps:
+        if not self._is_adapted:
             self.version = None
 
     def _be_ready(self) -> None:
@@ -311,12 +312,13 @@ def _base(model: nn.Module) -> nn.Module:
 
 
 def _shared_folder() -> Path | None:
-    return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+    """Containers often have little shared memory, or none; then a folder on a disk does."""
+    usable = os.access(_SHARED_MEMORY, os.W_OK)
+    return _SHARED_MEMORY if usable and shutil.disk_usage(_SHARED_MEMORY).free > 4 * _FILE_BUCKET_BYTES else None
 
 
 def _environment(policy: PolicyConfig, generation: GenerationConfig, device: torch.device) -> dict[str, str]:
-    section = generation.vllm_cfg
-    found = dict(section.env_vars or {})
+    found = dict(generation.vllm_cfg.env_vars or {})
     if device.type == "cpu" or policy.deterministic:
         # The scheduler in vLLM's own second process would begin before it has all requests.
         found.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -326,16 +328,4 @@ def _environment(policy: PolicyConfig, generation: GenerationConfig, device: tor
         return {**usual, **found}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    own = device.index or 0
-    if generation.colocated.enabled:
-        chosen = [devices[own]]
-    else:
-        # vLLM's GPUs come first; that of the trainer has to be visible too, where the weights are read from.
-        others = [name for index, name in enumerate(devices) if index != own]
-        if len(others) < section.tensor_parallel_size:
-            raise InputError(
-                f"policy.generation.colocated.enabled = false: vLLM needs {section.tensor_parallel_size} GPUs of its own "
-                f"(vllm_cfg.tensor_parallel_size), and this process sees {len(others)} beside the trainer's"
-            )
-        chosen = [*others[: section.tensor_parallel_size], devices[own]]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen), **found}
+    return {"CUDA_VISIBLE_DEVICES": devices[device.index or 0], **found}

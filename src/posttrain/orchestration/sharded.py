@@ -230,8 +230,8 @@ class SharedWeights:
         pass
 
 
-class PushedWeights:
-    """`WeightSync` of engines with a copy of the weights: each rank hands its own engine the weights."""
+class WeightsOfRanks:
+    """`WeightSync` of engines that have a copy of the weights and share the device of a rank, which hands them over."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group

@@ -22,7 +22,6 @@ NAME = "posttrain"
 @dataclasses.dataclass
 class Names(base.WeightTransferInitInfo):  # type: ignore[misc]
     shapes: dict[str, list[int]]  # of every tensor of which one version consists
-    sender_device: int  # where this process sees the trainer's GPU
 
 
 class Receiver(base.WeightTransferEngine):  # type: ignore[misc]
@@ -72,7 +71,7 @@ class Receiver(base.WeightTransferEngine):  # type: ignore[misc]
         if bucket.file:
             return torch.from_file(bucket.file, shared=False, size=bucket.size, dtype=torch.uint8)
         if self.memory is None or self.memory[0] != bucket.handle:
-            self.memory = bucket.handle, open_handle(bucket.handle, self.names.sender_device)
+            self.memory = bucket.handle, open_handle(bucket.handle, self.device.index)
         return self.memory[1][: bucket.size].to(self.device, copy=True)
 
     def finish_weight_update(self) -> None:

@@ -81,23 +81,22 @@ class Engine:
         self._lease = Lease()
         self._asleep: set[str] = set()  # memory that is not there: weights, kv_cache
         self._keeps_weights = False  # asleep, with a copy of them in host memory
-        self._names: dict[str, Any] | None = None
+        self._shapes: dict[str, list[int]] = {}
         self._adapter: Any = None
         self._num_calls = 0
         self.llm = vllm.LLM(**options)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def begin_update(self, shapes: dict[str, list[int]], sender_device: int) -> None:
+    def begin_update(self, shapes: dict[str, list[int]]) -> None:
         self._lease.take("pause")
         if self.llm.llm_engine.has_unfinished_requests():
             raise RuntimeError("requests are running: weights must not change under them")
         self._wake("weights")
         self._keeps_weights = False
-        names = {"shapes": shapes, "sender_device": sender_device}
-        if names != self._names:
-            self.llm.init_weight_transfer_engine({"init_info": names})
-            self._names = names
+        if shapes != self._shapes:
+            self.llm.init_weight_transfer_engine({"init_info": {"shapes": shapes}})
+            self._shapes = shapes
         self._lease.take("update")
         self.llm.start_weight_update()
 
