@@ -265,6 +265,10 @@ class FakeRecorder:
     reason: str = ""
     ending: Ending = "complete"
     resumed_step: int = -1
+    problem: str | None = None  # for which the run has to stop
+
+    def reason_to_stop(self) -> str | None:
+        return self.problem
 
     def start(self, resumed_step: int) -> None:
         self.resumed_step = resumed_step

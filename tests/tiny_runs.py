@@ -40,7 +40,13 @@ def odd(prompt, response, reference):
 
 
 def save_model(
-    folder: Path, *, hidden_size: int = 32, num_layers: int = 2, max_length: int = 128, seed: int = 0
+    folder: Path,
+    *,
+    hidden_size: int = 32,
+    num_layers: int = 2,
+    max_length: int = 128,
+    seed: int = 0,
+    num_kv_heads: int = 1,
 ) -> Path:
     """A random Llama with the demo's tokenizer, as a Hugging Face folder."""
     tokenizer = build_tokenizer()
@@ -52,7 +58,7 @@ def save_model(
             intermediate_size=2 * hidden_size,
             num_hidden_layers=num_layers,
             num_attention_heads=2,
-            num_key_value_heads=1,
+            num_key_value_heads=num_kv_heads,
             max_position_embeddings=max_length,
             initializer_range=0.2,  # far from uniform: a wrong weight or position shows in every number
             tie_word_embeddings=True,

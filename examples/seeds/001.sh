@@ -2,7 +2,7 @@
 # "GRPO/RLHF Training with NeMo RL": LoRA of a 7B model on two nodes with eight GPUs each.
 #
 # Run as it stands, this is the guide's command with its sizes; set the variables for another model and other sizes.
-# Not in this script: the Kubernetes manifest, and `ray start` on the two nodes.
+# On two nodes: NODE_RANK=0 on the first, NODE_RANK=1 MASTER_IP=... on the second. The guide's manifest is in docs/launch-seeds.md.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
@@ -10,6 +10,13 @@ model=${MODEL:-TechPulse/techpulse-7b-v1}
 checkpoints=${CHECKPOINTS:-/shared/grpo-checkpoints}
 logs=${LOGS:-/tmp/grpo-logs}
 sizes=(${SIZES:-})
+
+# Start Ray cluster. The guide waits for all workers in a loop of its own; the command below does that itself.
+case "${NODE_RANK:-}" in
+  "") ;; # one machine, or a cluster that is up already
+  0) ray start --head --num-gpus="${GPUS_PER_NODE:-8}" --port=6379 --temp-dir=/tmp/ray ;;
+  *) exec ray start --address="$MASTER_IP:6379" --num-gpus="${GPUS_PER_NODE:-8}" --temp-dir=/tmp/ray --block ;;
+esac
 
 # Run GRPO training
 $python examples/run_grpo.py \

@@ -6,13 +6,14 @@ model's folder.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from posttrain.checkpointing import CheckpointStore, SaveDeadline
+from posttrain.checkpointing import CheckpointStore, Interruption, SaveDeadline
 from posttrain.checkpointing.copies import CopyRule, Exporter
 from posttrain.checkpointing.save_and_resume import CheckpointSaver, SaverSettings
 from posttrain.config import LoadedConfig, PolicyConfig, RunConfig
@@ -20,7 +21,7 @@ from posttrain.config.changes import changes_since
 from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
-from posttrain.errors import InputError, Superseded
+from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.hardware import peak_flops
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
@@ -29,14 +30,19 @@ from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sampler_check import CheckedEngine
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights, WeightsOfRanks
 from posttrain.orchestration.workers import WorkerGroup, call_all
+from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.recipes import recipe_for
+from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.presentation import Presentation
+from posttrain.reporting.run_files import append_log
 from posttrain.roles import RoundEngine, WeightSync
 from posttrain.run_folder import WriteAccess, run_folder
 
+# Memory and time of a run on a device of this name, with so many steps, in a few words; empty if they are not known.
+Planner = Callable[[RunConfig, str, int], str]
 # Makes an export from a function that takes warnings, and whether adapters are merged into the model.
 ExportMaker = Callable[[Callable[[str], None], bool], Exporter]
 
@@ -52,21 +58,27 @@ class Run:
         title: str = "",
         make_export: ExportMaker | None = None,
         access: WriteAccess | None = None,
+        verbose: bool = False,
+        plan: Planner | None = None,
     ) -> None:
         self.loaded = loaded
         self.config: RunConfig = loaded.config
         self.quiet = quiet
         self.title = title
+        self.verbose = verbose
+        self._plan = plan
         self._make_export = make_export
         self._access = access or WriteAccess.take(loaded.config)
         self._cleanup = ExitStack()
+        self._recording: RunRecorder | None = None
         with self._ending():
             self.loop = self._build()
 
     def execute(self) -> int:
         with self._ending():
             code = self.loop.run()
-        self.close(code)
+        with Interruption(answer="the run is over, and is ending"):
+            self.close(code)
         return code
 
     def close(self, exit_code: int | None = None) -> None:
@@ -76,11 +88,29 @@ class Run:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
+        """On an error: write the reason to the folder, end the workers, give the folder back."""
         try:
             yield
         except BaseException as error:
-            self.close(error.exit_code if isinstance(error, InputError | Superseded) else None)
+            # Once the run has begun, a file that cannot be written is no fault of the config.
+            fault = storage_error(error) if self._access.has_begun else None
+            try:
+                self._write_reason(fault or error)
+                self._cleanup.close()
+            finally:
+                self._access.end_with(fault or error)
+            if fault is not None and fault is not error:
+                raise fault from error
             raise
+
+    def _write_reason(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        if self._recording is not None and self._access.has_begun:
+            self._recording.record_crash(error, text)
+        elif exit_code_of(error) is None:
+            with suppress(OSError, Superseded):
+                self._access.record.confirm()
+                append_log(self._access.record.folder, [self._access.record.heading, text])
 
     def _build(self) -> TrainingLoop:
         config, schedule = self.config, self.config.schedule
@@ -108,7 +138,16 @@ class Run:
         workers = self._workers(chat)
         self._cleanup.callback(workers.close)
         facts = call_all(workers, Rank.facts)[0]
-        recorder = self._recorder(recipe.presentation, workers, facts, max_steps)
+        header = header_lines(
+            config,
+            prepared,
+            facts,
+            unit=recipe.unit,
+            num_devices=workers.mesh.size,
+            max_steps=max_steps,
+            planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",
+        )
+        recorder = self._recording = self._recorder(recipe.presentation, workers, facts, max_steps, header)
         for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
             for reason, count in (rows.dropped if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
@@ -167,18 +206,18 @@ class Run:
             config.cluster.gpus_per_node,
             device=config.policy.device,
             num_threads=config.policy.num_threads,
+            mesh=Mesh.over(config.cluster.num_workers, config.policy.dtensor_cfg),
         )
         return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=self.quiet)
 
     def _sampling(self, workers: WorkerGroup, trainer: ShardedTrainer) -> tuple[RoundEngine, WeightSync]:
         """The engine, and how it gets new weights."""
-        engine, generation = ShardedEngine(workers), self.config.policy.generation
+        generation = self.config.policy.generation
         if generation is None or not generation.uses_vllm:
-            return engine, SharedWeights()
+            return ShardedEngine(workers), SharedWeights()
         section = generation.vllm_cfg
-        checked = CheckedEngine(
-            engine, trainer, section.check_period, section.max_prob_error, generation.temperature
-        )
+        engine = ShardedEngine(workers, Mesh(dp=workers.mesh.size))  # the vLLM of every rank has whole layers
+        checked = CheckedEngine(engine, trainer, section.check_period, section.max_prob_error, generation.temperature)
         return checked, WeightsOfRanks(workers)
 
     def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
@@ -199,7 +238,7 @@ class Run:
         )
 
     def _recorder(
-        self, presentation: Presentation, workers: WorkerGroup, facts: ModelFacts, max_steps: int
+        self, presentation: Presentation, workers: WorkerGroup, facts: ModelFacts, max_steps: int, header: list[str]
     ) -> RunRecorder:
         config = self.config
         on_gpu = facts.device == "cuda"
@@ -213,10 +252,14 @@ class Run:
             config_yaml=self.loaded.to_yaml(),
             changes_since=partial(changes_since, loaded=self.loaded),
             quiet=self.quiet,
+            verbose=self.verbose,
+            header=header,
             title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
             refit_remark=_refit_remark(config.policy),
+            settings=self.loaded.flat(),
+            stop_on_error=config.doctor.on_error == "stop",
             attempt=self._access.record,
         )
 

@@ -1,9 +1,15 @@
-"""Errors that end a command with a message, and the exit code of each. Only `HardwareError` shows a traceback above it."""
+"""Errors that end a command with a message, and the exit code of each. Only hardware and storage show a traceback above it."""
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
+import signal
+from pathlib import Path
+
+EXIT_ERROR_FOUND = 3  # the doctor has found an error in a run
+EXIT_SAVED = 85  # stopped by SIGTERM or SIGHUP after saving
 
 
 class InputError(ValueError):
@@ -20,6 +26,7 @@ class CheckpointError(InputError):
 _OF_A_PATH = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM, errno.EROFS,
     errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ, errno.ENXIO,
+    errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP,
 }  # fmt: skip
 
 
@@ -27,7 +34,41 @@ def path_error(error: OSError) -> InputError | None:
     """The error of a file or folder as one that names the path and the reason; None if it is not about a path."""
     if error.errno not in _OF_A_PATH or error.filename is None:
         return None
-    return InputError(f"{printable(error.filename)}: {error.strerror}")
+    near = near_path(Path(os.fsdecode(error.filename))) if error.errno == errno.ENOENT else ""
+    return InputError(f"{printable(error.filename)}: {error.strerror}{near}")
+
+
+def near_path(path: Path) -> str:
+    """A hint to put behind a path that does not exist: an entry of the same folder with a similar name, or nothing."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f" (did you mean {printable(str(path.parent / close[0]))!r}?)" if close else ""
+
+
+# What storage answers when it is full, gone or out of order, whatever the call.
+STORAGE_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
+
+
+def place_and_reason(error: OSError) -> str:
+    """For messages: the reason, and the path that the system refused, which may be another than the one asked for."""
+    reason = error.strerror or str(error)
+    return reason if error.filename is None else f"{printable(error.filename)}: {reason}"
+
+
+def storage_error(error: BaseException) -> StorageError | None:
+    """The error of a run that has begun, if it is one of its files; None if it is something else."""
+    if isinstance(error, StorageError):
+        return error
+    if not isinstance(error, OSError) or (error.filename is None and error.errno not in STORAGE_FAULTS | {errno.EROFS}):
+        return None
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return StorageError(
+        f"{place_and_reason(error)}{notes}. The run had begun, so this is a fault of the storage: when it is mended, the same "
+        "command resumes from the newest checkpoint"
+    )
 
 
 def printable(text: object) -> str:
@@ -49,6 +90,21 @@ class Superseded(RuntimeError):
     exit_code = 76
 
 
+class StorageError(RuntimeError):
+    """A file of a run that has begun cannot be read or written. Nothing is wrong with the input; a later try may succeed."""
+
+    exit_code = 74
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP. `saved`: all that was finished is on the disk, and the same command goes on from there."""
+
+    def __init__(self, number: int, *, saved: bool = False) -> None:
+        self.signal = signal.Signals(number)
+        self.exit_code = EXIT_SAVED if saved else 128 + number
+        super().__init__(self.signal.name)
+
+
 class HardwareError(RuntimeError):
     """Memory, network or a machine failed. The message names the rank, the stage, the cause and what to do."""
 
@@ -61,6 +117,13 @@ class OutOfGpuMemoryError(HardwareError):
     def __init__(self, message: str, stage: str = "", gpu_bytes: int = 0) -> None:
         super().__init__(message)
         self.stage, self.gpu_bytes = stage, gpu_bytes
+
+
+def exit_code_of(error: BaseException) -> int | None:
+    """Of a command that ends with `error`; None: a crash."""
+    if isinstance(error, InputError | Superseded | StorageError | Terminated):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else None
 
 
 def reason_of(error: BaseException) -> str:

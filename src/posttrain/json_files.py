@@ -6,7 +6,10 @@ JSON. `NaN` and `Infinity`, which Python writes, are read as the floats; who exp
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,8 +81,15 @@ def read_json(path: Path, error: type[InputError] = InputError) -> JsonObject:
 
 def read_at_most(path: Path, max_bytes: int) -> bytes:
     """The content of a file, also of one without an end such as /dev/zero; ValueError if it is longer."""
+    refuse_pipe(path)
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"more than {max_bytes / 2**20:g} MiB")
     return content
+
+
+def refuse_pipe(path: str | Path) -> None:
+    """OSError for a named pipe: to open one waits for a writer that may never come. Those of the shell, `<(…)`, are fine."""
+    if stat.S_ISFIFO(os.stat(path).st_mode) and not str(path).startswith(("/dev/", "/proc/")):
+        raise OSError(errno.EINVAL, "a named pipe, not a file", str(path))

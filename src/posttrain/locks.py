@@ -6,6 +6,7 @@ good as its `flock`; for run folders, which are shared between machines, `attemp
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import itertools
@@ -26,6 +27,7 @@ import psutil  # type: ignore[import-untyped]
 from posttrain.errors import FolderHeld
 
 _POLL_S = 0.02
+_NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,12 @@ class Holder:
         return self.machine == _machine()
 
     @property
-    def is_alive(self) -> bool:
-        return _created(self.pid) == self.created
+    def is_alive(self) -> bool | None:
+        """None: it cannot be looked up, as where /proc hides the processes of other users."""
+        try:
+            return _created(self.pid) == self.created
+        except PermissionError:
+            return None
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} ({self.command}), since {self.since}"
@@ -78,20 +84,38 @@ def _machine() -> str:
 
 
 def _created(pid: int) -> float | None:
-    """When a process began: on Linux in ticks since the boot, which setting the clock does not change. None: it has ended."""
+    """When a process began: on Linux in ticks since the boot, which setting the clock does not change. None: it has ended.
+    PermissionError if it is there and may not be looked at."""
     try:
         if sys.platform == "linux":
             values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             return None if values[0] in "ZX" else float(values[19])
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except (OSError, psutil.Error):
-        return None
+    except (OSError, psutil.Error) as error:
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return None
+        except PermissionError:
+            pass
+        raise PermissionError(errno.EPERM, f"process {pid} cannot be looked up") from error
 
 
 def now_text(seconds: float | None = None) -> str:
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return moment.isoformat(timespec="seconds")
+
+
+class NoLocks(OSError):
+    """The file system has no `flock`. The text says so with the mount option, for use inside a message."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(
+            error.errno,
+            f"its file system has no flock: {error.strerror}; mount it with locks (NFS: without `nolock`; Lustre: `-o flock`), "
+            "or choose a folder on another one",
+        )
 
 
 class LockHeld(FolderHeld):
@@ -109,6 +133,10 @@ def try_lock(descriptor: int) -> bool:
         return True
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno in _NO_FLOCK:
+            raise NoLocks(error) from error
+        raise
 
 
 @contextmanager
@@ -125,6 +153,9 @@ def locked(path: Path, *, wait_s: float | None = None) -> Iterator[int]:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(Holder.this())).encode(), 0)
         yield descriptor
+    except NoLocks as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from posttrain.checkpointing import Interruption, SaveDeadline
 from posttrain.checkpointing.save_and_resume import named_metric
+from posttrain.errors import EXIT_ERROR_FOUND
 from posttrain.roles import Algorithm, Ending, Recorder, Saver
 from posttrain.types import StepReport
 
@@ -17,6 +18,7 @@ EXIT_DONE = 0
 EXIT_CODES: dict[Ending, int] = {"complete": EXIT_DONE, "record lost": 1, "nothing scored": 65}
 FINISHED = "finished"
 STOPPED_BY = "stopped by signal"
+STOPPED_BY_DOCTOR = "stopped by the doctor"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class TrainingLoop:
             except Exception as error:
                 self.saver.abandon(error)
                 raise
-        ending = self.recorder.finish(reason)
+            ending = self.recorder.finish(reason)
+        if reason.startswith(STOPPED_BY_DOCTOR):
+            return EXIT_ERROR_FOUND
         if not reason.startswith(STOPPED_BY) or interruption.signal is None:
             return EXIT_CODES[ending]  # a signal that comes when the run ends anyway changes nothing
         # 85 would promise a checkpoint.
@@ -89,6 +93,8 @@ class TrainingLoop:
             return f"{STOPPED_BY} {interruption.signal.name} after step {step}, {saved}; the same command goes on from here"
         if self.deadline.must_save_now():
             return f"stopped after step {step} by checkpointing.checkpoint_must_save_by, {saved}"
+        if (problem := self.recorder.reason_to_stop()) is not None:
+            return f"{STOPPED_BY_DOCTOR} after step {step}, {saved}: {problem}"
         name, threshold = self.settings.stop_metric, self.settings.stop_threshold
         if (
             name

@@ -190,6 +190,10 @@ class Recorder(Protocol):
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
         """Everything of the step is on disk when this returns."""
 
+    def reason_to_stop(self) -> str | None:
+        """A problem, found in the latest step, for which the user wants the run to stop; None: there is none."""
+        ...
+
     def record_validation(self, step: int, validation: StepReport) -> None:
         """A validation that belongs to no training step, such as the one before training."""
 

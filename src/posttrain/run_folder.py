@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from posttrain.config import LoadedConfig, RunConfig
 from posttrain.config.changes import ConfigChange, changes_since
 from posttrain.config.errors import ConfigError
 from posttrain.config.tree import DEFAULT
-from posttrain.errors import FolderHeld, InputError
+from posttrain.errors import FolderHeld, InputError, exit_code_of, reason_of
+from posttrain.redaction import redact
 from posttrain.reporting.run_files import CONFIG_FILE, FILES_OF_A_RUN, FINISHED, archive, config_from_step, read_info
 
 CHECKPOINT_DIR = "checkpointing.checkpoint_dir"
@@ -101,11 +103,28 @@ class WriteAccess:
             checkpoints.end(InputError.exit_code)
             raise
 
-    def end(self, exit_code: int | None) -> None:
+    @property
+    def has_begun(self) -> bool:
+        return self.record.has_begun
+
+    def end(self, exit_code: int | None, error: str | None = None) -> None:
         """`exit_code` None: the run crashed."""
         self.checkpoints.has_begun |= self.record.has_begun
         for attempt in {id(attempt): attempt for attempt in (self.checkpoints, self.record)}.values():
-            attempt.end(exit_code)
+            attempt.end(exit_code, error)
+
+    def end_with(self, error: BaseException) -> None:
+        """A stop by a signal is no error."""
+        reason = None if isinstance(error, KeyboardInterrupt) else redact(f"{type(error).__name__}: {reason_of(error)}")
+        self.end(exit_code_of(error), reason)
+
+    @contextmanager
+    def ending_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.end_with(error)
+            raise
 
 
 @dataclass(frozen=True)
@@ -136,13 +155,10 @@ def prepare_run_folder(
         except FolderHeld:
             if accept_changes or not is_default or holder_of(Path(folder)) is None:
                 raise  # else a default folder was taken a moment ago, and the next one is chosen
-    try:
+    with access.ending_on_error():
         if restart:
             notes = _set_aside(loaded.config)
         notes += check_run_folder(loaded, accept_changes=accept_changes)
-    except BaseException as error:
-        access.end(InputError.exit_code if isinstance(error, InputError) else None)
-        raise
     return PreparedFolder(loaded, access, notes)
 
 

@@ -95,7 +95,12 @@ def replay(file: Path, folder: Path, chance: random.Random) -> None:
     values = json.loads(file.read_text())
     for name, entry in values.get("files", {}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content_of(entry))
+        if entry == {"pipe": True}:
+            os.mkfifo(folder / name)
+        elif isinstance(entry, dict) and "link" in entry:
+            (folder / name).symlink_to(entry["link"])
+        else:
+            (folder / name).write_bytes(content_of(entry))
     arguments = [word.replace("FOLDER", str(folder)) for word in values["command"]]
     finished = processes.run(
         arguments,
@@ -105,6 +110,7 @@ def replay(file: Path, folder: Path, chance: random.Random) -> None:
     )
     assert_no_traceback(finished)
     assert finished.code == values["exit"], f"{values['why']}: {finished}"
+    assert values.get("says", "") in finished.output, f"{values['why']}: {finished}"
 
 
 # -- paths that are no files -------------------------------------------------------------------------------------------

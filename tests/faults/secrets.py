@@ -37,8 +37,12 @@ TOKENS = {
     "WANDB_API_KEY": "9" * 8 + "plantedabcdef0123456789abcdef012",
     "AWS_SECRET_ACCESS_KEY": "planted/abcdefghij+KLMNOPQRSTUVWXYZ01234",
     "POSTTRAIN_API_KEY": "planted-server-key-77aa",
+    "FAULTS_ODD_KEY": "planted\"odd'\\\\k\u00e9y-41c7e0fragment",
+    "FAULTS_PRIVATE_KEY": "-----BEGIN X PRIVATE KEY-----\nplantedMIIEfirst/line\nplantedABCDsecond+line\n"
+    "-----END X PRIVATE KEY-----",
 }
-SECRETS = (PASSWORD, *TOKENS.values())
+PARTS = ("41c7e0fragment", "plantedMIIEfirst", "plantedABCDsecond")  # of the last two, as every spelling has them
+SECRETS = (PASSWORD, *TOKENS.values(), *PARTS)
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:
@@ -55,6 +59,15 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
     yield Case(
         "run:reward-that-prints-the-key", partial(reward_that_tells, lab, "print(KEY); raise ValueError(KEY + '!')")
     )
+    odd, several = "os.environ['FAULTS_ODD_KEY']", "os.environ['FAULTS_PRIVATE_KEY']"
+    for name, deed in {
+        "key-error": f"raise KeyError({odd})",
+        "representation": f"print([{odd}, {odd}.encode()]); raise ValueError('%a' % {{'auth': [{odd}]}})",
+        "json-in-json": f"import json; raise ValueError(json.dumps({{'a': json.dumps({{'b': {odd}}})}}))",
+        "several-lines": f"print({several}); raise ValueError({several})",
+        "one-line-of-several": f"raise ValueError({several}.splitlines()[1])",
+    }.items():
+        yield Case(f"run:reward-that-tells-{name}", partial(reward_that_tells, lab, deed))
     yield Case("run:data-at-an-address-with-a-password", partial(data_address, lab))
     yield Case("convert-and-registry", partial(converted, lab))
 

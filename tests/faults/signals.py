@@ -59,7 +59,7 @@ def begun(lab: Lab, kind: str, folder: Path, chance: random.Random) -> processes
     run = folder / "run"
     running = processes.begin(lab.arguments(kind, run), folder / "stopped.log")
     rows = chance.randrange(0, 4)
-    has_begun = running.wait_for(lambda: tiny_runs.count_rows(run) >= rows and "run folder" in running.output())
+    has_begun = running.wait_for(lambda: tiny_runs.count_rows(run) >= rows and "\nfolder " in running.output())
     assert has_begun, f"the run ended by itself: {running.finish()}"
     return running
 

@@ -30,6 +30,12 @@ LONG = [
     "policy.train_global_batch_size=16",
     "policy.sequence_packing.enabled=true",
 ]
+# Unfinished responses go on in the next step, which needs responses of different lengths.
+ROUNDS = [
+    "policy.generation.ignore_eos=false",
+    "grpo.async_grpo.enabled=true",
+    "grpo.async_grpo.max_trajectory_age_steps=2",
+]
 
 
 def finish(arguments: list[str]) -> None:
@@ -39,8 +45,8 @@ def finish(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("grpo", LONG), ("grpo", [*LONG, *LORA]), ("dpo", [])],
-    ids=["grpo", "grpo with adapters", "dpo"],
+    [("grpo", LONG), ("grpo", [*LONG, *LORA]), ("grpo", [*LONG, *ROUNDS]), ("dpo", [])],
+    ids=["grpo", "grpo with adapters", "asynchronous grpo", "dpo"],
 )
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(kind: str, settings: list[str], tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", hidden_size=256, num_layers=4, max_length=2048)
@@ -59,5 +65,7 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(kind: str, settings
         shutil.rmtree(resumed / f"step_{step}")
     finish(arguments(resumed, STEPS))
     assert results_of(resumed) == results_of(whole)
+    if settings[-len(ROUNDS) :] == ROUNDS:
+        assert max(row.get("train/trajectory_age_max", 0) for row in results_of(whole)) > 0, "nothing was carried over"
     for step in range(RESUMED_FROM + 2, STEPS + 1, 2):
         assert weights_of(resumed / f"step_{step}") == weights_of(whole / f"step_{step}")

@@ -80,6 +80,8 @@ def test_a_run_becomes_a_model_with_its_story(
     assert all(
         words in card for words in (f"| `train/reward` | {reward:.6g} |", str(model), "questions.jsonl", "lr: 0.01")
     )
+    assert 'AutoModelForCausalLM.from_pretrained("hf")' in card
+    assert "## Evaluation" in card
     lineage = json.loads((tmp_path / "hf/conversion.json").read_text())
     assert (lineage["step"], lineage["algorithm"], lineage["base_model"]) == (4, "grpo", str(model))
     assert lineage["metrics"]["train/reward"] == reward

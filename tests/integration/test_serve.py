@@ -23,7 +23,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny_server import ENGINE, RunningServer, options_for, running, save_adapter, save_model
 
+from posttrain.cli.serve_command import _keys
 from posttrain.engines.choose_engine import load_for_sampling
+from posttrain.errors import InputError
 from posttrain.serve import server as serve_server
 from posttrain.serve.canary import CanaryRules
 from posttrain.serve.loading import build_service
@@ -742,3 +744,36 @@ def test_port_in_use_is_reported_before_loading(model: Path, capsys: pytest.Capt
     error = capsys.readouterr().err
     assert f"port {port}" in error
     assert "loading" not in error
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "message"),
+    [
+        (b"nonsense\r\n\r\n", "Invalid HTTP request received."),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+         b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", "Content-Length and Transfer-Encoding exclude each other"),
+    ],
+)  # fmt: skip
+def test_a_request_that_is_no_request_gets_an_error_of_the_api_and_the_connection_ends(
+    server: RunningServer, request_bytes: bytes, message: str
+) -> None:
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
+        connection.sendall(request_bytes)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["message"] == message
+
+
+def test_clients_are_not_told_where_the_model_is(server: RunningServer, model: Path) -> None:
+    answer = httpx.get(f"{server.url}/v1/models").json()
+    assert answer["data"][0]["root"] == model.name
+    assert str(model.parent) not in json.dumps(answer)
+
+
+def test_comments_in_a_file_of_keys_are_no_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# of the team, rotated monthly\nsk-one\n  # old: sk-two\nsk-three,sk-four\n")
+    assert _keys(None, tmp_path / "keys") == ("sk-one", "sk-three", "sk-four")
+    (tmp_path / "keys").write_text("# nothing\n")
+    with pytest.raises(InputError, match="holds no key"):
+        _keys(None, tmp_path / "keys")

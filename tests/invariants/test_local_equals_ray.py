@@ -165,6 +165,29 @@ def test_grpo_is_independent_of_the_number_of_actors(model: Path, data: Path, tm
     assert_converts(tmp_path / "two", model, STEPS)
 
 
+def test_grpo_is_the_same_on_actors_that_share_layers_and_on_actors_that_share_rows(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(tmp_path / "model", num_kv_heads=2)
+    share_layers = [*ON_TWO, "policy.dtensor_cfg.tensor_parallel_size=2"]
+    share_rows = [*ON_TWO, "policy.dtensor_cfg.context_parallel_size=2"]
+
+    def arguments(name: str) -> list[str]:
+        return [*grpo(model, data, tmp_path / name, steps=4), *GRPO_SETTINGS]
+
+    assert run([*arguments("local"), *LOCAL]) == 0
+    assert run([*arguments("layers"), *share_layers, *IN_BACKGROUND]) == 0
+    assert_same_curves(tmp_path / "layers", tmp_path / "local")
+    copy_until(2, tmp_path / "layers", tmp_path / "layers_then_rows")
+    assert run([*arguments("layers_then_rows"), *share_rows]) == 0
+    assert_same_curves(tmp_path / "layers_then_rows", tmp_path / "local")
+    assert_converts(tmp_path / "layers", model, 4)
+    # What cannot be split is named, with the exit code of wrong input.
+    one_kv_head = save_model(tmp_path / "one_kv_head")
+    assert run([*grpo(one_kv_head, data, tmp_path / "refused"), *share_layers]) == 64
+    assert "tensor_parallel_size = 2 does not divide the model's num_key_value_heads = 1" in capsys.readouterr().err
+
+
 def test_recorded_groups_are_independent_of_the_number_of_actors(model: Path, data: Path, tmp_path: Path) -> None:
     mixed = ["grpo.num_recorded_per_prompt=2", "policy.train_global_batch_size=10"]
     assert run([*recorded(model, data, tmp_path / "local", *mixed, steps=3), *LOCAL]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,17 @@ def test_a_file_without_an_end_is_not_read_to_its_end() -> None:
 def test_a_path_that_cannot_be_read_is_named_with_the_reason(path: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot be read .(No such file|Not a directory|File name too long)"):
         read_json(tmp_path / path)
+
+
+def test_a_named_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    with pytest.raises(InputError, match=r"a.json: cannot be read .a named pipe, not a file"):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_pipe_of_the_shell_is_read() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"{}")
+    os.close(writer)
+    assert read_at_most(Path(f"/dev/fd/{reader}"), 100) == b"{}"
+    os.close(reader)

@@ -13,8 +13,8 @@ import pytest
 from loop_scene import scene
 
 from posttrain.attempts import Attempt
-from posttrain.checkpointing import SaveDeadline
-from posttrain.errors import CheckpointError, Superseded
+from posttrain.checkpointing import SaveDeadline, StopAtOnce
+from posttrain.errors import CheckpointError, Superseded, Terminated
 from posttrain.roles import Ending
 from posttrain.types import StepReport
 
@@ -167,6 +167,29 @@ def test_a_signal_during_the_last_step_changes_nothing(tmp_path: Path) -> None:
     run = scene(tmp_path)
     run.algorithm.during_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 6 else None
     assert run.loop.run() == 0
+    assert run.recorder.reason == "finished"
+
+
+def test_a_signal_while_a_checkpoint_is_verified_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = scene(tmp_path)
+    monkeypatch.setattr(run.saver.store, "latest", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with StopAtOnce(), pytest.raises(Terminated) as stopped:
+        run.loop.run()
+    assert stopped.value.exit_code == 143
+    assert not run.of_kind("step")
+
+
+def test_a_signal_while_the_end_is_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = scene(tmp_path)
+    finish = run.recorder.finish
+
+    def interrupted(reason: str) -> Ending:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return finish(reason)
+
+    monkeypatch.setattr(run.recorder, "finish", interrupted)
+    with StopAtOnce():
+        assert run.loop.run() == 0
     assert run.recorder.reason == "finished"
 
 
@@ -334,3 +357,17 @@ def test_a_metric_that_is_measured_is_not_mentioned(tmp_path: Path, settings: di
     run = scene(tmp_path, save_period=2, **settings)
     run.loop.run()
     assert run.recorder.warned == []
+
+
+def test_a_problem_that_the_doctor_finds_saves_and_stops_the_run(tmp_path: Path) -> None:
+    made = scene(tmp_path, max_steps=6)
+    made.recorder.problem = "kl-runaway (error) at step 1"
+    assert made.loop.run() == 3
+    assert made.recorder.reason == "stopped by the doctor after step 1, saved: kl-runaway (error) at step 1"
+    assert made.checkpoints() == ["step_1"]
+
+
+def test_a_problem_in_the_last_step_does_not_change_how_a_run_ends(tmp_path: Path) -> None:
+    made = scene(tmp_path, max_steps=1)
+    made.recorder.problem = "kl-runaway (error) at step 1"
+    assert made.loop.run() == 0

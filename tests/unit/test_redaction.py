@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import urllib.parse
+from collections.abc import Callable
 
 import pytest
 
@@ -78,6 +80,58 @@ def test_a_secret_is_found_as_json_html_and_urls_spell_it(monkeypatch: pytest.Mo
         urllib.parse.quote(secret, safe=""),
     ):
         assert redact(f"<{spelled}>") == "<***>"
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "json": json.dumps,
+    "json-utf8": lambda text: json.dumps(text, ensure_ascii=False),
+    "repr": repr,
+    "ascii": ascii,
+    "bytes": lambda text: repr(text.encode()),
+    "dict": lambda text: str({"auth": ["it's", text]}),
+    "html": html.escape,
+    "references": lambda text: text.encode("ascii", "xmlcharrefreplace").decode(),
+    "url": lambda text: urllib.parse.quote(text, safe=""),
+    "form": urllib.parse.quote_plus,
+}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "secret", ["pa\"ss\\w\u00f6'r d<PLANT>&+%\U0001f600", '\\\\\\""\'PLANT\\\\', "line PLANT 1\nline PLANT/2\n"]
+)
+def test_a_secret_is_found_under_any_mixture_of_escapes(
+    secret: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("X_TOKEN", secret)
+    for names in itertools.product(SPELLINGS, repeat=depth):
+        text = f"at {secret.strip()} end"
+        for name in names:
+            text = SPELLINGS[name](text)
+        hidden = redact_values(text)
+        assert "PLANT" not in hidden, (names, text, hidden)
+        assert "***" in hidden, (names, text, hidden)
+
+
+def test_what_stands_beside_a_spelled_secret_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("X_TOKEN", 'first"second')
+    assert redact(r"""{'a': 'first\"second', 'b': "first'second"}""") == """{'a': '***', 'b': "first'second"}"""
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\\n"])
+def test_a_line_of_a_private_key_is_a_secret_on_its_own(line_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = "-----BEGIN RSA PRIVATE KEY-----", "-----END RSA PRIVATE KEY-----"
+    key = line_end.join([frame[0], "MIIEaaaa/bbbb+cc", "ddddeeeeffff2222=", frame[1]])
+    monkeypatch.setenv("SSH_PRIVATE_KEY", key)
+    assert redact("line MIIEaaaa/bbbb+cc, then ddddeeeeffff2222=") == "line ***, then ***"
+    assert redact(json.dumps({"pem": key.replace(line_end, "\n")})) == '{"pem": "***"}'
+    assert redact_values(f"a file begins with {frame[0]}") == f"a file begins with {frame[0]}"
+
+
+def test_many_backslashes_do_not_make_the_search_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("X_TOKEN", '\\\\\\\\""abcd\\\\')
+    text = "\\" * 20_000 + "abcd"  # minutes where the pattern can divide them in several ways
+    assert redact(text) == text
 
 
 @pytest.mark.parametrize(

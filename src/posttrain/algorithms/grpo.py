@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from posttrain.algorithms.credit import Credit
@@ -30,6 +31,7 @@ from posttrain.algorithms.rollout_batches import (
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
 from posttrain.algorithms.step_reports import StageClock
 from posttrain.policy.objectives import ClippedPolicyGradient
+from posttrain.policy.objectives.reduce import kl_estimate
 from posttrain.reward_values import total
 from posttrain.roles import RolloutSource, Trainer, WeightSync
 from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
@@ -42,6 +44,7 @@ class GrpoSettings:
     overlong_filtering: bool = False
     seq_logprob_error_threshold: float | None = None
     num_validation_prompts: int = 0
+    kl_period: int = 0  # steps between estimates of the KL to the reference, where it is not in the loss; 0: none
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Grpo:
             is_fresh = ~of_tokens(_off_policy_rows(taken.groups, step), batch)
             at_sampler = of_tokens(self._rows_anchored_at_sampler(taken.groups, step), batch)
             batch, facts = self._with_logprobs(batch, taken.groups, is_fresh, at_sampler)
+            facts |= self._kl_to_start(batch, is_fresh, step)
 
         # Credit each completion against its own group. A group whose rewards are all equal teaches nothing.
         self.announce("Computing advantages")
@@ -122,6 +126,18 @@ class Grpo:
         if settings.seq_logprob_error_threshold is None:
             return batch, {}
         return without_logprob_errors(batch, settings.seq_logprob_error_threshold, is_fresh)
+
+    def _kl_to_start(self, batch: TokenBatch, is_fresh: Tensor, step: int) -> dict[str, float]:
+        """Every few steps, the KL of the policy that sampled to the reference: for the record, not for the loss."""
+        period = self.settings.kl_period
+        if period == 0 or step % period or not batch.responses:
+            return {}
+        weights = batch.columns["mask"] * is_fresh
+        if not bool(weights.any()):
+            return {}
+        log_ratio = self.policy.reference_logprobs(batch) - batch.columns["generation_logprobs"]
+        kl = torch.where(weights != 0, kl_estimate(log_ratio, "k3"), 0.0)
+        return {"kl_to_start": float((kl * weights).sum() / weights.sum())}
 
     def _rows_anchored_at_sampler(self, groups: Sequence[Group], step: int) -> list[bool]:
         """Off-policy rows, whose ratio is then clipped; with importance sampling correction, recorded rows only."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from posttrain.algorithms.advantages import has_signal
 from posttrain.types import Group
 
+MAX_GROUPS_COMPARED, MAX_TOKENS_COMPARED = 64, 1024  # looked at for repetition, so that it takes milliseconds
+
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards over scored rollouts only; a step without any has no `reward`."""
@@ -22,6 +24,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "truncation_rate": statistics.fmean(r.truncated for r in rollouts),
         "groups_with_signal": statistics.fmean(has_signal(group) for group in groups),
         "num_samples": float(len(rollouts)),
+        "distinct_answers": statistics.fmean(_share_of_distinct(group) for group in groups),
+        "repetition": _repetition(groups),
     }
     if rewards:
         metrics["reward"] = statistics.fmean(rewards)
@@ -34,6 +38,20 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             parts.setdefault(name, []).append(value)
     metrics |= {f"reward/{name}": statistics.fmean(values) for name, values in parts.items()}
     return metrics | _conversation_metrics(groups)
+
+
+def _share_of_distinct(group: Group) -> float:
+    return len({rollout.completion.token_ids for rollout in group.rollouts}) / len(group.rollouts)
+
+
+def _repetition(groups: Sequence[Group]) -> float:
+    """Share of the runs of 4 tokens that occurred before in the same answer, over the first answer of each group."""
+    shares = []
+    for group in groups[:MAX_GROUPS_COMPARED]:
+        ids = group.rollouts[0].completion.token_ids[:MAX_TOKENS_COMPARED]
+        runs = [ids[i : i + 4] for i in range(len(ids) - 3)]
+        shares.append(1 - len(set(runs)) / len(runs) if runs else 0.0)
+    return statistics.fmean(shares)
 
 
 def num_generated_tokens(groups: Sequence[Group]) -> int:

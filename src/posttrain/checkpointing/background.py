@@ -14,6 +14,7 @@ from pathlib import Path
 from posttrain.checkpointing import durable
 
 Write = Callable[[Callable[[], bool]], None]  # its argument returns True once the run has failed
+CHECKPOINT_THREAD = "checkpoint"
 _PERIOD_S = 0.05
 _GRACE_S = 60.0  # for ranks that may have ended
 
@@ -36,7 +37,7 @@ class BackgroundWrite:
         self._over.clear()
         self._given_up.clear()
         # A daemon: a process that ends at once does not wait for it, and leaves a folder without its final name.
-        threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True).start()
+        threading.Thread(target=self._run, args=(write,), name=CHECKPOINT_THREAD, daemon=True).start()
 
     def _run(self, write: Write) -> None:
         start = time.perf_counter()

@@ -82,6 +82,12 @@ def hash_vocabulary(vocabulary: Mapping[str, int]) -> str:
 
 def check_same_model(saved: Mapping[str, object], current: Mapping[str, object]) -> None:
     """Raise CheckpointError with every difference if a checkpoint's description is not that of this run's model."""
+    for section, known in (("architecture", _ARCHITECTURE), ("sizes", _SIZES)):
+        found = saved.get(section) if isinstance(saved, Mapping) else None
+        if not isinstance(found, Mapping) or not found or not set(found) <= set(known):
+            raise CheckpointError(
+                f"model.json of the checkpoint does not describe a model: {section} is {_shown(found):.80}. Put the file back"
+            )
     differences = list(_differences(saved, current, ""))
     if differences:
         lines = "\n".join(f"  {difference}" for difference in differences)

@@ -8,6 +8,7 @@ tensors are never read, and shards lie in the folder. Tensors are loaded by torc
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -71,6 +72,14 @@ class TensorReader(dcp.FileSystemReader):
             if path.is_absolute() or ".." in path.parts:
                 raise pickle.UnpicklingError(
                     f"it names the shard {stored.relative_path}, which is outside of the folder"
+                )
+        stored = sum(file.stat().st_size for file in Path(self.path).iterdir())
+        for name, entry in tensor_entries(metadata).items():
+            size = [int(length) for length in entry.size]
+            needed = math.prod(size) * entry.properties.dtype.itemsize
+            if min(size, default=0) < 0 or needed > stored:
+                raise pickle.UnpicklingError(
+                    f"it says that {name} has the shape {size}, {needed} bytes; all files there have {stored}"
                 )
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from posttrain.checkpointing import durable
+from posttrain.json_files import MAX_FILE_BYTES, parse_json, read_at_most
 
 CHECKSUMS = "checksums.json"
 OWN = "own_sha256"
@@ -117,7 +119,7 @@ def total_bytes(folder: Path) -> int:
 
 
 def _read_checksums(path: Path) -> tuple[int, Mapping[str, _Recorded]]:
-    content: Any = json.loads(path.read_text(encoding="utf-8"))
+    content: Any = parse_json(read_at_most(path, MAX_FILE_BYTES))
     piece_bytes = int(content["piece_bytes"])
     if content["algorithm"] != "sha256" or piece_bytes <= 0:
         raise ValueError(f"algorithm {content['algorithm']!r} with pieces of {piece_bytes} bytes is not known")
@@ -149,12 +151,14 @@ def _unlisted(folder: Path, recorded: Collection[str], below: str) -> list[str]:
 
 def _size_problem(path: Path, name: str, size: int) -> str | None:
     try:
-        found = path.stat().st_size
+        status = path.stat()
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error})"
-    return None if found == size else f"{name} has {found} bytes instead of {size}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{name} is not a regular file"
+    return None if status.st_size == size else f"{name} has {status.st_size} bytes instead of {size}"
 
 
 def _content_problem(name: str, recorded: _Recorded, found: list[str], piece_bytes: int) -> str | None:

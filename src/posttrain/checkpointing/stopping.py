@@ -1,7 +1,9 @@
 """Reasons to save and stop before the last step: a signal, or a time limit such as that of a queue.
 
-SIGTERM, SIGHUP (the terminal was closed) and Ctrl-C are requests: the loop looks at `Interruption.signal` where the state is
-complete, saves, and ends. The clock of `checkpointing.checkpoint_must_save_by` starts with the training loop; loading the
+From the start of a command SIGTERM and SIGHUP (the terminal was closed) raise Terminated (`StopAtOnce`). The kernel drops a
+signal without a handler for the first process of a container, so there is no moment without one. Inside the training loop
+they and Ctrl-C are requests (`Interruption`): the loop looks at `Interruption.signal` where the state is complete, saves, and
+ends. The clock of `checkpointing.checkpoint_must_save_by` starts with the training loop; loading the
 model does not count.
 """
 
@@ -12,29 +14,81 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from types import FrameType, TracebackType
+from typing import ClassVar
 
-_EXIT_CODES = {signal.SIGTERM: 85, signal.SIGHUP: 85, signal.SIGINT: 130}
+from posttrain.errors import EXIT_SAVED, Terminated
+
+_EXIT_CODES = {signal.SIGTERM: EXIT_SAVED, signal.SIGHUP: EXIT_SAVED, signal.SIGINT: 130}
 _FIELD = "checkpointing.checkpoint_must_save_by"
 _FORM = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
 
-class Interruption:
-    """While it is entered, the first SIGTERM, SIGHUP or SIGINT is stored and answered with a line on stderr.
+class StopAtOnce:
+    """While it is entered, the first SIGTERM or SIGHUP raises Terminated; later ones do not disturb the way out.
 
-    A second SIGINT raises KeyboardInterrupt at once; further SIGTERMs change nothing. A SIGHUP that is ignored, as under
-    `nohup`, stays ignored. Python delivers signals to the main
-    thread only, so in any other thread entering does nothing and `active` stays False.
+    A SIGHUP that is ignored, as under `nohup`, stays ignored. Outside of the main thread entering does nothing.
     """
+
+    _current: ClassVar[StopAtOnce | None] = None
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None  # the first that arrived
+        self._owner = 0
+        self._outer: StopAtOnce | None = None
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> StopAtOnce:
+        if threading.current_thread() is threading.main_thread():
+            self._owner = os.getpid()
+            self._previous = _install(_heard({signal.SIGTERM, signal.SIGHUP}), self._receive)
+            self._outer, StopAtOnce._current = StopAtOnce._current, self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._previous:
+            StopAtOnce._current = self._outer
+        _put_back(self._previous)
+        self._previous = {}
+
+    @classmethod
+    def install_again(cls) -> None:
+        """After a library that has put a handler of its own in this one's place, as Ray does."""
+        if (current := cls._current) is not None and threading.current_thread() is threading.main_thread():
+            _install(set(current._previous), current._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            _die_of(number)
+        elif self.signal is None:
+            self.signal = signal.Signals(number)
+            raise Terminated(number)
+
+
+class Interruption:
+    """While it is entered, the first of `signals` is stored and answered with a line on stderr.
+
+    A second SIGINT raises KeyboardInterrupt at once; further SIGTERMs change nothing, also after it was left. A SIGHUP that is
+    ignored, as under `nohup`, stays ignored. Python delivers signals to the main thread only, so in any other thread entering
+    does nothing and `active` stays False.
+    """
+
+    def __init__(
+        self,
+        signals: frozenset[signal.Signals] = frozenset(_EXIT_CODES),
+        answer: str = "saving at the next safe point, then stopping",
+    ) -> None:
+        self.signal: signal.Signals | None = None  # the first that arrived
         self.active = False
+        self._signals = signals
+        self._answer = answer
         self._num_sigints = 0
         self._owner = 0
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
+        self._outer: StopAtOnce | None = None
 
     @property
     def exit_code(self) -> int:
@@ -44,27 +98,28 @@ class Interruption:
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
             self._owner = os.getpid()
-            numbers = set(_EXIT_CODES) - (
-                {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-            )
-            self._previous = {number: signal.signal(number, self._receive) for number in numbers}
+            self._previous = _install(_heard(self._signals), self._receive)
             self.active = True
+            outer = getattr(self._previous.get(signal.SIGTERM), "__self__", None)
+            if isinstance(outer, StopAtOnce):
+                self._outer = outer
+                # One that arrived in a destructor was raised there, and lost.
+                self.signal = self.signal or outer.signal
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python and cannot be put back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._outer is not None and self.signal is not None:
+            self._outer.signal = self.signal  # it is answered
+        _put_back(self._previous)
         self._previous = {}
         self.active = False
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
             # A forked child inherits this handler, but not the loop that would act on it. It must end at the signal.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            _die_of(number)
             return
         if number == signal.SIGINT:
             self._num_sigints += 1
@@ -74,9 +129,31 @@ class Interruption:
             self.signal = signal.Signals(number)
         again = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
         # Not print(): the main thread may be inside print() right now, and buffered files refuse to be entered twice.
-        line = f"\n{signal.Signals(number).name} received: saving at the next safe point, then stopping{again}\n"
+        line = f"\n{signal.Signals(number).name} received: {self._answer}{again}\n"
         with suppress(OSError):  # the terminal may be gone
             os.write(2, line.encode())
+
+
+def _heard(numbers: AbstractSet[signal.Signals]) -> AbstractSet[signal.Signals]:
+    return numbers - ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set())
+
+
+def _install(
+    numbers: AbstractSet[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> dict[signal.Signals, signal._HANDLER]:
+    """Returns the handlers that were there."""
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def _put_back(handlers: Mapping[signal.Signals, signal._HANDLER]) -> None:
+    for number, handler in handlers.items():
+        # None stands for a handler that was not installed from Python and cannot be put back.
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _die_of(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 class SaveDeadline:

@@ -31,12 +31,13 @@ from posttrain.attempts import Attempt
 from posttrain.checkpointing import durable
 from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
 from posttrain.checkpointing.retention import surplus_steps
-from posttrain.errors import CheckpointError
+from posttrain.errors import CheckpointError, StorageError, Superseded
+from posttrain.json_files import MAX_FILE_BYTES, parse_json, read_at_most
 
 INFO = "training_info.json"
 STATUS = "latest_checkpoint_status.json"
 _STEP = re.compile(r"(old_)?step_(0|[1-9]\d*)")
-_LEFTOVER = re.compile(r"(tmp|removing)_(old_)?step_\d+(\.\d+)?")
+_LEFTOVER = re.compile(r"(tmp|removing)_(old_)?step_\d+(?:\.(\d+))?")
 _WORTH_A_LINE_BYTES = 2**30  # verifying more than this takes long enough for a message
 _FULL_BYTES = 2**20  # a disk with less has no room for a checkpoint of any model
 _MAX_CHECKS = 100  # of a checkpoint that is replaced while it is checked
@@ -95,8 +96,10 @@ class CheckpointStore:
         except BaseException as error:
             full = _full_disk(tmp)  # before the removal makes room
             shutil.rmtree(tmp, ignore_errors=True)
-            place = self.folder / f"step_{step}"
-            error.add_note(f"while saving checkpoint {place}{full}; earlier checkpoints are untouched")
+            what = f"while saving checkpoint {self.folder / f'step_{step}'}{full}; earlier checkpoints are untouched"
+            if full and not isinstance(error, KeyboardInterrupt | Superseded | OSError):
+                raise StorageError(what) from error
+            error.add_note(what)
             raise
         finally:
             self._being_written = None
@@ -136,6 +139,7 @@ class CheckpointStore:
             "checkpoint": f"step_{step}",
         }
         try:
+            self.confirm()  # flushing may have taken minutes
             durable.write_text(self.folder / STATUS, json.dumps(status) + "\n")
             if self.attempt is not None:
                 self.attempt.note_checkpoint(step)
@@ -144,12 +148,15 @@ class CheckpointStore:
             self._say(f"Checkpoint step_{step} is complete, but tidying up {self.folder} failed: {error}")
 
     def _repair(self) -> None:
-        """Finish or undo what a killed writer was doing. Killed itself at any point, it can start again."""
+        """Finish or undo what a killed writer was doing. Killed itself at any point, it can start again. What a newer attempt
+        is writing is left alone."""
         for entry in sorted(self.folder.iterdir()):
             match = _STEP.fullmatch(entry.name)
             if match and match[1]:
                 self._end_swap(entry, entry.with_name(f"step_{match[2]}"))
-            elif _LEFTOVER.fullmatch(entry.name) and entry != self._being_written:
+            elif (left := _LEFTOVER.fullmatch(entry.name)) and entry != self._being_written:
+                if self.attempt is not None and int(left[3] or 0) > self.attempt.number:
+                    continue
                 if entry.name.startswith("tmp_"):
                     self._say(f"Removing {entry}: the save did not finish")
                 self._remove_tree(entry)
@@ -207,7 +214,7 @@ class CheckpointStore:
         """The `training_info.json` of a checkpoint."""
         path = checkpoint / INFO
         try:
-            info = json.loads(path.read_text(encoding="utf-8"))
+            info = parse_json(read_at_most(path, MAX_FILE_BYTES))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if not isinstance(info, dict):
@@ -263,6 +270,7 @@ class CheckpointStore:
 
     def retain(self) -> None:
         """Remove the surplus (see `retention`). Damaged checkpoints are neither counted nor touched."""
+        self.confirm()
         if self.folder.exists():
             self._repair()
         if self._keep_top_k is None:

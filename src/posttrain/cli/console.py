@@ -5,12 +5,15 @@ to it; a full disk may have room again, so later writes are tried. Commands whos
 at the end whether all of it arrived.
 
 Credentials are left out of everything that is printed, from any source: tracebacks and the logs of libraries come this way too.
+Control characters are shown as `\\x1b`: text of models, data and files must not steer the terminal. Colours and what progress
+bars need are let through.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +22,14 @@ from typing import Any, TextIO
 from posttrain.redaction import redact
 
 _GONE = {errno.EPIPE, errno.EBADF}
+
+
+# Colours, moves by lines, clearing a line, hiding the cursor; and all other control characters but tab and line ends.
+_CONTROL = re.compile(r"(\x1b\[(?:[\d;]*m|\d*[ABGK]|\?25[hl]))|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    return _CONTROL.sub(lambda match: match[1] or f"\\x{ord(match[0]):02x}", text)
 
 
 class ConsoleStream:
@@ -30,7 +41,7 @@ class ConsoleStream:
         self._is_gone = stream is None
 
     def write(self, text: str) -> int:
-        self._attempt("write", redact(text))
+        self._attempt("write", visible(redact(text)))
         return len(text)
 
     def writelines(self, lines: Any) -> None:

@@ -21,7 +21,8 @@ examples:
 The model is a Hugging Face folder, an adapter, a checkpoint step_N, the folder of a run, a hub name or the URL of an
 OpenAI-compatible server; a word without `=` means it. Settings have the names that NeMo RL uses; `posttrain config show eval`
 lists all of them. Every finished problem is saved at once: after an interruption the same command resumes.
-exit codes: 0 done · 1 done, and not one answer could be scored · 64 bad input
+exit codes: 0 done · 1 done, and not one answer could be scored · 64 bad input · 75 another process is evaluating into the
+folder · 85 SIGTERM or SIGHUP: the batch under way was finished and saved · 143, 129 the same before the first batch
 """
 EXIT_NOTHING_SCORED = 1
 COMPARE_EPILOG = """\

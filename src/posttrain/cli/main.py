@@ -6,36 +6,54 @@ Heavy imports happen inside the commands, so that `--help` and `config` answer a
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 import posttrain.registry  # noqa: F401 - registry:NAME@STAGE may be named as a model in every command
 from posttrain import __version__
+from posttrain.checkpointing import CHECKPOINT_THREAD, StopAtOnce
 from posttrain.cli import (
     chat_command,
     config_command,
     convert_command,
     data_command,
     demo_command,
+    doctor_command,
     eval_command,
     gate_command,
+    launch_command,
     models_command,
+    node_command,
     pipeline_command,
     plan_command,
     registry_command,
     rewards_command,
     serve_command,
+    status_command,
     train_command,
 )
 from posttrain.cli.console import ConsoleStream, surviving_console, unwritten
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, RAW, OverridesParser
-from posttrain.errors import HardwareError, InputError, Superseded, path_error, printable
+from posttrain.errors import (
+    EXIT_SAVED,
+    HardwareError,
+    InputError,
+    StorageError,
+    Superseded,
+    Terminated,
+    path_error,
+    printable,
+)
 
 EXIT_DONE = 0
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
+STOPPED = (EXIT_SAVED, EXIT_INTERRUPTED, 129, 143)  # by a signal
 
 DESCRIPTION = """\
 Tune language models from preferences and rewards.
@@ -46,6 +64,8 @@ Tune language models from preferences and rewards.
   posttrain rm   --config configs/rm.yaml          a reward model from preference pairs, for GRPO to learn from
   posttrain eval results/grpo data.dataset_name=gsm8k
                                                    measure a checkpoint; eval compare A B sets two side by side
+  posttrain status results/grpo                    is a run alive, who holds its folder, why did it stop
+  posttrain doctor results/grpo                    what is wrong with a run, and the setting that mends it
   posttrain config show grpo --config FILE         every setting, and where it came from
   posttrain plan --config FILE --gpu h200          memory and time of a run before it starts
   posttrain data inspect traces.jsonl.gz           statistics of labelled traces; then advise, pairs and pack
@@ -55,14 +75,17 @@ Tune language models from preferences and rewards.
   posttrain registry promote NAME VERSION --why …  versions, stages and history; rollback takes production back
   posttrain pipeline run configs/pipelines/demo.yaml
                                                    all of it, from traces to a canary, and again when the data changes
+  posttrain launch render --on eks.yaml --config FILE
+                                                   the same run on Kubernetes: manifests, checks; plan --on has the cost
   posttrain serve registry:NAME@production         an OpenAI-compatible server; chat MODEL talks in the terminal
 """
 
 EPILOG = """\
-exit codes: 0 done · 64 bad config, data or checkpoint · 65 not one rollout could be scored · 75 another process is
-using the folder · 76 another process has taken the folder over · 85 stopped by SIGTERM or SIGHUP after saving ·
-130 stopped by Ctrl-C after saving · 1 crash, lost record, or output that could not be written. After a stop or a
-kill, the same command resumes the run.
+exit codes: 0 done · 3 an error that the doctor found · 64 bad config, data or checkpoint · 65 not one rollout could be
+scored · 74 the storage failed during the run · 75 another process is using the folder · 76 another process has taken
+the folder over · 85 stopped by SIGTERM or SIGHUP after saving · 143, 129 the same with nothing to save · 130 stopped by
+Ctrl-C after saving · 1 crash, lost record, or output that could not be written. After a stop or a kill, the same
+command resumes the run; `posttrain status FOLDER` shows why it ended.
 """
 
 
@@ -73,17 +96,21 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=RAW,
     )
-    parser.add_argument("--version", action="version", version=f"posttrain {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"posttrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=OverridesParser)
     for command in (
         train_command,
+        status_command,
         demo_command,
         config_command,
         data_command,
+        doctor_command,
         convert_command,
         eval_command,
         gate_command,
+        launch_command,
         models_command,
+        node_command,
         pipeline_command,
         plan_command,
         rewards_command,
@@ -96,8 +123,35 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """`arguments` None: this is a program, and ends with its command."""
+    with StopAtOnce():
+        try:
+            code = _main(sys.argv[1:] if arguments is None else arguments)
+        except Terminated as stopped:  # before there was a command
+            code = stopped.exit_code
+        if arguments is None and code in STOPPED:
+            _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End a program that was stopped, without the seconds in which Python takes its modules apart; not while a thread writes."""
+    if any(_may_write(thread) for thread in threading.enumerate()):
+        return
+    with suppress(Exception):
+        atexit._run_exitfuncs()  # temporary folders, children
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def _may_write(thread: threading.Thread) -> bool:
+    return thread is not threading.main_thread() and (not thread.daemon or thread.name == CHECKPOINT_THREAD)
+
+
+def _main(given: list[str]) -> int:
     parser = build_parser()
-    given = sys.argv[1:] if arguments is None else arguments
     with surviving_console() as (out, _):
         if not given:
             parser.print_help(sys.stderr)
@@ -147,14 +201,17 @@ def report_errors(work: Callable[[], int], interrupted: str = "stopped") -> int:
     except (InputError, Superseded) as error:
         print(f"posttrain: error: {error}", file=sys.stderr)
         return error.exit_code
+    except Terminated as stopped:
+        print(f"posttrain: {stopped.signal.name}: {interrupted}", file=sys.stderr)
+        return stopped.exit_code
     except KeyboardInterrupt:
         print(f"posttrain: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except HardwareError as error:
+    except (HardwareError, StorageError) as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         print("\n".join([f"posttrain: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return EXIT_CRASH
+        return error.exit_code
     except OSError as error:
         if (readable := path_error(error)) is None:
             traceback.print_exc()

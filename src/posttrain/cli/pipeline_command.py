@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
+from posttrain.errors import EXIT_SAVED, Terminated
 from posttrain.pipeline.records import STAGES
 
 if TYPE_CHECKING:
     from posttrain.config.pipeline import PipelineConfig
 
-EXIT_TERMINATED = 85
 SUMMARY = "run traces → dataset → train → convert → evaluate → gate → registry → canary, again and again"
 EPILOG = """\
 examples:
@@ -34,10 +34,6 @@ exit codes of run: 0 promoted, or done as far as asked · 3 rejected · 4 more s
 65 not one rollout could be scored · 75, 76 another process is running or training this pipeline ·
 85 stopped by SIGTERM or SIGHUP · 130 stopped by Ctrl-C · 1 crash
 """
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP while a stage runs in this process."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -105,7 +101,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
         return stop.code
     except KeyboardInterrupt as stopped:
         print("posttrain: stopped; finished stages are kept, and the same command resumes", file=sys.stderr)
-        return EXIT_TERMINATED if isinstance(stopped, Terminated) else 130
+        return EXIT_SAVED if isinstance(stopped, Terminated) else 130
     show_result(config, write_views(config))
     return code
 
@@ -113,7 +109,7 @@ def run_pipeline(args: argparse.Namespace) -> int:
 @contextmanager
 def _signals_raise() -> Iterator[None]:
     def receive(number: int, frame: object) -> None:
-        raise Terminated
+        raise Terminated(number)
 
     stopping = [signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else [])]
     previous = {number: signal.signal(number, receive) for number in stopping}

@@ -16,6 +16,8 @@ from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
 
 if TYPE_CHECKING:
+    from posttrain.config.cluster_profile import ClusterProfile
+    from posttrain.launch.cost_report import CostReport
     from posttrain.planning.cost import RunCost
     from posttrain.planning.measured import Measured
     from posttrain.planning.plan import RunEstimate
@@ -27,6 +29,7 @@ examples:
   posttrain plan grpo policy.model_name=llama-8b policy.max_total_sequence_length=1024 --prompt-tokens 128 --answer-tokens 600
   posttrain plan --run results/grpo                              predicted beside measured
   posttrain plan --config configs/dpo.yaml --gpu h100 --gpu-hour-price 2.5     what the run costs
+  posttrain plan --on eks.yaml --config configs/grpo.yaml        on the machines of a cluster profile: hours, dollars, Spot
 
 Needs no GPU and loads no weights: the config.json of the model is all that is read. policy.model_name may also be one of
 the shapes llama-0.5b, llama-1.5b, llama-8b, qwen-0.5b, qwen-1.5b and qwen-8b. Exits with 64 if something does not fit, and says
@@ -41,10 +44,18 @@ def add_parser(commands: Subparsers) -> None:
         "plan",
         summary,
         epilog=EPILOG,
-        usage=f"posttrain plan [{'|'.join(KINDS)}] [--config FILE] [--gpu NAME] [--run FOLDER] [options] [key=value …]",
+        usage=f"posttrain plan [{'|'.join(KINDS)}] [--config FILE] [--gpu NAME] [--on PROFILE] [--run FOLDER] [options] "
+        "[key=value …]",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file; what it does not set keeps its default")
-    parser.add_argument("--gpu", default="h200", metavar="NAME", help="h200 (default), h100, a100-80gb, b200 or l40s")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="h200 (default), h100, a100-80gb, a100-40gb, b200 or l40s; with --on that of the machine",
+    )
+    parser.add_argument(
+        "--on", type=Path, metavar="PROFILE", help="cluster profile (docs/launch.md): shows what the run costs there"
+    )
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", dest="run_folder", help="a run's folder: compare with what it measured"
     )
@@ -79,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     from posttrain.planning.plan import estimate_run, find_gpu
     from posttrain.planning.proposal import explain, propose
 
-    gpu = find_gpu(args.gpu)
+    profile = _profile(args)
+    gpu = find_gpu(args.gpu or (_gpu_of(profile) if profile is not None else "h200"))
     config = _config(args)
     measured = read_measured(args.run_folder) if args.run_folder is not None else None
     if measured is not None and not measured.is_on_gpu:
@@ -93,15 +105,57 @@ def run(args: argparse.Namespace) -> int:
     )
     proposal = propose(found)
     cost = cost_of(found, config, args.gpu_hour_price) if args.gpu_hour_price is not None else None
+    on_cluster = _cost_on(profile, config, found, measured) if profile is not None else None
     if args.json:
-        print(json.dumps(_as_json(found, config, measured, proposal, cost), indent=2, ensure_ascii=False))
+        result = _as_json(found, config, measured, proposal, cost)
+        if on_cluster is not None:
+            result["on_cluster"] = on_cluster.as_json()
+        print(json.dumps(result, indent=2, ensure_ascii=False))
     else:
         from posttrain.cli.plan_views import show_plan
 
-        show_plan(found, config, measured, proposal, cost)
+        show_plan(found, config, measured, proposal, [] if cost is None else cost.lines(), on_cluster)
     if problem := explain(found):
         raise InputError(f"this does not fit:\n{problem}")
     return 0
+
+
+def _profile(args: argparse.Namespace) -> ClusterProfile | None:
+    from posttrain.config.cluster_profile import ClusterProfile
+    from posttrain.config.standalone import load_standalone
+
+    return None if args.on is None else load_standalone(ClusterProfile, args.on)
+
+
+def _gpu_of(profile: ClusterProfile) -> str:
+    from posttrain.launch.instances import find_instance
+
+    name = find_instance(profile.nodes, profile.cluster.kind).gpu
+    if not name:
+        raise InputError("the profile names no instance_type, so its GPU is not known: give --gpu NAME")
+    return name
+
+
+def _cost_on(profile: ClusterProfile, config: RunConfig, found: RunEstimate, measured: Measured | None) -> CostReport:
+    """By the time of a measured step, else by the planned one."""
+    from datetime import date
+
+    from posttrain.launch.cost_report import report_cost
+    from posttrain.planning.cost import NO_LIMIT
+
+    steps = config.schedule.max_num_steps
+    if steps >= NO_LIMIT:
+        raise InputError("--on: how many steps the run has depends on the data; give the section's max_num_steps")
+    step_s = measured.get("timing/train/total_step_time") if measured is not None else None
+    return report_cost(
+        profile,
+        num_nodes=config.cluster.num_nodes,
+        num_steps=steps,
+        step_s=step_s or found.time.total_s,
+        step_source="measured" if step_s else "planned",
+        save_period=config.checkpointing.save_period,
+        today=date.today(),
+    )
 
 
 def _config(args: argparse.Namespace) -> RunConfig:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.config import RunConfig
-from posttrain.planning.cost import RunCost
+from posttrain.launch.cost_report import CostReport
 from posttrain.planning.measured import Measured, compare
 from posttrain.planning.plan import RunEstimate, assumptions
 from posttrain.planning.proposal import Proposal
@@ -20,7 +20,12 @@ GOAL = 0.15  # an error of the prediction that is still called good
 
 
 def show_plan(
-    found: RunEstimate, config: RunConfig, measured: Measured | None, proposal: Proposal | None, cost: RunCost | None
+    found: RunEstimate,
+    config: RunConfig,
+    measured: Measured | None,
+    proposal: Proposal | None,
+    cost_lines: Sequence[str],
+    on_cluster: CostReport | None = None,
 ) -> None:
     console = Console(
         markup=False, emoji=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160
@@ -40,9 +45,13 @@ def show_plan(
         console.print("\nproposed", style="bright_black")
         for line in _proposal_lines(found, proposal):
             console.print(line)
-    if cost is not None:
-        console.print("\ncost", style="bright_black")
-        for line in cost.lines():
+    for title, lines in (
+        ("cost", cost_lines),
+        ("cost on the cluster", on_cluster.lines() if on_cluster is not None else []),
+    ):
+        if lines:
+            console.print(f"\n{title}", style="bright_black")
+        for line in lines:
             console.print(line)
     console.print("\nassumed", style="bright_black")
     for line in assumptions(found, config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,19 +13,36 @@ from posttrain.json_files import JsonObject
 from posttrain.registry.lineage import Lineage
 from posttrain.registry.stages import HistoryEntry
 from posttrain.registry.version import ABSENT, Difference, ModelVersion
+from posttrain.reporting.wording import printable
 
 STAGE_STYLES = {"production": "green", "canary": "yellow", "candidate": "", "archived": "bright_black"}
 MAX_SHOWN = 44
 
 
+class _Console(Console):
+    """Names, notes and metrics come from files and from others: their control characters are shown."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(_plain(each) for each in objects), **options)
+
+
+class _Table(Table):
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(_plain(cell) for cell in cells), **options)
+
+
+def _plain(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value
+
+
 def _console() -> Console:
     # Piped output is not cut to 80 columns, so that it can be searched.
     width = None if sys.stdout.isatty() else 200
-    return Console(markup=False, emoji=False, highlight=False, width=width)
+    return _Console(markup=False, emoji=False, highlight=False, width=width)
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
+    table = _Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
     for column in columns:
         table.add_column(column, justify="right" if column in ("version", "#") else "left")
     return table
@@ -63,7 +81,7 @@ def show_version(version: ModelVersion, history: Sequence[HistoryEntry], damage:
         "gate": "\n".join([lineage.verdict or ABSENT, *(lineage.gate or {}).get("reasons", [])]),
         "metrics": "\n".join(f"{name}  {value:.6g}" for name, value in lineage.metrics.items()),
     }
-    grid = Table.grid(padding=(0, 2))
+    grid = _Table.grid(padding=(0, 2))
     grid.add_column(style="bright_black", no_wrap=True)
     grid.add_column()
     for name, value in facts.items():

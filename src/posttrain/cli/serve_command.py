@@ -77,7 +77,10 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     group.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help=f"keys that are accepted (default: {KEY_VARIABLE})"
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"keys that are accepted; lines with # are comments (default: {KEY_VARIABLE})",
     )
     group.add_argument("--api-key", metavar="KEY", help="the same, but others on this machine can see it")
     group.add_argument("--no-auth", action="store_true", help="serve everyone who can reach --host, without a key")
@@ -247,7 +250,8 @@ def _keys(given: str | None, file: Path | None) -> tuple[str, ...]:
             raise InputError(f"--api-key-file {file} cannot be read: {reason}") from error
     if text is None:
         return ()
-    keys = tuple(dict.fromkeys(key.strip() for line in text.splitlines() for key in line.split(",") if key.strip()))
+    lines = [line for line in text.splitlines() if file is None or not line.lstrip().startswith("#")]
+    keys = tuple(dict.fromkeys(key.strip() for line in lines for key in line.split(",") if key.strip()))
     if not keys:
         raise InputError(f"{source} holds no key: everyone could use the server")
     for key in keys:

@@ -27,6 +27,7 @@ from posttrain.redaction import same_but_for_credentials, without_credentials
 FREE_TO_CHANGE = (
     "preset",  # a name for settings that are compared themselves
     "logger.*",
+    "doctor.*",
     "cluster.*",
     "checkpointing.*",
     "*.max_num_steps",
@@ -47,6 +48,8 @@ FREE_TO_CHANGE = (
     "policy.logprob_chunk_size",
     "policy.optimizer.offload_states",
     "policy.dtensor_cfg.activation_checkpointing",
+    "policy.dtensor_cfg.*_parallel_size",
+    "policy.dtensor_cfg.dp_replicate_size",
     "policy.generation.native_cfg.page_size",
     "policy.generation.native_cfg.max_batch_size",
     "policy.generation.native_cfg.max_prefill_tokens",

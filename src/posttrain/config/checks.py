@@ -25,7 +25,7 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
     """Everything in `config` that contradicts itself."""
     if isinstance(config, EvalRunConfig):
         return [*check_eval(config), *check_turn_classes(config.env)]
-    found = [*_data(config), *_optimizer(config), *config.scoring_layer_problems()]
+    found = [*_data(config), *_optimizer(config), *_parallelism(config), *config.scoring_layer_problems()]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
         found += [*_record(config), *_rounds(config), *_vllm(config)]
@@ -107,6 +107,27 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _parallelism(config: RunConfig) -> Iterator[str]:
+    parallel, num_ranks = config.policy.dtensor_cfg, config.cluster.num_workers
+    tp, cp, replicas = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.dp_replicate_size or 1
+    if num_ranks % (tp * cp * replicas):
+        yield (
+            f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} x dp_replicate_size {replicas} = "
+            f"{tp * cp * replicas} must divide the number of ranks, cluster.num_nodes x gpus_per_node = {num_ranks}"
+        )
+    elif config.cluster.gpus_per_node % tp:
+        yield (
+            f"policy.dtensor_cfg.tensor_parallel_size = {tp} must divide cluster.gpus_per_node = {config.cluster.gpus_per_node}: "
+            "ranks that share layers exchange sums several times in each, so they are on one machine"
+        )
+    for name in ("state_dtype", "master_weights"):
+        if tp > 1 and (value := getattr(config.policy.optimizer, name)) != "float32":
+            yield (
+                f"policy.optimizer.{name} = {value} with policy.dtensor_cfg.tensor_parallel_size = {tp}: that state is kept by "
+                "whole rows, and here ranks hold parts of rows; set one of them to its default"
+            )
+
+
 def _batches(config: GrpoRunConfig) -> Iterator[str]:
     grpo, size = config.grpo, config.policy.train_global_batch_size
     samples = grpo.num_samples_per_step
@@ -157,11 +178,13 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
     if config.loss_fn.force_on_policy_ratio:
         yield f"{field}: earlier weights sample a part of the tokens; set loss_fn.force_on_policy_ratio=false"
-    num_ranks = config.cluster.num_nodes * config.cluster.gpus_per_node
-    if config.grpo.num_prompts_per_step % num_ranks:
+    is_vllm = config.policy.generation.uses_vllm  # one with whole layers on every rank
+    num_samplers = config.cluster.num_workers // (1 if is_vllm else config.policy.dtensor_cfg.tensor_parallel_size)
+    if config.grpo.num_prompts_per_step % max(num_samplers, 1):
         yield (
             f"{field}: grpo.num_prompts_per_step = {config.grpo.num_prompts_per_step} is not a multiple of the "
-            f"{num_ranks} ranks (cluster.num_nodes x gpus_per_node), which have equal shares of a round"
+            f"{num_samplers} ranks that sample (cluster.num_nodes x gpus_per_node / tensor_parallel_size), which have equal "
+            "shares of a round"
         )
 
 

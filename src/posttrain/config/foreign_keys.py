@@ -82,7 +82,7 @@ _NOT_NEEDED = "not needed by posttrain and left alone"
 _RUN_FOLDER = "no connection to this service yet; metrics stay in the run folder (metrics.jsonl, report.html)"
 _MEMORY = "not used: it moves memory around and changes no result"
 _MEGATRON = "posttrain trains with PyTorch; Megatron's settings are not used"
-_ONE_SHARE = "posttrain shards over data-parallel workers only"
+_OWN_PLAN = "plans of one's own; a model is split by the plan that transformers has for its family"
 _OPENAI_FORMAT = "keys of the openai_format dataset; name the columns with input_key and output_key"
 _DRAFT = "no draft model is trained, so its settings are not used"
 
@@ -127,13 +127,12 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.quant_cfg", _off, "quantisation-aware training"),
     Rule("policy.quant_cfg.*", _nothing, "quantisation-aware training"),
     Rule("policy.dtensor_cfg.enabled", _anything, "posttrain always trains with PyTorch"),
-    Rule("policy.dtensor_cfg.*_parallel_size", _at_most_one, _ONE_SHARE),
-    Rule("policy.dtensor_cfg.dp_replicate_size", _at_most_one, _ONE_SHARE),
-    Rule("policy.dtensor_cfg.sequence_parallel", _off, _ONE_SHARE),
+    Rule("policy.dtensor_cfg.expert_parallel_size", _at_most_one, "experts on ranks of their own"),
+    Rule("policy.dtensor_cfg.sequence_parallel", _off, "norms on parts of a row; see context_parallel_size"),
     Rule("policy.dtensor_cfg.cpu_offload", _off, "keeping weights in CPU memory"),
-    Rule("policy.dtensor_cfg.custom_parallel_plan", lambda value: value is None, _ONE_SHARE),
-    Rule("policy.dtensor_cfg.moe_parallelizer", _off, _ONE_SHARE),
-    Rule("policy.dtensor_cfg.moe_parallelizer.*", _nothing, _ONE_SHARE),
+    Rule("policy.dtensor_cfg.custom_parallel_plan", lambda value: value is None, _OWN_PLAN),
+    Rule("policy.dtensor_cfg.moe_parallelizer", _off, _OWN_PLAN),
+    Rule("policy.dtensor_cfg.moe_parallelizer.*", _nothing, _OWN_PLAN),
     Rule("policy.dtensor_cfg.automodel_kwargs", _anything, _NOT_NEEDED),
     Rule("policy.dtensor_cfg.automodel_kwargs.force_hf", _anything, _NOT_NEEDED),
     Rule("policy.dtensor_cfg.automodel_kwargs.use_liger_kernel", _anything, _NOT_NEEDED),

@@ -37,6 +37,10 @@ class GateSettings(Section):
         default=0.05,
         description="Share of the answers of an evaluation that may lack a score; above, nothing is decided.",
     )
+    on_doctor_error: Literal["note", "reject"] = Field(
+        default="note",
+        description="What an error that the doctor found in the candidate's training does: it is noted, or rejects.",
+    )
     speed_noise: NonNegativeFloat = Field(
         default=0.15,
         description="How far the speed, and so cost_per_answer, of equal evaluations may differ by itself, as a share.",

@@ -11,6 +11,8 @@ from posttrain.config.loss import LossFnConfig
 from posttrain.config.policy import GrpoPolicyConfig
 from posttrain.config.run_config import RunConfig, StepSizes
 
+KL_PERIOD = 10  # steps
+
 
 class RewardShapingConfig(Section):
     enabled: bool = Field(default=False, description="Changes rewards of answers that are long or cut off.")
@@ -219,8 +221,23 @@ class GrpoRunConfig(RunConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """For a KL penalty. Recorded answers come without a behaviour policy: the starting policy stands in for it."""
+        """For a KL penalty, or to estimate the KL. Recorded answers come without a behaviour policy: the starting policy
+        stands in for it."""
+        return self._scores_with_reference or self.kl_period > 0
+
+    @property
+    def _scores_with_reference(self) -> bool:
+        """In every step."""
         return self.loss_fn.reference_policy_kl_penalty != 0 or self.uses_recorded_answers
+
+    @property
+    def kl_period(self) -> int:
+        """Steps between estimates of a KL that is not in the loss; 0: none. With adapters the starting policy is there anyway."""
+        if self.loss_fn.reference_policy_kl_penalty != 0:
+            return 0
+        if self.doctor.kl_period != "auto":
+            return self.doctor.kl_period
+        return KL_PERIOD if self.policy.dtensor_cfg.lora_cfg.enabled else 0
 
     def step_sizes(self) -> StepSizes:
         grpo = self.grpo
@@ -232,7 +249,7 @@ class GrpoRunConfig(RunConfig):
             num_answers_per_row=grpo.num_generations_per_prompt,
             num_sampled_per_row=grpo.num_fresh_per_prompt if recorded else grpo.num_generations_per_prompt,
             num_updates=num_updates,
-            num_scorings=int(self.needs_reference) + int(num_updates > 1 or checks_policy),
+            num_scorings=int(self._scores_with_reference) + int(num_updates > 1 or checks_policy),
             may_sample_again=grpo.use_dynamic_sampling,
             max_turns=grpo.max_rollout_turns,
         )

@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from posttrain.config.aliases import expand_aliases
 from posttrain.config.aligner_keys import SECTIONS as ALIGNER_SECTIONS
 from posttrain.config.aligner_names import translate
 from posttrain.config.base import Section
@@ -145,6 +146,7 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     """The config of a run: built-in defaults, then the file at `path`, then `overrides`. Raises ConfigError."""
     known = _known_kind(kind)
     warnings: list[str] = []
+    overrides = expand_aliases(known, overrides)
     own = _read_file(known, FilePath(path), warnings) if path is not None else Tree()
     if known == "dpo":
         overrides = _with_aligner_names(own, overrides, warnings)

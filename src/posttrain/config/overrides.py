@@ -45,9 +45,10 @@ def parse_override(text: str) -> Override:
     key = key.strip()
     deletes = sign == "~"
     if not _KEY.fullmatch(key) or (equals is None and not deletes):
+        hint = f"; a config file is given with --config {text}" if text.endswith((".yaml", ".yml")) else ""
         raise ConfigError(
             f"command line: {redact_argument(text)!r} is not an override; write key=value (e.g. policy.precision=float32), or "
-            "~key to remove"
+            f"~key to remove{hint}"
         )
     try:
         value = _parse(raw) if equals else None

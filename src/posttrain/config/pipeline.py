@@ -76,6 +76,10 @@ class TrainSection(Section):
         default="newest",
         description="Which checkpoint goes on: the newest, or the best by checkpointing.metric_name.",
     )
+    on_doctor_error: Literal["continue", "stop"] = Field(
+        default="continue",
+        description="What an error that the doctor found in the training does: it is recorded, or the pipeline stops.",
+    )
 
 
 class ConvertSection(Section):

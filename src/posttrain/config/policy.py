@@ -45,6 +45,18 @@ class DtensorConfig(Section):
         default=False,
         description="Recomputes activations in the backward pass: less memory, about a third more time; auto: where it has to.",
     )
+    tensor_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Ranks that share each layer, in training and in sampling; all on one machine.",
+    )
+    context_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Ranks that share each row of tokens in training; each then needs less memory for activations.",
+    )
+    dp_replicate_size: PositiveInt | None = Field(
+        default=None,
+        description="Groups of ranks with a whole model each, between which only gradients travel; null is one.",
+    )
     lora_cfg: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
 
 

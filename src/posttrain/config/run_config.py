@@ -11,6 +11,7 @@ from pydantic import Field
 from posttrain.config.base import Section
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.config.data import DataConfig, EnvironmentConfig
+from posttrain.config.doctor import DoctorConfig
 from posttrain.config.logger_and_cluster import ClusterConfig, LoggerConfig
 from posttrain.config.policy import PolicyConfig
 
@@ -60,6 +61,7 @@ class RunConfig(Section):
     env: dict[str, EnvironmentConfig] = Field(default_factory=dict, description="Judges of answers, by name.")
     checkpointing: CheckpointingConfig = Field(description="What is saved, and when.")
     logger: LoggerConfig = Field(default_factory=LoggerConfig, description="Where metrics go.")
+    doctor: DoctorConfig = Field(default_factory=DoctorConfig, description="Problems found while the run goes on.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
 
     @property

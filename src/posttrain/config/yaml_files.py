@@ -18,6 +18,7 @@ import yaml
 from posttrain.config.base import MAX_INTEGER
 from posttrain.config.errors import ConfigError
 from posttrain.config.tree import Path, Tree, overlay
+from posttrain.errors import near_path
 from posttrain.json_files import read_at_most
 
 MAX_DEPTH = 64
@@ -231,7 +232,7 @@ def read_document(path: FilePath, label: str) -> Tree:
     try:
         content = read_at_most(path, MAX_FILE_BYTES).decode("utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(f"{label}: no such config file") from error
+        raise ConfigError(f"{label}: no such config file{near_path(path)}") from error
     except OSError as error:
         raise ConfigError(f"{label}: cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -262,14 +262,17 @@ class ChatFormat:
             return self._opening + "".join(message["content"] for message in messages)
         import jinja2
 
+        from posttrain.data.template_limits import limited_templates
+
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                chat_template=self.template,
-                add_generation_prompt=opens_answer,
-                tokenize=False,
-                **self.kwargs,
-            )
+            with limited_templates():
+                text = self.tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    chat_template=self.template,
+                    add_generation_prompt=opens_answer,
+                    tokenize=False,
+                    **self.kwargs,
+                )
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
         except (jinja2.TemplateError, *_ERRORS_IN_TEMPLATES) as error:

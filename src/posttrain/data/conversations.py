@@ -19,6 +19,15 @@ def is_conversation(value: Any) -> bool:
     )
 
 
+def _text_of(part: Mapping[str, Any], row: Row, place: str, key: str) -> str:
+    kind = part.get("type") or ("text" if "text" in part else None)
+    if kind != "text":
+        raise DataError(
+            f"{row.where}: {place} has a part of type {kind!r}; only text is read, {{type: text, text: ...}}"
+        )
+    return as_text(part.get("text", ""), row, key)
+
+
 def as_messages(value: Any, row: Row, key: str) -> list[Message]:
     """A list of messages, each with a role and a text. Other keys of a message are left for the chat template."""
     if not is_conversation(value) or not value:
@@ -29,7 +38,7 @@ def as_messages(value: Any, row: Row, key: str) -> list[Message]:
         if content is None and (turn.get("tool_calls") or turn.get("function_call")):
             content = ""
         elif is_conversation(content):  # [{"type": "text", "text": ...}]
-            content = "".join(as_text(part.get("text", ""), row, key) for part in content)
+            content = "".join(_text_of(part, row, f"message {position} of {key!r}", key) for part in content)
         if not isinstance(turn.get("role"), str) or not isinstance(content, str):
             raise DataError(
                 f"{row.where}: message {position} of {key!r} needs the texts 'role' and 'content', found {shown(turn)}"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.errors import DataError
 from posttrain.data.readers import Outcome, Read
 from posttrain.data.shuffling import keyed_order
+from posttrain.errors import reason_of
 from posttrain.json_files import parse_json
 from posttrain.types import Pair
 
@@ -36,6 +37,7 @@ METADATA_KEY = b"posttrain"
 ENDING = ".parquet"
 TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 PAIRS_PER_ROW_GROUP = 4096
+_REMEDY = "make one with `posttrain data pack`"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,18 @@ class PackedHeader:
         values = parse_json(text)
         if values.pop("format", None) != FORMAT or values.pop("version", None) != VERSION:
             raise ValueError("it is of another format or version")
-        return cls(**{**values, "statistics": PackingStatistics(**values["statistics"])})
+        header = cls(**{**values, "statistics": PackingStatistics(**values["statistics"])})
+        counts = {
+            "num_packs": header.num_packs,
+            "num_pairs": header.num_pairs,
+            "pack_size": header.statistics.pack_size,
+            **{f"dropped[{reason!r}]": count for reason, count in header.dropped.items()},
+        }
+        for name, count in counts.items():
+            least = 0 if name.startswith("dropped") else 1
+            if type(count) is not int or not least <= count < 2**31:
+                raise ValueError(f"{name} is {count!r:.80}; a whole number from {least} to {2**31 - 1} is needed")
+        return header
 
 
 @dataclass(frozen=True)
@@ -122,16 +135,21 @@ def write_packed(
     return header
 
 
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    tokens = pa.list_(pa.int32())
+    return pa.schema(
+        [("pack", pa.int32()), ("id", pa.string()), *((name, tokens) for name in TOKEN_COLUMNS)]
+        + [("chosen_reward", pa.float64()), ("rejected_reward", pa.float64())]
+    )
+
+
 def _write(path: Path, header: PackedHeader, pairs: Pairs, packs: Sequence[Sequence[int]]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    tokens = pa.list_(pa.int32())
-    schema = pa.schema(
-        [("pack", pa.int32()), ("id", pa.string()), *((name, tokens) for name in TOKEN_COLUMNS)]
-        + [("chosen_reward", pa.float64()), ("rejected_reward", pa.float64())],
-        metadata={METADATA_KEY: header.to_json().encode()},
-    )
+    schema = _schema().with_metadata({METADATA_KEY: header.to_json().encode()})
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +175,7 @@ class PackedFile:
 
     path: str
     header: PackedHeader
+    num_tokens: int  # of the vocabulary
 
     @classmethod
     def open(cls, path: str, chat: ChatFormat) -> PackedFile:
@@ -168,18 +187,56 @@ class PackedFile:
                     f"{path}: its tokens were made with {named} than this run's (policy.tokenizer); "
                     "pack the pairs again with this one, or train with the rows they were made of"
                 )
-        return cls(path, header)
+        return cls(path, header, 1 + max(chat.tokenizer.get_vocab().values()))
 
     def outcomes(self, name: str, max_total_tokens: int, first_pack: int) -> Iterator[Outcome[Pair]]:
         """The pairs in the order of the file, their packs numbered from `first_pack`."""
+        import pyarrow
         from pyarrow import parquet
 
         # What was left out when the file was made is not in it; the run still reports how many there were.
         for reason, count in self.header.dropped.items():
             yield from [reason] * count
-        with parquet.ParquetFile(Path(self.path).expanduser()) as file:
-            for batch in file.iter_batches(batch_size=PAIRS_PER_ROW_GROUP):
-                yield from _pairs_of(batch, max_total_tokens, first_pack)
+        row, pack = 0, 0
+        try:
+            with parquet.ParquetFile(Path(self.path).expanduser()) as file:
+                for batch in file.iter_batches(batch_size=PAIRS_PER_ROW_GROUP):
+                    self._check(batch, row, pack)
+                    yield from _pairs_of(batch, max_total_tokens, first_pack)
+                    row, pack = row + batch.num_rows, batch.column("pack")[-1].as_py()
+        except (pyarrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # of the disk; those of Arrow have none
+                raise
+            raise DataError(f"{self.path}: cannot be read as Parquet ({reason_of(error)}); {_REMEDY}") from error
+        if (row, pack + 1) != (self.header.num_pairs, self.header.num_packs):
+            raise DataError(
+                f"{self.path}: {row} pairs in {pack + 1} packs, and its header says {self.header.num_pairs} in "
+                f"{self.header.num_packs}; {_REMEDY}"
+            )
+
+    def _check(self, batch: pa.RecordBatch, before: int, pack: int) -> None:
+        """DataError for a row that `write_packed` would not have written. `before`: the rows before the batch."""
+
+        def refuse(index: int, problem: str) -> NoReturn:
+            raise DataError(f"{self.path}, row {before + index + 1}: {problem}; {_REMEDY}")
+
+        for name in (*TOKEN_COLUMNS, "pack", "id"):
+            column = batch.column(name)
+            if column.null_count:
+                refuse(column.is_null().index(True).as_py(), f"{name} is null")
+        for name in TOKEN_COLUMNS:
+            column = batch.column(name)
+            tokens, ends = column.flatten().fill_null(-1).to_numpy(), np.cumsum(column.value_lengths().to_numpy())
+            if (empty := np.flatnonzero(np.diff(ends, prepend=0) == 0)).size:
+                refuse(int(empty[0]), f"{name} is empty")
+            if (wrong := np.flatnonzero((tokens < 0) | (tokens >= self.num_tokens))).size:
+                index = int(np.searchsorted(ends, wrong[0], side="right"))
+                limits = f"the tokenizer has tokens from 0 to {self.num_tokens - 1}"
+                refuse(index, f"{name} has the token {tokens[wrong[0]]}; {limits}")
+        for index, number in enumerate(batch.column("pack").to_pylist()):
+            if number not in (pack, pack + 1) or (before + index == 0 and number != 0):
+                refuse(index, f"pack is {number} after {pack}; packs are numbered from 0 and stand one after another")
+            pack = number
 
 
 def _pairs_of(batch: pa.RecordBatch, max_total_tokens: int, first_pack: int) -> Iterator[Outcome[Pair]]:
@@ -215,14 +272,18 @@ def read_header(path: str) -> PackedHeader:
     import pyarrow
     from pyarrow import parquet
 
-    remedy = "make one with `posttrain data pack`"
     file = Path(path).expanduser()
     if not file.is_file():
-        raise DataError(f"file of packed pairs not found: {path}; {remedy}")
+        raise DataError(f"file of packed pairs not found: {path}; {_REMEDY}")
     try:
-        metadata = parquet.read_schema(file).metadata or {}
+        schema = parquet.read_schema(file)
+        metadata = schema.metadata or {}
         if METADATA_KEY not in metadata:
             raise ValueError("it has no header of posttrain")
+        for column in _schema():
+            if column.name not in schema.names or schema.field(column.name).type != column.type:
+                found = schema.field(column.name).type if column.name in schema.names else "missing"
+                raise ValueError(f"its column {column.name} is {found}; {column.type} is needed")
         return PackedHeader.from_json(metadata[METADATA_KEY].decode())
-    except (pyarrow.ArrowException, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: not a file of packed pairs ({error}); {remedy}") from error
+    except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{path}: not a file of packed pairs ({reason_of(error)}); {_REMEDY}") from error

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import fsspec  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from posttrain.data.errors import DataError, nearest
 from posttrain.errors import reason_of
@@ -27,6 +29,8 @@ from posttrain.hub_requests import ask_hub
 from posttrain.json_files import JsonMapping, parse_json
 
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
+MAX_LINE_BYTES = 256 << 20
+MAX_JSON_BYTES = 4 << 30  # of a file that holds one list
 SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -86,6 +90,11 @@ def read_local(
         raise DataError(
             f"{path}: split {split!r}: a slice works for hub datasets only; write the rows to a file of their own"
         )
+    with explained(path):
+        yield from _read_local(path, split, subset, default_split)
+
+
+def _read_local(path: str, split: str | None, subset: str | None, default_split: str) -> Iterator[Row]:
     filesystem, root = filesystem_of(path)
     if any(character in root for character in "*?"):
         files = sorted(str(file) for file in filesystem.glob(root) if str(file).endswith(FORMATS))
@@ -122,9 +131,11 @@ def read_file(filesystem: Any, location: str, file: str, file_format: str | None
     if ending not in readers:
         raise DataError(f"{file}: files of this kind are not read; expected one of {', '.join(FORMATS)}")
     empty = True
+    require_regular(filesystem, location, file)
     try:
         with filesystem.open(location, "rb") as raw:
-            stream: Any = gzip.GzipFile(fileobj=raw) if file.endswith(".gz") else raw
+            # Files of some hosts have no `readline` with a limit.
+            stream: Any = gzip.GzipFile(fileobj=raw) if file.endswith(".gz") else io.BufferedReader(raw)
             for number, values in readers[ending](stream, file):
                 if not isinstance(values, Mapping):
                     raise DataError(f"{file}:{number}: expected an object with keys, found {type(values).__name__}")
@@ -134,6 +145,8 @@ def read_file(filesystem: Any, location: str, file: str, file_format: str | None
         raise DataError(f"{file}: broken gzip file ({error}); fetch or write it again") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except csv.Error as error:
+        raise DataError(f"{file}: not a readable CSV file ({error})") from error
     except PermissionError as error:
         raise DataError(f"{file}: may not be read ({error})") from error
     if empty:
@@ -189,6 +202,30 @@ def _offline() -> Iterator[None]:
     finally:
         for module, value in before:
             module.HF_HUB_OFFLINE = value
+
+
+def is_elsewhere(path: str) -> bool:
+    """Whether another host, an archive or the address itself holds the data: `https://…`, `zip://…::…`, `data:…`."""
+    return re.match(r"[A-Za-z][\w+.-]*:", path) is not None and not path.startswith("file:")
+
+
+@contextmanager
+def explained(path: str) -> Iterator[None]:
+    """What goes wrong with another host than this one becomes an error that names the path, whatever library raised it."""
+    try:
+        yield
+    except (DataError, GeneratorExit):
+        raise
+    except Exception as error:
+        if not is_elsewhere(path):
+            raise
+        raise DataError(f"{path}: cannot be read ({type(error).__name__}: {reason_of(error)})") from error
+
+
+def require_regular(filesystem: Any, location: str, shown: str) -> None:
+    """A pipe would be waited for, and a device has no end. What cannot be found is left to the caller."""
+    if isinstance(filesystem, LocalFileSystem) and os.path.exists(location) and not os.path.isfile(location):
+        raise DataError(f"{shown}: not a regular file; a pipe or a device cannot be read as data")
 
 
 def filesystem_of(path: str) -> tuple[Any, str]:
@@ -252,15 +289,31 @@ def _saved_to_disk(root: str, split: str) -> Iterator[Row]:
 
 def _json_lines(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
     # Lines end at line feeds only: text may hold U+2028 and its like, which str.splitlines would cut at.
-    for number, line in enumerate(stream, start=1):
+    for number, line in enumerate(_lines(stream, file), start=1):
         text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         if text:
             yield number, _parse(text, f"{file}:{number}")
 
 
+def _lines(stream: Any, file: str) -> Iterator[Any]:
+    """Bytes or text by lines, none of them longer than the limit: a packed file may unpack to one without end."""
+    number = 0
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(f"{file}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB, the most that is read")
+        yield line
+
+
 def _json(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
     """A list of objects; also one object a line, which many people save under this ending."""
-    content = stream.read()
+    content = bytearray()
+    while chunk := stream.read(1 << 20):  # a larger piece would take its memory whatever the file has
+        content += chunk
+        if len(content) > MAX_JSON_BYTES:
+            raise DataError(
+                f"{file}: more than {MAX_JSON_BYTES >> 30} GiB of JSON in one; write one object a line (.jsonl)"
+            )
     if not content.strip():
         return
     if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
@@ -271,16 +324,30 @@ def _json(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return parse_json(text)
+        value = parse_json(text)
+        if "\\ud" in text or "\\uD" in text:
+            _refuse_half_pairs(value, where)
+        return value
+    except DataError:
+        raise
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
     except ValueError as error:
         raise DataError(f"{where}: broken JSON: {error}") from error
 
 
+def _refuse_half_pairs(value: Any, where: str) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 30) : error.end + 30]
+        raise DataError(f"{where}: a text is not valid Unicode: half of a surrogate pair in {near!r}") from error
+
+
 def _csv(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(1 << 30)
-    reader = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.DictReader(_lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file))
     for values in reader:
         if None in values:
             raise DataError(f"{file}:{reader.line_num}: more cells than the heading has columns")
@@ -298,5 +365,7 @@ def _parquet(stream: IO[bytes], file: str) -> Iterator[tuple[int, Any]]:
             for values in batch.to_pylist():
                 number += 1
                 yield number, values
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{file}: not a readable parquet file ({error})") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; those of Arrow have none
+            raise
+        raise DataError(f"{file}: not a readable parquet file ({reason_of(error)})") from error

@@ -16,6 +16,7 @@ from posttrain.demo.arithmetic import SHARE_RIGHT, build_model, write_data
 from posttrain.errors import FolderHeld, InputError
 from posttrain.json_files import JsonObject
 from posttrain.locks import LockHeld, locked
+from posttrain.reporting.examination import errors_of_model
 
 SFT_STEPS = 500
 GRPO_STEPS = 100
@@ -171,7 +172,16 @@ def _summarise(run: Path, seconds: float) -> None:
             answers = "  ".join(f"{_shown(c['text'])}{'✓' if c['reward'] else '✗'}" for c in group["completions"])
             print(f"  {when:10}  {_question(group['prompt'])}   {answers}")
     print(f"\nAccuracy on problems it has never seen: {accuracy[0]:.1%} before GRPO, {accuracy[-1]:.1%} after.")
-    print(f"All of it took {seconds / 60:.1f} minutes. The curves and the samples: {run / 'report.html'}")
+    errors = errors_of_model(str(run))
+    print(f"Doctor: {'; '.join(error.line for error in errors) if errors else 'no error found'}.")
+    print(f"All of it took {seconds / 60:.1f} minutes. What to type next:")
+    for command, what in (
+        (f"posttrain doctor {run}", "what is unusual about the run, and which setting would change it"),
+        (f"posttrain chat {run}", 'ask the model a sum, e.g. "12 + 30 = ?"'),
+        (f"posttrain convert {run} --to my-model", "the model as a Hugging Face folder"),
+    ):
+        print(f"  {command:<{len(str(run)) + 34}}{what}")
+    print(f"The curves and the samples: {run / 'report.html'}")
 
 
 def _groups(path: Path) -> list[JsonObject]:

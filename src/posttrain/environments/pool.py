@@ -170,13 +170,13 @@ class ScoringPool:
 
     def _show(self, text: str) -> None:
         """Pass on what reward functions print, until it is too much."""
-        for line in text.splitlines():
+        for line in redact(text).splitlines():  # before it is cut: a key may have several lines
             if self._shown_lines > _MAX_SHOWN_LINES:
                 return
             self._shown_lines += 1
             if self._shown_lines > _MAX_SHOWN_LINES:
                 line = "(further output is not shown)"
-            print(f"[{self.settings.path}] {redact(line)[:500]}", file=sys.stderr)
+            print(f"[{self.settings.path}] {line[:500]}", file=sys.stderr)
 
 
 class _Batch:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from posttrain.config.tree import dotted, leaves
 from posttrain.evaluation.identity import differences, judge_settings
 from posttrain.evaluation.results import IDENTITY_FILE, Evaluation, EvaluationError
-from posttrain.json_files import parse_json
+from posttrain.json_files import read_json
 
 Difference = tuple[str, object, object]  # what, in the first, in the second
 
@@ -111,7 +111,4 @@ def _identity(evaluation: Evaluation) -> dict[str, object]:
     file = evaluation.folder / IDENTITY_FILE
     if not file.exists():
         return {}
-    try:
-        return dict(parse_json(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise EvaluationError(f"{file}: not a JSON object ({error})") from None
+    return read_json(file, EvaluationError)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.checkpointing.durable import make_folder, write_text
-from posttrain.errors import FolderHeld
+from posttrain.errors import FolderHeld, place_and_reason
 from posttrain.evaluation.results import (
     CONFIG_FILE,
     IDENTITY_FILE,
@@ -27,7 +27,7 @@ from posttrain.evaluation.results import (
     read_problems,
     summary_text,
 )
-from posttrain.json_files import parse_json
+from posttrain.json_files import read_json
 from posttrain.locks import LockHeld, locked
 from posttrain.redaction import redact_values, without_credentials
 
@@ -58,7 +58,7 @@ class EvaluationFolder:
             ) from None
         except OSError as error:
             raise EvaluationError(
-                f"eval.save_path: {path} cannot be written ({error.strerror or error}); choose another folder"
+                f"eval.save_path: {path} cannot be written ({place_and_reason(error)}); choose another folder"
             ) from error
         folder = cls(path, _plain(identity), _lock=lock)
         try:
@@ -79,10 +79,7 @@ class EvaluationFolder:
                 )
             write_text(file, json.dumps(self.identity, indent=2) + "\n")
             return
-        try:
-            before = without_credentials(dict(parse_json(file.read_bytes())))
-        except (ValueError, TypeError) as error:
-            raise EvaluationError(f"{file}: not a JSON object ({error})") from None
+        before = without_credentials(read_json(file, EvaluationError))
         differing = [key for key in {**before, **self.identity} if before.get(key) != self.identity.get(key)]
         if not differing:
             return

@@ -7,10 +7,13 @@ the same answers as an uninterrupted one.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+from posttrain.checkpointing import Interruption
+from posttrain.errors import Terminated
 from posttrain.evaluation.answers import AnswerReader
 from posttrain.evaluation.folder import EvaluationFolder
 from posttrain.evaluation.problems import ProblemSet
@@ -18,6 +21,8 @@ from posttrain.evaluation.results import ProblemResult, SampleResult
 from posttrain.evaluation.server import ServedCompletion
 from posttrain.roles import RolloutSource
 from posttrain.types import Completion, Group, Rollout, Task
+
+_STOPPING = frozenset({signal.SIGTERM, signal.SIGHUP})
 
 
 def unfinished_batches(tasks: Sequence[Task], size: int, finished: Container[str]) -> list[Sequence[Task]]:
@@ -45,14 +50,17 @@ class EvaluationRunner:
     folder: EvaluationFolder
 
     def run(self, batch_sizes: Sequence[int]) -> None:
-        """Take and save batch after batch."""
-        for size in batch_sizes:
-            began = time.perf_counter()
-            taken = self.source.take(size, step=0)
-            results = [self._result(group) for group in taken.groups]
-            counts = [sample.num_tokens or 0 for result in results for sample in result.samples]
-            timing = {"generation_s": taken.timings_s["generation"], "wall_s": time.perf_counter() - began}
-            self.folder.append(results, {**timing, "num_tokens": float(sum(counts))})
+        """Take and save batch after batch. After SIGTERM or SIGHUP: Terminated when the batch under way is saved."""
+        with Interruption(_STOPPING, "stopping when the batch under way is saved") as interruption:
+            for num_left, size in zip(reversed(range(len(batch_sizes))), batch_sizes, strict=True):
+                began = time.perf_counter()
+                taken = self.source.take(size, step=0)
+                results = [self._result(group) for group in taken.groups]
+                counts = [sample.num_tokens or 0 for result in results for sample in result.samples]
+                timing = {"generation_s": taken.timings_s["generation"], "wall_s": time.perf_counter() - began}
+                self.folder.append(results, {**timing, "num_tokens": float(sum(counts))})
+                if interruption.signal is not None and num_left:
+                    raise Terminated(interruption.signal, saved=True)
 
     def _result(self, group: Group) -> ProblemResult:
         problem = self.problem_set.problems[group.task.draw]

@@ -22,6 +22,8 @@ from posttrain.export.weight_names import WeightShapes, config_file_of, is_lora,
 from posttrain.export.weight_sources import RenamedSource, WeightSource, open_weights
 from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.accepted_names import TOKENIZER, adapter_base, check_model_folder, find_checkpoint
+from posttrain.models.config_file import problem_in
+from posttrain.models.folder_files import refuse_links_outside, refuse_pipes
 from posttrain.models.hub import looks_like_hub_name, why_unavailable
 from posttrain.models.loading import explain_config_error
 
@@ -186,6 +188,9 @@ def open_input(text: str, *, config: Path | None = None, base: str | None = None
     if checkpoint_weights is None:
         _check_holds_model(path)
     folder = path if checkpoint_weights is None else _weights_folder(checkpoint_weights)
+    for read in (folder, checkpoint or folder):
+        refuse_pipes(read)
+        refuse_links_outside(read)
     if base is not None:
         _check_base(base)
     config_file = config
@@ -285,13 +290,16 @@ def read_run_config(path: Path) -> JsonObject:
 
 def read_model_config(place: str, overrides: JsonMapping, named: str) -> PretrainedConfig:
     """The config of the model in the folder `place`, or of that name on the hub. `named` is its name in messages."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     if (reason := why_unavailable(place)) is not None:
         raise ConversionError(
             f"the config of {named} cannot be read: {reason}. A base model that has moved is named with --base"
         )
     try:
+        content, _ = PretrainedConfig.get_config_dict(place)
+        if (problem := problem_in({**content, **overrides})) is not None:
+            raise ValueError(problem)
         # The overrides come from the config of a checkpoint, which may not decide that its own code runs.
         config = AutoConfig.from_pretrained(place, **{**overrides, "trust_remote_code": False})
     except Exception as error:  # a value of the wrong type may raise anything

@@ -19,7 +19,22 @@ from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.models.hub import looks_like_hub_name
 from posttrain.recipes import KINDS
 from posttrain.redaction import without_credentials
+from posttrain.reporting.examination import errors_of_model
+from posttrain.reporting.results import shown_name
 from posttrain.reporting.run_files import METRICS_FILE, read_rows
+
+EVALUATED = (
+    "validation/accuracy",
+    "validation/reward",
+    "validation/loss",
+    "validation/mean_generation_length",
+    "validation/truncation_rate",
+)
+TRAINING = tuple(
+    f"train/{name}"
+    for name in ("reward", "accuracy", "loss", "kl_penalty", "kl_to_start", "approx_entropy", "mean_generation_length",
+                 "truncation_rate", "rewards_margin_mean", "grad_norm", "lr")
+)  # fmt: skip
 
 
 def lineage(source: ConversionInput, shown_as: str, *, merged: bool, verification: Verification | None) -> JsonObject:
@@ -103,8 +118,10 @@ def model_card(source: ConversionInput, facts: JsonMapping, *, name: str) -> str
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {name}",
         _introduction(facts),
+        _usage_section(facts, name, scores_answers=_scores_answers(source.run_config)),
         _data_section(facts["data"]),
-        _metrics_section(facts["metrics"], facts["step"]),
+        _evaluation_section(source, facts),
+        _training_section(facts["metrics"]),
         _lineage_section(facts),
         _config_section(source.run_config),
     ]
@@ -130,12 +147,75 @@ def _data_section(data: list[JsonObject]) -> str:
     return "## Data\n\n" + "\n".join(lines)
 
 
-def _metrics_section(metrics: Mapping[str, float], step: int | None) -> str:
-    if not metrics:
+def _usage_section(facts: JsonMapping, name: str, *, scores_answers: bool) -> str:
+    """A few lines of Python that load the folder and use it."""
+    base = facts["base_model"]
+    if scores_answers:
+        lines = [
+            "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
+            f'model = AutoModelForSequenceClassification.from_pretrained("{name}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+            'chat = [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]',
+            'inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)',
+            "print(model(**inputs).logits[0, 0].item())  # the reward of the answer",
+        ]
+    else:
+        load = (
+            [
+                "from peft import AutoPeftModelForCausalLM",
+                "from transformers import AutoTokenizer",
+                f'model = AutoPeftModelForCausalLM.from_pretrained("{name}")'
+                + (f"  # on top of {base}" if base else ""),
+            ]
+            if facts["lora"] == "adapter"
+            else [
+                "from transformers import AutoModelForCausalLM, AutoTokenizer",
+                f'model = AutoModelForCausalLM.from_pretrained("{name}")',
+            ]
+        )
+        lines = [
+            *load,
+            f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+            'chat = [{"role": "user", "content": "…"}]',
+            'inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
+            'answer = model.generate(**inputs, max_new_tokens=256)[0, inputs["input_ids"].shape[1]:]',
+            "print(tokenizer.decode(answer, skip_special_tokens=True))",
+        ]
+    return "## Usage\n\n```python\n" + "\n".join(lines) + f"\n```\n\nOr in a terminal: `posttrain chat {name}`."
+
+
+def _evaluation_section(source: ConversionInput, facts: JsonMapping) -> str:
+    """The validation of the run: before training, where it was measured, and at the checkpoint; and the doctor's verdict."""
+    if source.checkpoint is None or facts["step"] is None:
         return ""
-    rows = [f"| `{name}` | {value:.6g} |" for name, value in sorted(metrics.items())]
-    where = f"At step {step}; validation is the newest one up to it." if step is not None else ""
-    return f"## Metrics\n\n{where}\n\n| metric | value |\n|---|---|\n" + "\n".join(rows)
+    rows = [row for row in read_rows(_metrics_file(source)) if row["step"] <= facts["step"]]
+    measured = [row for row in rows if any(key.startswith("validation/") for key in row)]
+    lines = []
+    for key in EVALUATED:
+        with_key = [row for row in measured if isinstance(row.get(key), int | float)]
+        if not with_key or (key == "validation/reward" and shown_name("validation/accuracy", measured) == key):
+            continue
+        first, last = with_key[0], with_key[-1]
+        before = f"{first[key]:.4g}" if first["step"] == 0 else ""
+        name = shown_name(key, measured).removeprefix("validation/").replace("_", " ")
+        lines.append(f"| {name} | {before} | {last[key]:.4g} | {last['step']} |")
+    errors = [error.line for error in errors_of_model(str(source.checkpoint))]
+    doctor = "".join(f"\n\nThe doctor found: {line}." for line in errors)
+    if not lines:
+        return f"## Evaluation\n\nNot measured on held-out data.{doctor}"
+    header = "On the held-out rows of the run:\n\n| | before training | then | step |\n|---|---|---|---|\n"
+    return "## Evaluation\n\n" + header + "\n".join(lines) + doctor
+
+
+def _training_section(metrics: Mapping[str, float]) -> str:
+    """The main metrics of training at the checkpoint's step; `conversion.json` has all of them."""
+    rows = [f"| `{name}` | {metrics[name]:.6g} |" for name in TRAINING if name in metrics]
+    if not rows:
+        return ""
+    return (
+        "## Training\n\nAt the last step; conversion.json has all metrics.\n\n| metric | value |\n|---|---|\n"
+        + "\n".join(rows)
+    )
 
 
 def _lineage_section(facts: JsonMapping) -> str:

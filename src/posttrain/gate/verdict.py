@@ -28,6 +28,7 @@ from posttrain.gate.rules import (
     sign_of_mean,
 )
 from posttrain.gate.statistics import MeanEstimate
+from posttrain.reporting.examination import errors_of_model
 
 Verdict = Literal["promote", "reject", "needs_more_samples"]
 Evaluations = Mapping[str, Evaluation]  # by the name that checks use
@@ -87,7 +88,7 @@ def judge(config: GateConfig, candidate: Evaluations, production: Evaluations | 
     if production is not None:
         compared = {name: check for name, check in config.checks.items() if check.compares}
         _refuse_missing(GateConfig.model_construct(checks=compared), production, "--production")
-    rules = [*_unscored_rules(config, candidate, production)]
+    rules = [*_unscored_rules(config, candidate, production), *_doctor_rules(config, candidate)]
     for name, check in config.checks.items():
         rules += _check_rules(name, check, config.gate, candidate, production)
     outcomes = {rule.outcome for rule in rules}
@@ -186,6 +187,33 @@ def _unscored_rules(
                 )
 
 
+def _doctor_rules(config: GateConfig, candidate: Evaluations) -> Iterator[BoundResult]:
+    """Errors in the training of the candidate, where its run is at hand."""
+    if config.gate.on_doctor_error != "reject":
+        return
+    for name, problems in _doctor_errors(candidate).items():
+        yield BoundResult(
+            check="doctor",
+            evaluation=name,
+            metric="errors in training",
+            demand="none (gate.on_doctor_error)",
+            outcome="fail",
+            reason="; ".join(problems),
+        )
+
+
+def _doctor_errors(candidate: Evaluations) -> dict[str, list[str]]:
+    """By evaluation; a run that several of them evaluate is named with the first."""
+    found: dict[str, list[str]] = {}
+    models: set[str] = set()
+    for name, evaluation in candidate.items():
+        model = evaluation.summary.model
+        if model not in models and (errors := errors_of_model(model)):
+            found[name] = [error.line for error in errors]
+        models.add(model)
+    return found
+
+
 def _refuse_missing(config: GateConfig, evaluations: Evaluations, option: str) -> None:
     for name, check in config.checks.items():
         if check.evaluation not in evaluations:
@@ -207,6 +235,9 @@ def _refuse_incomparable(ours: Evaluation, theirs: Evaluation, metric: str, wher
 def _notes(config: GateConfig, candidate: Evaluations, production: Evaluations | None) -> Iterator[str]:
     if config.gate.looks > 1:
         yield f"the error probability is shared among {config.gate.looks} looks"
+    if config.gate.on_doctor_error == "note":
+        for name, problems in _doctor_errors(candidate).items():
+            yield f"{name}: the doctor found in the candidate's training: {'; '.join(problems)}"
     for name, ours in candidate.items():
         if production is None or name not in production:
             continue

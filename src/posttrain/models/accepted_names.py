@@ -28,6 +28,7 @@ from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
 from posttrain.errors import InputError
 from posttrain.json_files import read_json
 from posttrain.models.config_file import why_unusable
+from posttrain.models.folder_files import refuse_pipes
 from posttrain.models.hub import looks_like_hub_name
 
 WEIGHTS = Path("policy/weights/model")
@@ -225,6 +226,7 @@ def files_of_index(index: Path) -> list[str]:
 
 def adapter_base(adapter: Path) -> str:
     """The base model that an adapter's config names, as something that can be loaded."""
+    refuse_pipes(adapter)
     path = adapter / "adapter_config.json"
     name = read_json(path, ModelReferenceError).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:

@@ -1,12 +1,17 @@
-"""Refuses a model's config.json with values that no model has, before a library builds billions of layers from them."""
+"""Refuses a model's config.json before a library acts on it: values that no model has, and names of code to fetch.
+
+Code that a model brings along (`auto_map`, `custom_generate`) is not run: `trust_remote_code` is false everywhere.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.json_files import JsonMapping, read_json
+from posttrain.models.folder_files import refuse_pipes
 
 # Positive whole numbers, and the most that is believed.
 _SIZES = {
@@ -20,15 +25,19 @@ _SIZES = {
     "max_position_embeddings": 2**40,
     "sliding_window": 2**40,
 }
+# Transformers fetches attention called `owner/name` from the hub and runs it, and kernels for some names of experts.
+_IMPLEMENTATIONS = re.compile(r"_?(?:attn|experts)_implementation(?:_internal)?")
+_OF_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
 
 
 def why_unusable(folder: Path) -> str | None:
     """What is wrong with the config.json in `folder`; None if nothing is, or there is none."""
     file = folder / "config.json"
-    if not file.exists():
-        return None
     try:
+        refuse_pipes(folder)
+        if not file.exists():
+            return None
         problem = problem_in(read_json(file))
     except InputError as error:
         return str(error)
@@ -44,6 +53,9 @@ def problem_in(config: JsonMapping) -> str | None:
     for key in ("dtype", "torch_dtype"):
         if (value := config.get(key)) is not None and value not in _DTYPES:
             return f"{key} is {value!r:.80}; one of {', '.join(_DTYPES)} is needed"
+    for key, value in config.items():
+        if _IMPLEMENTATIONS.fullmatch(key) and (code := _fetched_code(key, value)) is not None:
+            return f"{key} is {code!r:.80}, code that would be fetched from the hub and run; remove the key"
     layers = config.get("layer_types")
     if layers is not None and not (isinstance(layers, list) and all(isinstance(layer, str) for layer in layers)):
         return f"layer_types is {layers!r:.80}; a list of names is needed"
@@ -56,6 +68,14 @@ def problem_in(config: JsonMapping) -> str | None:
     if inner is None or isinstance(inner, dict):
         return None if inner is None else problem_in(inner)
     return f"text_config is {inner!r:.80}; a map is needed"
+
+
+def _fetched_code(key: str, value: Any) -> object:
+    if isinstance(value, dict):  # one for each part of the model
+        return next((code for inner in value.values() if (code := _fetched_code(key, inner)) is not None), None)
+    if value is None or (value in _OF_EXPERTS if "experts" in key else isinstance(value, str) and "/" not in value):
+        return None
+    return value
 
 
 def _is_count(value: Any) -> bool:

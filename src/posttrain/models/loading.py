@@ -6,6 +6,7 @@ impossible values, weights that do not fit it.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObjec
     """The model's config as a mapping, read without loading weights; SettingsError if there is none."""
     check_available(name, field)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = checked_config(name, field)
         _refuse_family(config, name, field)
         return config.to_dict()
     except SettingsError:
@@ -84,6 +85,14 @@ def check_model_exists(name: str, field: str = "policy.model_name") -> JsonObjec
         if not isinstance(error, OSError) and (Path(name) / "config.json").is_file():
             raise _bad_config(name, field, error) from error
         raise explain_missing(name, field, ValueError(reason_of(error))) from error
+
+
+def checked_config(name: str, field: str) -> PretrainedConfig:
+    """The config of a folder or of the hub. `check_available` has looked at that of a folder."""
+    content, _ = PretrainedConfig.get_config_dict(name)
+    if (problem := problem_in(content)) is not None:
+        raise SettingsError(f"{field}: config.json of {name!r}: {problem}")
+    return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
 def _refuse_family(config: PretrainedConfig, name: str, field: str) -> None:
@@ -121,7 +130,7 @@ def load_model(
     if overrides and (problem := problem_in(overrides)) is not None:
         raise SettingsError(f"policy.hf_config_overrides: {problem}")
     try:
-        _refuse_family(AutoConfig.from_pretrained(name, trust_remote_code=False), name, "policy.model_name")
+        _refuse_family(checked_config(name, "policy.model_name"), name, "policy.model_name")
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
@@ -133,6 +142,8 @@ def load_model(
         raise
     except OSError as error:
         raise explain_missing(name, "policy.model_name", error) from error
+    except pickle.UnpicklingError as error:
+        raise SettingsError(f"policy.model_name: {unsafe_pickle(Path(name))}") from error
     except ImportError as error:  # quantized weights need a package per format
         raise SettingsError(f"policy.model_name: {name!r} cannot be loaded here: {reason_of(error)}") from error
     except (TypeError, SafetensorError) as error:
@@ -143,6 +154,10 @@ def load_model(
     except CONFIG_ERRORS as error:
         raise _bad_config(name, "policy.model_name", error, overrides) from error
     except RuntimeError as error:
+        if "PytorchStreamReader" in str(error):
+            raise SettingsError(
+                f"policy.model_name: the weights in {name!r} are damaged: {reason_of(error)}"
+            ) from error
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise SettingsError(
@@ -163,6 +178,15 @@ def load_model(
         )
     model.config.use_cache = False
     return model.to(device)
+
+
+def unsafe_pickle(folder: Path) -> str:
+    """What is wrong with weights that torch refuses to load as tensors only."""
+    file = next(iter(sorted(folder.glob("*.bin"))), folder)
+    return (
+        f"{file} is damaged or holds more than tensors, which could run code; not loaded. Where you trust it, save the "
+        "weights as safetensors"
+    )
 
 
 def sampling_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from posttrain.config.policy import LoraConfig
 from posttrain.errors import reason_of
 from posttrain.models.accepted_names import ModelReferenceError, ResolvedModel
-from posttrain.models.loading import SettingsError, load_model
+from posttrain.models.loading import SettingsError, load_model, unsafe_pickle
 
 
 def add_lora(model: PreTrainedModel, lora: LoraConfig, seed: int, *, task_type: str = "CAUSAL_LM") -> nn.Module:
@@ -106,6 +107,8 @@ def add_adapter(model: nn.Module, adapter: Path, name: str = "default") -> nn.Mo
             )
     except SafetensorError as error:
         raise ModelReferenceError(f"{adapter / 'adapter_model.safetensors'} is damaged: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise ModelReferenceError(unsafe_pickle(adapter)) from error
     except (RuntimeError, ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
         reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # torch's first line is only a heading

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from posttrain.errors import InputError
 from posttrain.orchestration.workers import LocalWorker, WorkerGroup
+from posttrain.policy.parallel import Mesh
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,11 @@ class RankLayout:
     device: str = "auto"  # of the config: auto, cpu or cuda
     num_threads: int | None = None  # of each rank; None: its share of the node's cores
     is_process_group: bool = True  # False: ranks that know nothing of each other
+    mesh: Mesh | None = None  # how the ranks are arranged; None: data parallel
+
+    @property
+    def arrangement(self) -> Mesh:
+        return self.mesh or Mesh(dp=self.num_ranks)
 
     @property
     def num_ranks(self) -> int:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from logging import WARNING
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -20,7 +22,8 @@ from ray._private import services
 from ray._raylet import Config, GcsClient  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from posttrain.errors import InputError, reason_of
+from posttrain.checkpointing.stopping import StopAtOnce
+from posttrain.errors import InputError, Terminated, reason_of
 from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.workers import DEADLINE_VARIABLE, deadline_s
 
@@ -115,13 +118,23 @@ def token_source() -> str | None:
     return str(_TOKEN_FILE) if _TOKEN_FILE.expanduser().is_file() else None
 
 
+def _init(**options: Any) -> None:
+    """`ray.init`, which replaces the handler of SIGTERM by one that ends the process with exit code 15."""
+    try:
+        ray.init(logging_level=WARNING, **options)
+    except SystemExit as stopped:
+        raise Terminated(signal.SIGTERM) from stopped
+    finally:
+        StopAtOnce.install_again()
+
+
 def _join(address: str) -> None:
     if token_source() is not None:
         _use_token()
     try:
         if not address.startswith("ray://"):
             GcsClient(address=address)  # `ray.init` would repeat a refused call for 20 seconds
-        ray.init(address=address, logging_level=WARNING)
+        _init(address=address)
     except Exception as error:  # of a dozen classes, by what is wrong
         text = str(error)
         if "AuthToken" in text or "authentication" in text.lower():
@@ -171,12 +184,11 @@ def _start_private(layout: RankLayout) -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     _use_token()
     # Ranks share the cores even where there are fewer cores than ranks.
-    ray.init(
+    _init(
         address="local",
         num_cpus=max(num_ranks, os.cpu_count() or 1),
         num_gpus=num_gpus,
         include_dashboard=False,
-        logging_level=WARNING,
     )
 
 

@@ -27,7 +27,6 @@ from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.ray_cluster import Places
 from posttrain.orchestration.workers import gather
-from posttrain.policy.parallel import Mesh
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,7 +84,7 @@ class RayWorkers:
     in_process = False
 
     def __init__(self, build: Callable[[], object], layout: RankLayout, say: Callable[[str], None]) -> None:
-        self.mesh = Mesh(dp=layout.num_ranks)
+        self.mesh = layout.arrangement
         self.workers: list[RayWorker] = []
         self._places: Places | None = None
         self._leaves_ray = not ray.is_initialized()

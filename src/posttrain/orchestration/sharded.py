@@ -15,6 +15,7 @@ from posttrain.errors import InputError
 from posttrain.orchestration.rank import MicroBatches, Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all, deadline_s, gather
 from posttrain.policy.objectives.reduce import combine_metrics
+from posttrain.policy.parallel import Mesh
 from posttrain.roles import Objective, Progress, ShowProgress, no_progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch, UpdateReport
 
@@ -159,10 +160,14 @@ class ShardedTrainer:
 
 
 class ShardedEngine:
-    """Whole groups go to one data-parallel rank, so that a prompt is computed once. Results keep the order of the tasks."""
+    """Whole groups go to one data-parallel rank, so that a prompt is computed once. Results keep the order of the tasks.
 
-    def __init__(self, group: WorkerGroup) -> None:
+    Ranks that share layers get the same groups and draw the same tokens.
+    """
+
+    def __init__(self, group: WorkerGroup, mesh: Mesh | None = None) -> None:
         self.group = group
+        self.mesh = mesh or group.mesh.for_sampling
 
     def generate(
         self,
@@ -172,7 +177,7 @@ class ShardedEngine:
         key: NoiseKey,
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        mesh = self.group.mesh
+        mesh = self.mesh
         callback = progress if self.group.in_process else None  # it cannot be sent to another process
         results = gather(
             "generate",
@@ -199,7 +204,7 @@ class ShardedEngine:
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
         """Each data-parallel rank has its share of the groups and of the quota, and ends its round on its own."""
-        mesh = self.group.mesh
+        mesh = self.mesh
         own = None
         if quota is not None:
             assert quota.num_groups % mesh.dp == 0, "checked when the run was built"

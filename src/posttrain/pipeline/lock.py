@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from posttrain.checkpointing import durable
-from posttrain.errors import FolderHeld, InputError
+from posttrain.errors import FolderHeld, InputError, place_and_reason
 from posttrain.locks import Holder, LockHeld, locked
 
 LOCK_FILE = ".lock"
@@ -35,7 +35,7 @@ def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
                         "`posttrain pipeline status` shows its progress"
                     ) from None
             except OSError as error:
-                raise InputError(f"pipeline.folder: {home} cannot be written ({error.strerror or error})") from error
+                raise InputError(f"pipeline.folder: {home} cannot be written ({place_and_reason(error)})") from error
             if not said:
                 say("the run before was killed and its training is still saving; waiting for it")
                 said = True
@@ -45,4 +45,4 @@ def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
 
 def _has_ended(holder: Holder | None) -> bool:
     """Its training has the lock then."""
-    return holder is not None and holder.is_on_this_machine and not holder.is_alive
+    return holder is not None and holder.is_on_this_machine and holder.is_alive is False

@@ -98,6 +98,7 @@ GPUS: dict[str, Gpu] = {
         Gpu("h200", int(139.8 * GIB), _H200_TFLOPS * TERA, _H200_TBYTES * TERA, 50e9, is_measured=True),
         _by_data_sheet("h100", 79.1, 3.35, 50),
         _by_data_sheet("a100-80gb", 79.2, 2.04, 24),
+        _by_data_sheet("a100-40gb", 39.4, 1.555, 24),
         _by_data_sheet("b200", 178.3, 8.0, 50),
         _by_data_sheet("l40s", 44.4, 0.864, 24),
     )

@@ -130,6 +130,8 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
         lines.append("dynamic sampling is counted as one batch; how many it takes depends on the data")
     if found.settings.ranks > 1:
         lines.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
+    if config.policy.dtensor_cfg.tensor_parallel_size * config.policy.dtensor_cfg.context_parallel_size > 1:
+        lines.append("activations and decoding are counted as of ranks that share no layers and rows: upper bounds")
     if workload.num_scorings and step.caches_reference:
         lines.append("the reference is scored in every step; from the second epoch on it is looked up instead")
     beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import InputError
+from posttrain.policy.parallel import local_part
+from posttrain.policy.tensor_group import TensorGroup, group_of
 
 # Families whose `logits_scaling` is a divisor. HyperCLOVA X has a field of that name and multiplies.
 _DIVIDED_BY_LOGITS_SCALING = ("granite",)
@@ -31,6 +33,8 @@ class OutputHead:
     each time they are used, so that sharding may swap the parameters.
     """
 
+    is_vocabulary = True  # the module has a row for each token
+
     def __init__(self, model: nn.Module) -> None:
         base = without_adapter_wrapper(model)
         config: Any = base.config.get_text_config()
@@ -43,9 +47,14 @@ class OutputHead:
         self.factor = _factor(config)
 
     @property
+    def tensor_group(self) -> TensorGroup | None:
+        """The ranks that each have the rows of some tokens; None: this one has all rows."""
+        return group_of(self.module)
+
+    @property
     def weight(self) -> Tensor:
-        weight: Tensor = self.module.weight
-        return weight
+        """This rank's rows of the output projection."""
+        return local_part(self.module.weight)
 
     @property
     def vocab_size(self) -> int:
@@ -66,8 +75,9 @@ class OutputHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [..., vocabulary], as the model itself computes them; fp32 where that costs nothing."""
         if self.is_plain_linear:
-            return project(hidden, self.weight)
-        logits: Tensor = self.module(hidden.to(self.weight.dtype))
+            logits = project(hidden, self.weight)
+            return logits if self.tensor_group is None else self.tensor_group.beside(logits, self.vocab_size)
+        logits = self.module(hidden.to(self.weight.dtype))
         if self.factor != 1.0:
             logits = logits * self.factor
         if self.softcap is not None:
@@ -111,7 +121,7 @@ def project(hidden: Tensor, weight: Tensor) -> Tensor:
     Rounded to bf16, logits of 16 and more would come in steps of 1/8, which is most of what can separate the sampler's
     log-probabilities from the trainer's.
     """
-    if weight.dtype == torch.float32:
+    if weight.dtype not in (torch.bfloat16, torch.float16):
         return hidden @ weight.T
     hidden = hidden.to(weight.dtype)
     if weight.device.type == "cuda":

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.policy.fused.accumulate import add_product
 from posttrain.policy.head import OutputHead, project
 from posttrain.policy.packed import PackedRow
+from posttrain.policy.tensor_group import TensorGroup
 
 # One chunk of fp32 logits takes 128 MiB on a CPU. On a GPU 4 GiB: then those of 8,192 tokens of a vocabulary of 128,256 are
 # one chunk, which the backward pass need not compute again.
@@ -34,11 +35,22 @@ class TokenLogprobs(nn.Module):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, row: PackedRow, temperature: float) -> Tensor:
+        logprobs = self._own_logprobs(row, temperature)
+        return logprobs if row.share is None else row.share.gathered(logprobs)
+
+    def _own_logprobs(self, row: PackedRow, temperature: float) -> Tensor:
         hidden = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source)
         hidden = hidden.to(self.head.weight.dtype)
         chunk = self.chunk_tokens or max(16, _CHUNK_ELEMENTS[hidden.device.type] // self.head.vocab_size)
         if self.head.is_plain_linear:
-            logprobs = _LinearLogprobs.apply(hidden, self.head.weight, row.targets, 1.0 / temperature, chunk)
+            logprobs = _LinearLogprobs.apply(
+                hidden,
+                self.head.weight,
+                self._own_targets(row.targets),
+                1.0 / temperature,
+                chunk,
+                self.head.tensor_group,
+            )
             assert isinstance(logprobs, Tensor)
             return logprobs
         pieces = zip(hidden.split(chunk), row.targets.split(chunk), strict=True)
@@ -46,31 +58,41 @@ class TokenLogprobs(nn.Module):
             return torch.cat([checkpoint(self._chunk, h, t, temperature, use_reentrant=False) for h, t in pieces])
         return torch.cat([self._chunk(h, t, temperature) for h, t in pieces])
 
+    def _own_targets(self, targets: Tensor) -> Tensor:
+        """Which of this rank's rows of the output head a target is; -1 where another rank has it."""
+        if (group := self.head.tensor_group) is None:
+            return targets
+        own = targets - group.first_of(self.head.vocab_size)
+        return own.where((own >= 0) & (own < len(self.head.weight)), -1)
+
     def _chunk(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         return -F.cross_entropy(self.head.logits(hidden).float() / temperature, targets, reduction="none")
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """log_softmax(hidden @ weight.T * scale)[targets].
+    """log_softmax(hidden @ weight.T * scale)[targets]. The rows of the weight may be spread over a group of ranks: then a target
+    is one of this rank's, or -1.
 
     The backward pass computes each chunk of logits again; if there is only one, it was kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int, group: TensorGroup | None
+    ) -> Tensor:
         keeps_logits = any(ctx.needs_input_grad[:2]) and len(hidden) <= chunk
         pieces, normalisers = [], []
         ctx.logits = None
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
             logits = _logits(h, weight, scale)
-            normaliser, chosen = _row_logprobs(logits, t, scale)
+            normaliser, chosen = _row_logprobs(logits, t, scale, group)
             normalisers.append(normaliser)
             pieces.append(chosen)
             if keeps_logits:
                 ctx.logits = logits
             del logits  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, targets, torch.cat(normalisers))
-        ctx.scale, ctx.chunk = scale, chunk
+        ctx.scale, ctx.chunk, ctx.group = scale, chunk, group
         return torch.cat(pieces)
 
     @staticmethod
@@ -89,11 +111,15 @@ class _LinearLogprobs(torch.autograd.Function):
             del logits
             kept = None
             if grad_hidden is not None:
-                grad_hidden[part] = d_logits @ weight
+                grad_hidden[part] = _hidden_gradient(d_logits, weight, ctx.group)
             if needs_weight and not add_product([weight], d_logits.T, hidden[part]):
                 grad_weight = _add_product(grad_weight, d_logits.T, hidden[part], alone=len(hidden) <= ctx.chunk)
             del d_logits
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _hidden_gradient(d_logits: Tensor, weight: Tensor, group: TensorGroup | None) -> Tensor:
+    return d_logits @ weight if group is None else group.sum_in_place(project(d_logits, weight.T))
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, alone: bool) -> Tensor:
@@ -110,8 +136,18 @@ def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
     return logits if scale == 1.0 or _kernels(logits.device) is not None else logits.mul_(scale)
 
 
-def _row_logprobs(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp of each row of `_logits`, and the log-probability of its target."""
+def _row_logprobs(logits: Tensor, targets: Tensor, scale: float, group: TensorGroup | None) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of each row of `_logits`, and the log-probability of its target; over all columns of the group."""
+    if group is None:
+        return _own_logprobs(logits, targets, scale)
+    normalisers, chosen = _own_logprobs(logits, targets.clamp(min=0), scale)
+    chosen = (chosen + normalisers).where(targets >= 0, 0.0)
+    all_normalisers, all_chosen = group.stacked(torch.stack([normalisers, chosen])).unbind(1)
+    whole = all_normalisers.logsumexp(0)
+    return whole, all_chosen.sum(0) - whole
+
+
+def _own_logprobs(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     if (kernels := _kernels(logits.device)) is not None:
         return kernels.logprobs(logits, targets, scale)
     # On a CPU a few rows at a time, whose exponentials stay in the cache and out of memory.
@@ -126,9 +162,10 @@ def _logit_gradient(
     """d logprob / d logits = onehot(target) - softmax, times grad and scale. Without a kernel built over the logits."""
     if (kernels := _kernels(logits.device)) is not None:
         return kernels.logit_gradient(logits, targets, normalisers, grad, scale, dtype)
-    column = (grad.float() * scale)[:, None]
+    column = (grad.to(logits.dtype) * scale)[:, None]
     d_logits = logits.sub_(normalisers[:, None]).exp_().mul_(-column)
-    return d_logits.scatter_add_(1, targets[:, None], column).to(dtype)
+    own = targets.clamp(min=0)[:, None]
+    return d_logits.scatter_add_(1, own, column.where(targets[:, None] >= 0, 0.0)).to(dtype)
 
 
 def _kernels(device: torch.device) -> Any:

@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from posttrain.models.attention_interface import AttentionContext
 from posttrain.policy.attention import PackedAttention, Segment
 from posttrain.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """Which response tokens of a row this rank computes."""
+
+    own: Tensor
+    num_responses: int  # response tokens of all ranks
+    group: dist.ProcessGroup
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """One number for each response token, gathered over the ranks; this rank has the gradient of its own."""
+        return _Gathered.apply(values.new_zeros(self.num_responses).index_copy(0, self.own, values), self.group)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)  # each number is on one rank, and zero on the others
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
 
 
 @dataclass(frozen=True)
@@ -18,7 +46,8 @@ class PackedRow:
     source: Tensor  # [response tokens]: position in the row whose hidden state is read for the token
     targets: Tensor  # [response tokens]
     last: Tensor  # [responses]: which response token is the last of its response
-    attention: PackedAttention
+    attention: AttentionContext
+    share: RowShare | None = None  # of several ranks with a part of the row each; None: this rank has all of it
 
     @classmethod
     def build(cls, batch: TokenBatch, device: torch.device, *, reads_own_token: bool = False) -> PackedRow:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -23,20 +25,36 @@ T = TypeVar("T")
 class Mesh:
     """How the ranks are arranged: data parallel x context parallel x tensor parallel, `tp` varying fastest.
 
-    Ranks with the same `dp` index work on the same data.
+    Ranks with the same `dp` index work on the same data: those of `cp` on parts of each row, those of `tp` with parts of each
+    layer.
     """
 
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    replicas: int = 1  # parts of the ranks that each hold a whole model; between them only gradients travel
 
     @classmethod
-    def of_process_group(cls) -> Mesh:
-        return cls(dp=dist.get_world_size() if dist.is_initialized() else 1)
+    def over(cls, num_ranks: int, parallel: ParallelSizes) -> Mesh:
+        """`num_ranks` is a multiple of what the config asks for: checked when it was loaded."""
+        cp, tp = parallel.context_parallel_size, parallel.tensor_parallel_size
+        replicas = parallel.dp_replicate_size or 1
+        assert num_ranks % (cp * tp * replicas) == 0
+        return cls(num_ranks // (cp * tp), cp, tp, replicas)
 
     @property
     def size(self) -> int:
         return self.dp * self.cp * self.tp
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that FSDP averages gradients over: each computed those of its own tokens."""
+        return self.dp * self.cp
+
+    @property
+    def for_sampling(self) -> Mesh:
+        """Ranks that share rows in training have the same weights while sampling, and sample different rows."""
+        return Mesh(dp=self.dp * self.cp, tp=self.tp)
 
     def dp_index(self, rank: int) -> int:
         """Which shard of the data a rank works on."""
@@ -46,12 +64,39 @@ class Mesh:
         """Of results by rank those of one rank for each shard of the data: the others computed the same."""
         return list(results[:: self.cp * self.tp])
 
-    def data_parallel(self, device: torch.device) -> DeviceMesh | None:
-        """The axis that parameters are sharded over; None where there is nothing to shard over."""
-        axes = {name: size for name, size in (("dp", self.dp), ("cp", self.cp), ("tp", self.tp)) if size > 1}
-        if "dp" not in axes:
-            return None
-        return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))["dp"]
+    def axes(self, device: torch.device) -> Axes:
+        """The process groups of this arrangement. Every rank calls this, in the same order as others of its kind."""
+        if self.size == 1:
+            return Axes()
+        sizes = {"replicas": self.replicas, "dp": self.num_shards // self.replicas, "tp": self.tp}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        rows = None
+        if self.cp > 1:
+            grid = init_device_mesh(device.type, (self.dp, self.cp, self.tp), mesh_dim_names=("data", "cp", "part"))
+            rows = grid["cp"]
+        if self.tp == 1:
+            return Axes(mesh, None, rows)
+        # torch warns that a tensor which is spread over two axes is gathered in two operations
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        return Axes(mesh["replicas", "dp"] if self.replicas > 1 else mesh["dp"], mesh["tp"], rows)
+
+
+class ParallelSizes(Protocol):
+    """The config section `policy.dtensor_cfg`."""
+
+    context_parallel_size: int
+    tensor_parallel_size: int
+    dp_replicate_size: int | None
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of the mesh that this rank is on; None where it is alone."""
+
+    parameters: DeviceMesh | None = None  # those that FSDP spreads parameters over: data and context parallel ranks
+    layers: DeviceMesh | None = None  # tensor parallel ranks
+    rows: DeviceMesh | None = None  # context parallel ranks
 
 
 def is_first_rank() -> bool:
@@ -96,15 +141,23 @@ def reshard(root: nn.Module) -> None:
 def copy_into(parameter: Tensor, value: Tensor) -> None:
     """Write a whole tensor into a parameter that may be sharded."""
     if isinstance(parameter, DTensor):
-        value = distribute_tensor(
-            value.to(parameter.device, parameter.dtype), parameter.device_mesh, parameter.placements, src_data_rank=None
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
         )
-    parameter.copy_(value)
+        for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
+            value = value.narrow(dim, start, size)
+    local_part(parameter.detach()).copy_(value)
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: all of it, unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_copies(tensor: DTensor) -> int:
+    """How many ranks hold each number of it."""
+    axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in axes if placement.is_replicate())
 
 
 def first_row(tensor: Tensor) -> int:

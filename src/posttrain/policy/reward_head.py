@@ -10,7 +10,9 @@ and in vLLM. Those find the last token as the last one that is not padding; see 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,15 +23,24 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from posttrain.errors import reason_of
 from posttrain.models.attention_interface import ATTENTION
-from posttrain.models.loading import SettingsError, check_available, explain_missing
+from posttrain.models.loading import (
+    SettingsError,
+    check_available,
+    checked_config,
+    explain_missing,
+    unsafe_pickle,
+)
 from posttrain.policy.head import UnsupportedModelError, decoder_states, without_adapter_wrapper
 from posttrain.policy.packed import PackedRow
+from posttrain.policy.parallel import local_part
 
 HEAD = "score"  # what `transformers` calls the linear layer
 
 
 class RewardHead:
     """The decoder body of a reward model, and the way from its hidden states to scores. `model` may be wrapped by peft."""
+
+    is_vocabulary = False
 
     def __init__(self, model: nn.Module) -> None:
         base = without_adapter_wrapper(model)
@@ -48,7 +59,7 @@ class RewardHead:
 
     def scores(self, hidden: Tensor) -> Tensor:
         """[..., hidden size] -> [...], in fp32 whatever the weights are in: margins are small against the scores."""
-        return F.linear(hidden.float(), self.module.weight.float()).squeeze(-1)
+        return F.linear(hidden.float(), local_part(self.module.weight).float()).squeeze(-1)
 
     @torch.no_grad()
     def check_logits(self, hidden: Tensor, expected: Tensor) -> None:
@@ -79,7 +90,8 @@ class SequenceScores(nn.Module):
         """`temperature` has no effect on scores."""
         states = self.head.hidden(row.input_ids, row.position_ids).index_select(0, row.source[row.last])
         scores = self.head.scores(states)
-        return torch.zeros(len(row.targets), device=scores.device).index_copy(0, row.last, scores)
+        own = torch.zeros(len(row.targets), device=scores.device).index_copy(0, row.last, scores)
+        return own if row.share is None else row.share.gathered(own)
 
 
 def load_reward_model(
@@ -98,6 +110,7 @@ def load_reward_model(
     """
     check_available(name, field)
     try:
+        checked_config(name, field)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             name,
             num_labels=1,
@@ -107,6 +120,10 @@ def load_reward_model(
             ignore_mismatched_sizes=True,  # reported below
             **{**(overrides or {}), "trust_remote_code": False},
         )
+    except SettingsError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise SettingsError(f"{field}: {unsafe_pickle(Path(name))}") from error
     except OSError as error:
         raise explain_missing(name, field, error) from error
     except (TypeError, ValueError, SafetensorError) as error:

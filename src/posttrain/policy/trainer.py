@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from posttrain.config import PolicyConfig
 from posttrain.models.attention_interface import attention_context, refuse_dropout
@@ -25,6 +25,7 @@ from posttrain.models.lora import add_lora, is_adapted, without_adapters
 from posttrain.policy.checkpoint import files
 from posttrain.policy.checkpoint.contents import base_config
 from posttrain.policy.checkpoint.writer import CheckpointWriter
+from posttrain.policy.context_parallel import RowGroup
 from posttrain.policy.fused.layers import fuse_layers
 from posttrain.policy.head import without_adapter_wrapper
 from posttrain.policy.logprobs import TokenLogprobs
@@ -44,6 +45,7 @@ from posttrain.policy.runtime import (
     evaluation_mode,
     prepare_determinism,
 )
+from posttrain.policy.tensor_parallel import split_over_ranks
 from posttrain.roles import Objective, Progress
 from posttrain.types import TokenBatch
 
@@ -81,7 +83,8 @@ class PolicyTrainer:
         if config.deterministic:
             prepare_determinism()
         self.device = _this_rank(resolve_device(config.device))
-        self.mesh = Mesh.of_process_group()
+        self.mesh = Mesh.over(dist.get_world_size() if dist.is_initialized() else 1, config.dtensor_cfg)
+        self._axes = self.mesh.axes(self.device)
         self.peak_memory = PeakMemory(self.device)
         self.temperature = config.generation.temperature if config.generation else 1.0
         if self.temperature == 0:
@@ -93,9 +96,8 @@ class PolicyTrainer:
         self._scores_answers = setup.reward_model
         if self._recomputes_activations(setup):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        data_parallel = self.mesh.data_parallel(self.device)
-        self.reference = self._freeze_reference(data_parallel) if setup.needs_reference and not lora.enabled else None
-        self.forward = self._shardable(self.model, data_parallel)
+        self.reference = self._freeze_reference() if setup.needs_reference and not lora.enabled else None
+        self.forward = self._shardable(self.model)
         self._refuse_unsupported(setup)
         self.optimizer: MixedPrecisionOptimizer | None = None
         if setup.trains:
@@ -107,14 +109,16 @@ class PolicyTrainer:
     def _load_model(self, setup: RankSetup) -> nn.Module:
         """The model with its adapters, if it has any."""
         config, dtype = setup.policy, DTYPES[setup.policy.precision]
+        # A model that is split over ranks may be too large for one device.
+        device = torch.device("cpu") if self.mesh.tp > 1 else self.device
         if setup.reward_model:
             padding = padding_for_scores(self.tokenizer, setup.answer_ends)
             use_padding(self.tokenizer, padding)
             model = load_reward_model(
-                config.model_name, dtype, self.device, config.hf_config_overrides, seed=setup.seed, pad_token_id=padding
+                config.model_name, dtype, device, config.hf_config_overrides, seed=setup.seed, pad_token_id=padding
             )
         else:
-            model = load_model(config.model_name, dtype, self.device, config.hf_config_overrides)
+            model = load_model(config.model_name, dtype, device, config.hf_config_overrides)
         lora = config.dtensor_cfg.lora_cfg
         if not lora.enabled:
             return model
@@ -129,16 +133,19 @@ class PolicyTrainer:
             setup.policy,
             memory_bytes=torch.cuda.get_device_properties(self.device).total_memory,
             has_reference=setup.needs_reference,
-            ranks=self.mesh.dp,
+            ranks=self.mesh.size,
             scores_answers=setup.reward_model,
         )
 
-    def _shardable(self, model: nn.Module, mesh: DeviceMesh | None) -> Forward:
+    def _shardable(self, model: nn.Module) -> Forward:
         root: Forward
         if self._scores_answers:
             root = SequenceScores(model)
         else:
             root = TokenLogprobs(model, self.config.logprob_chunk_size)
+        mesh, layers_mesh = self._axes.parameters, self._axes.layers
+        if layers_mesh is not None:
+            split_over_ranks(model, root.head, layers_mesh, self.device)
         fuse_layers(root.head.decoder, may_join=mesh is None)
         if mesh is not None:
             layers = cast(nn.ModuleList, root.head.decoder.layers)
@@ -158,9 +165,8 @@ class PolicyTrainer:
             observe_layers(without_adapter_wrapper(self.model), self.forward.head)
             check_length(config, self.config.max_total_sequence_length)
 
-    def _freeze_reference(self, mesh: DeviceMesh | None) -> Forward:
-        frozen = copy.deepcopy(self.model).requires_grad_(False).eval()
-        return self._shardable(frozen, mesh)
+    def _freeze_reference(self) -> Forward:
+        return self._shardable(copy.deepcopy(self.model).requires_grad_(False).eval())
 
     def facts(self) -> ModelFacts:
         return ModelFacts(
@@ -202,7 +208,7 @@ class PolicyTrainer:
                     loss, measured = objective(logprobs, part)
                     metrics.append(measured)
                 # FSDP averages gradients over ranks; the loss is a sum over them.
-                (loss * self.mesh.dp).backward()
+                (loss * self.mesh.num_shards).backward()
             self.optimizer.collect_gradients()
             if progress is not None:
                 progress(1)
@@ -271,6 +277,8 @@ class PolicyTrainer:
         """The packed row, with its attention in force: backward passes belong inside too."""
         batch = _DUMMY if part is None else part
         row = PackedRow.build(batch, self.device, reads_own_token=forward.reads_own_token)
+        if (rows := self._axes.rows) is not None:
+            row = RowGroup(rows).own_part(row)
         with attention_context(row.attention):
             yield row
 

@@ -101,6 +101,7 @@ class GrpoRecipe(Recipe):
                     overlong_filtering=grpo.overlong_filtering,
                     seq_logprob_error_threshold=grpo.seq_logprob_error_threshold,
                     num_validation_prompts=len(held_out),
+                    kl_period=config.kl_period,
                 ),
                 build_objective(config),
                 build_credit(config),

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import posttrain
@@ -18,6 +21,7 @@ from posttrain.redaction import without_credentials
 from posttrain.registry.artifacts import content_digest, measure
 from posttrain.registry.errors import RegistryError
 
+MAX_DATA_FILES = 100_000  # a folder with more is not hashed: a mistyped path may name a whole disk
 CONFIG_FILE = "config.yaml"
 TRAINING_FILE = "training_info.json"
 CONVERSION_FILE = "conversion.json"  # lineage of a model that `posttrain convert` wrote
@@ -192,6 +196,13 @@ def _data_of_conversion(converted: JsonMapping) -> list[str]:
 def _hash_of(source: str, *, told: bool) -> str | None:
     path = Path(source).expanduser()
     if path.is_dir():
+        files = (name for _, _, names in os.walk(path, followlinks=True) for name in names)
+        if next(islice(files, MAX_DATA_FILES, None), None) is not None:
+            problem = f"{source} has more than {MAX_DATA_FILES} files; name the folder or the files of the data"
+            if told:
+                raise RegistryError(f"--data {problem}")
+            print(f"warning: the data of the config is not hashed: {problem} with --data", file=sys.stderr)
+            return None
         return content_digest(measure(path))
     if path.is_file():
         with path.open("rb") as file:

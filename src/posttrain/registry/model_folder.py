@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from posttrain.checkpointing.integrity import CHECKSUMS, find_damage
+from posttrain.errors import InputError
 from posttrain.json_files import read_json
 from posttrain.registry.artifacts import CHECKPOINT_FILES, CHECKPOINT_FOLDERS
 from posttrain.registry.errors import RegistryError
@@ -23,10 +24,15 @@ _ANY_BASE = "(any)"
 def check_model_folder(folder: Path) -> None:
     """Raise RegistryError, naming the file and what is wrong with it, unless `folder` holds a complete model."""
     from posttrain.models.accepted_names import ModelReferenceError, resolve_model
+    from posttrain.models.folder_files import refuse_links_outside
 
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "no such folder"
         raise RegistryError(f"{folder}: {kind}; {EXPECTED}")
+    try:
+        refuse_links_outside(folder)
+    except InputError as error:
+        raise RegistryError(str(error)) from error
     try:
         # The base model of an adapter is not part of the version and may be on another machine: it is not looked up.
         found = resolve_model(folder, base=_ANY_BASE)

@@ -41,6 +41,15 @@ svg { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Helvetica, Aria
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A step at which something was found."""
+
+    step: int
+    kind: str  # note, warning or error
+    tip: str
+
+
+@dataclass(frozen=True)
 class Frame:
     """The size of a chart and its two axes."""
 
@@ -62,10 +71,11 @@ class Frame:
         """Both axes with about that many ticks; `whole` ticks of the x axis are steps or iterations."""
         left, right, bottom = self.x.pixel_low, self.x.pixel_high, self.y.pixel_low
         parts = []
-        for value in scales.ticks(self.y.low, self.y.high, num_y):
+        ticks = scales.ticks(self.y.low, self.y.high, num_y)
+        for value, text in zip(ticks, scales.labels(ticks), strict=True):
             y = self.y(value)
             parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>')
-            parts.append(f'<text class="tick" x="{left - 8}" y="{y + 3.5}" text-anchor="end">{label(value)}</text>')
+            parts.append(f'<text class="tick" x="{left - 8}" y="{y + 3.5}" text-anchor="end">{text}</text>')
         for value in scales.ticks(self.x.low, self.x.high, num_x, whole=whole):
             x, text = self.x(value), f"{value:.0f}" if whole else label(value)
             parts.append(f'<line class="mark" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
@@ -101,7 +111,15 @@ def path_of(points: Sequence[tuple[float, float] | None]) -> str:
     return "".join(commands)
 
 
-def line_chart(title: str, series: Sequence[Series], *, note: str = "", wide: bool = False, chart_id: str) -> Html:
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    note: str = "",
+    wide: bool = False,
+    chart_id: str,
+    marks: Sequence[Mark] = (),
+) -> Html:
     """Curves over steps. Series without a single finite value are left out; no series at all gives no chart."""
     drawn = [one for one in series if not one.is_empty]
     if not drawn:
@@ -112,6 +130,7 @@ def line_chart(title: str, series: Sequence[Series], *, note: str = "", wide: bo
     low, high = scales.value_range([value for value in finite if limits[0] <= value <= limits[1]])
     frame = Frame.around([step for one in drawn for step in one.steps], low, high, size=WIDE if wide else HALF)
     curves = [_curve(frame, points, index, chart_id, drawn[index].smooth) for index, points in enumerate(reduced)]
+    curves += [_mark(frame, mark) for mark in marks if frame.x.low <= mark.step <= frame.x.high]
     num_outside = sum(not low <= value <= high for value in finite)
     if num_outside:
         extreme = max(finite, key=abs)
@@ -124,6 +143,15 @@ def line_chart(title: str, series: Sequence[Series], *, note: str = "", wide: bo
     }
     names = [(one.name, one.last) for one in drawn]
     return _figure(title, names, _svg(frame, title, "".join(curves), chart_id), data, note=note, wide=wide)
+
+
+def _mark(frame: Frame, mark: Mark) -> str:
+    """A dashed line over the whole height, with a triangle at its top."""
+    x, top = frame.x(mark.step), frame.y.pixel_high
+    tip = f"<title>{escape(f'step {mark.step}, {mark.tip}')}</title>"
+    triangle = f"M{x - 5:g} {top - 6:g}h10l-5 8z"
+    line = f'<line x1="{x}" x2="{x}" y1="{top}" y2="{frame.y.pixel_low}"/>'
+    return f'<g class="found {escape(mark.kind)}">{tip}{line}<path d="{triangle}"/></g>'
 
 
 def _curve(frame: Frame, points: Sequence[Bucket], index: int, chart_id: str, smooth: bool) -> str:

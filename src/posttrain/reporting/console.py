@@ -29,6 +29,7 @@ RICH_STYLES: dict[Style, str] = {
     "muted": "dim",
     "good": "green",
     "warning": "yellow",
+    "bad": "bold red",
 }
 # For streams whose encoding lacks them.
 ASCII_FORMS = str.maketrans({"▶": ">", "•": "-", "│": "|", "→": "->", "…": "...", "×": "x"})
@@ -60,6 +61,10 @@ class Console:
         with self._lock:
             self._log, self._may_log = path, may_write
             self._append_to_log([])
+
+    def log(self, lines: Sequence[Line]) -> None:
+        """To the log alone: what is printed to the console another way."""
+        self._put(lines, to_log=True, to_stream=False)
 
     def show(self, lines: Sequence[Line], *, even_if_quiet: bool = False) -> None:
         self._put(lines, to_log=True, to_stream=even_if_quiet or not self.quiet)

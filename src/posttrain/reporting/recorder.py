@@ -11,20 +11,21 @@ import json
 import re
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from posttrain.reporting import wording
+from posttrain.errors import Superseded, reason_of
+from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
+from posttrain.reporting.examination import Examination
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.report import write_report
 from posttrain.reporting.rows import (
-    TOTAL_STEP,
     Hardware,
     num_all_unscored,
     training_row,
@@ -51,6 +52,7 @@ from posttrain.reporting.run_files import (
     write_text,
     write_whole,
 )
+from posttrain.reporting.step_display import StepDisplay
 from posttrain.reporting.wording import Line
 
 if TYPE_CHECKING:
@@ -59,12 +61,12 @@ if TYPE_CHECKING:
     from posttrain.roles import Ending
     from posttrain.types import Group, StepReport
 
-SHORT_STEP_S = 2.0  # steps under this get one line
-FULL_BLOCK_PERIOD_S = 10.0  # but a full block this often
 REPORT_PERIOD_S = 10.0
 REPORT_TIME_SHARE = 0.02  # of the run time that rendering the report may take
 MAX_KEPT_WARNINGS = 100
 MAX_REASONS_PER_STEP = 20
+FENCE_PERIOD_S = 1.0  # a line of the log does not look for a newer attempt more often
+LOST_STEP = "lost_up_to_step"  # in run.json
 
 
 class RunRecorder:
@@ -84,6 +86,10 @@ class RunRecorder:
         num_val_samples_to_print: int = 0,
         device_word: str = "device",
         refit_remark: str = "",
+        header: Sequence[str] = (),
+        verbose: bool = False,
+        settings: Mapping[str, object] | None = None,
+        stop_on_error: bool = False,
         stream: TextIO | None = None,
         attempt: Attempt | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -95,33 +101,39 @@ class RunRecorder:
         self._config_yaml = config_yaml
         self._changes_since = changes_since  # the settings that differ from those of another config.yaml
         self._title = title
-        self._num_val_samples_to_print = num_val_samples_to_print
         self._device_word = device_word
-        self._refit_remark = refit_remark  # what handing new weights to the sampler means in this run
+        self._header = header  # what is trained, on what and how
+        self._examination = Examination(self.folder, presentation.kind, settings or {})  # settings by their dotted keys
+        self._stop_on_error = stop_on_error
+        self._problem: str | None = None  # an error that the doctor found in the latest step
         self._attempt = attempt  # None: nothing else writes to the folder
         self._clock = clock
         self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
+        self._display = StepDisplay(
+            self._console,
+            presentation,
+            max_steps=max_steps,
+            num_devices=num_devices,
+            device_word=device_word,
+            refit_remark=refit_remark,
+            num_val_samples_to_print=num_val_samples_to_print,
+            verbose=verbose,
+            clock=clock,
+        )
+        if attempt is not None:
+            self._console.log([Line(attempt.heading)])
         self._info: Row = {}
         self._step = 0
         self._started: float | None = None
         self._earlier_wall_s = 0.0
-        self._marks: deque[float] = deque(maxlen=20)  # when the latest steps were recorded
-        self._steps_are_short = False
-        self._headed: dict[bool, int] = {}  # the step whose header was shown last, in the long and in the short form
-        self._stage_shown = ""
-        self._last_full_block: float | None = None
         self._next_report = 0.0
         self._warnings: dict[str, Row] = {}
         self._warnings_shown: set[str] = set()
         self._non_finite_named: set[str] = set()
         self._reasons_written: set[str] = set()
-        self._unscored_shown = False
-        self._traceback_shown = False
         self._num_losses = 0  # how often the folder was found deleted
         self._has_rows = False  # this process has written one
-        self._lost_step: int | None = (
-            None  # rows and samples of the steps up to this one were in a folder that was deleted
-        )
+        self._lost_step: int | None = None  # the record of the steps up to this one was in a folder that was deleted
         self._is_complete = False  # the run in the folder needs no more steps, so no file is changed
 
     # ------------------------------------------------------------------ the life of a run
@@ -130,7 +142,9 @@ class RunRecorder:
         """Prepare the folder for step `resumed_step` + 1; 0 is a fresh run."""
         self._started = self._clock()
         self._step = resumed_step
-        is_finished = read_info(self.folder).get("status") == FINISHED
+        info = read_info(self.folder) if resumed_step else {}
+        self._lost_step = info.get(LOST_STEP)
+        is_finished = info.get("status") == FINISHED
         if resumed_step > self._max_steps or (resumed_step == self._max_steps and is_finished):
             self._is_complete = True
             return
@@ -139,10 +153,17 @@ class RunRecorder:
             self._attempt.has_begun = True
             self._num_losses = self._attempt.num_losses  # before there was anything to lose
         notes, losses = open_run(self.folder, resumed_step)
+        if resumed_step:
+            self._examination.resume()
         self._open_log()
         before = read_info(self.folder)  # empty for a fresh run: its predecessor was put aside
-        changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
-        changes += self._write_config(resumed_step)
+        if not before and (self.folder / INFO_FILE).exists():
+            losses = [
+                *losses,
+                f"{INFO_FILE} is damaged: the warnings and changed settings of the steps before are lost",
+            ]
+        earlier_changes = [row for row in before.get("config_changes", []) if row["from_step"] <= resumed_step]
+        changes = self._write_config(resumed_step)
         self._earlier_wall_s = float(before.get("wall_s", 0.0))
         for row in before.get("warnings", []):
             if row["step"] <= resumed_step:
@@ -158,21 +179,22 @@ class RunRecorder:
             **asdict(self._hardware),
             "started_at": before.get("started_at", _now()),
             "resumed_at_steps": resumed_at,
-            "config_changes": changes,
+            "config_changes": [*earlier_changes, *changes],
         }
         for loss in losses:
             self.warn(loss)
         self._write_info("running")
         for note in notes:
             self.say(note)
-        self.say(f"run folder: {self.folder}" + (f", resumed after step {resumed_step}" if resumed_step else ""))
+        self._console.show([Line(line) for line in self._header])
+        state = f"resumed after step {resumed_step}" if resumed_step else "new"
+        changed = f"; changed: {', '.join(row['key'] for row in changes)}" if changes else ""
+        self.say(f"{'folder':<9}{self.folder}, {state}{changed}")
 
     def begin_step(self, step: int) -> None:
         """Show the header of a step above its stages. Without this call the header comes with the results."""
-        self._show_header(step, in_long_form=True)
-        self._show_stage("Preparing batch")
-        if not self._steps_are_short:
-            self._show_header(step, in_long_form=False)
+        self._display.header(step)
+        self._display.stage("Preparing batch")
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
         row = training_row(step, report, self._hardware)
@@ -180,18 +202,22 @@ class RunRecorder:
             row |= validation_row(step, validation)
         row = self._write(row, train_groups=report.groups, validation_groups=validation.groups if validation else ())
         self._step = step
-        self._marks.append(self._clock())
-        self._show_step(row, report, validation)
+        self._display.step(row, report, validation, self._rollouts_file("step", step))
         for warning in (*report.warnings, *(validation.warnings if validation else ())):
             self.warn(warning)
+        self._examine(row, report.groups)
         self._refresh_report()
+
+    def reason_to_stop(self) -> str | None:
+        return self._problem if self._stop_on_error else None
 
     def record_validation(self, step: int, validation: StepReport) -> None:
         """A validation that belongs to no training step, such as the one before training (step 0)."""
         row = self._write(validation_row(step, validation), train_groups=(), validation_groups=validation.groups)
-        self._show_validation(row, validation)
+        self._display.validation(row, validation)
         for warning in validation.warnings:
             self.warn(warning)
+        self._examine(row, ())
         self._refresh_report()
 
     def finish(self, reason: str) -> Ending:
@@ -210,38 +236,46 @@ class RunRecorder:
             ending = "record lost"
             reason += f", but {self.folder} was deleted meanwhile, and the record of the steps up to {self._lost_step} is lost"
         if not self._is_complete:
+            if self._step >= self._max_steps:
+                self._examine(None, ())
             self._write_info(FINISHED if self._step >= self._max_steps else "ended early", reason)
             self._refresh_report(now=True)
             if self._step >= self._max_steps:
                 text = f"Max number of steps has been reached ({self._max_steps}), stopping training"
-                self._console.show_long_form([Line(text)])
+                self._display.long_form([Line(text)])
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
         lines = [Line(f"  • {row['count']} warnings like: {row['text']}", "warning") for row in repeated]
         report = str(self.folder / REPORT_FILE)
-        lines = wording.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report) + lines
+        findings = self._examination.findings
+        lines = results.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
         self._console.show(lines, even_if_quiet=True)
         return ending
+
+    def record_crash(self, error: BaseException, traceback: str) -> None:
+        """Write why a run that has begun ends. What cannot be written is left out: the error itself counts more."""
+        with suppress(OSError, Superseded):
+            if self._attempt is not None:
+                self._attempt.confirm()
+            if not self._info:
+                self._open_log()
+            self._console.log([Line(line) for line in traceback.rstrip("\n").split("\n")])
+            if not self._info:  # it was beginning; run.json is that of the attempt before
+                return
+            is_request = isinstance(error, KeyboardInterrupt)
+            reason = (
+                "stopped at once, by a second Ctrl-C" if is_request else f"{type(error).__name__}: {reason_of(error)}"
+            )
+            self._write_info("ended early" if is_request else "crashed", reason)
+            self._refresh_report(now=True)
 
     # ------------------------------------------------------------------ single lines and progress
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        if text := wording.stage_of(label, total):
-            self._show_stage(text)
-        return self._console.progress(label, total)
+        return self._display.progress(label, total)
 
     def stage(self, text: str) -> None:
-        """One line when a stage begins; not on a terminal while steps are too short to read it."""
-        line = self._show_stage(text)
-        if not self._steps_are_short:
-            self._console.show_short_form([line])
-
-    def _show_stage(self, text: str) -> Line:
-        """A line of the long form. A stage that comes several times in a row, such as updates, is shown once."""
-        line = wording.stage_line(text)
-        if line.text != self._stage_shown:
-            self._stage_shown = line.text
-            self._console.show_long_form([line])
-        return line
+        """One line when a stage begins, in the long form."""
+        self._display.stage(text)
 
     def say(self, text: str) -> None:
         self._console.show([Line(text)])
@@ -259,6 +293,18 @@ class RunRecorder:
         if kind not in self._warnings_shown:
             self._warnings_shown.add(kind)
             self._console.show([Line(f"warning: {text}", "warning")], even_if_quiet=True)
+
+    def _examine(self, row: Row | None, groups: Sequence[Group]) -> None:
+        """Let the doctor look at a row, or (None) at the run as a whole. What it finds is written and shown."""
+        self._problem = None
+        try:
+            found = self._examination.finish() if row is None else self._examination.examine(row, groups)
+        except Exception as error:  # a failing rule must not end the run
+            self.warn(f"the doctor failed: {type(error).__name__}: {error}")
+            return
+        for finding in found:
+            self._console.show([results.finding_line(finding)], even_if_quiet=finding.severity != "note")
+        self._problem = next((finding.line for finding in found if finding.severity == "error"), None)
 
     # ------------------------------------------------------------------ files
 
@@ -281,16 +327,19 @@ class RunRecorder:
         return row
 
     def _write_files(self, row: Row, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> None:
-        step, rollouts = row["step"], self.folder / ROLLOUTS_FOLDER
+        step = row["step"]
         for name, stage, groups in (
             ("step", "train", train_groups),
             ("validation_step", "validation", validation_groups),
         ):
             if groups:
-                write_rollouts(rollouts / f"{name}_{step}.jsonl.gz", groups)
+                write_rollouts(self._rollouts_file(name, step), groups)
                 self._write_unscored(step, stage, groups)
         append_rows(self.folder / METRICS_FILE, [row])
         self._has_rows = True
+
+    def _rollouts_file(self, name: str, step: int) -> Path:
+        return self.folder / ROLLOUTS_FOLDER / f"{name}_{step}.jsonl.gz"
 
     def _confirm_folder(self) -> None:
         """Before writing: Superseded if a newer attempt has the folder. What can be restored of a deleted one is."""
@@ -313,7 +362,16 @@ class RunRecorder:
 
     def _open_log(self) -> None:
         attempt = self._attempt
-        may_write = (lambda: not attempt.is_superseded) if attempt is not None else lambda: True
+        looked: tuple[float, bool] | None = None
+
+        def may_write() -> bool:
+            nonlocal looked
+            if attempt is None:
+                return True
+            if looked is None or self._clock() - looked[0] >= FENCE_PERIOD_S:
+                looked = self._clock(), not attempt.is_superseded
+            return looked[1]
+
         self._console.log_to(self.folder / LOG_FILE, may_write)
 
     def _config_bytes(self) -> bytes:
@@ -329,7 +387,7 @@ class RunRecorder:
         rows: list[Row] = []
         for reason, count in reasons.most_common(MAX_REASONS_PER_STEP):
             traceback = tracebacks.get(reason)
-            self._show_unscored(reason, traceback)
+            self._display.unscored(reason, traceback)
             if reason in self._reasons_written:
                 traceback = None  # already in the file
             elif len(self._reasons_written) < MAX_KEPT_WARNINGS:
@@ -364,9 +422,11 @@ class RunRecorder:
         self._info |= {
             "status": status,
             "reason": reason,
+            LOST_STEP: self._lost_step,
             "updated_at": _now(),
             "wall_s": self._earlier_wall_s + self._wall_s(),
             "warnings": list(self._warnings.values()),
+            "findings": dict(Counter(finding.severity for finding in self._examination.findings)),
         }
         write_text(self.folder / INFO_FILE, json.dumps(self._info, indent=2) + "\n")
 
@@ -385,70 +445,6 @@ class RunRecorder:
             self.warn(f"{REPORT_FILE} could not be written: {type(error).__name__}: {error}")
         took_s = self._clock() - started
         self._next_report = started + max(REPORT_PERIOD_S, took_s / REPORT_TIME_SHARE)
-
-    # ------------------------------------------------------------------ console
-
-    def _show_header(self, step: int, *, in_long_form: bool) -> None:
-        if self._headed.get(in_long_form) == step:
-            return
-        self._headed[in_long_form] = step
-        show = self._console.show_long_form if in_long_form else self._console.show_short_form
-        show([Line(""), wording.step_header(step, self._max_steps)])
-
-    def _show_step(self, row: Row, report: StepReport, validation: StepReport | None) -> None:
-        step_s = row[f"timing/train/{TOTAL_STEP}"] or 0.0
-        self._stage_shown = ""
-        self._steps_are_short = step_s < SHORT_STEP_S
-        eta_s = self._eta_s(step_s)
-        block_is_due = self._last_full_block is None or self._clock() - self._last_full_block >= FULL_BLOCK_PERIOD_S
-        self._show_header(row["step"], in_long_form=True)
-        has_short_block = not self._steps_are_short or validation is not None or block_is_due
-        if has_short_block:
-            self._last_full_block = self._clock()
-            self._show_header(row["step"], in_long_form=False)
-        if validation is not None:
-            self._show_validation(row, validation)
-        summary = wording.step_summary(self._presentation.results, row, report.groups)
-        block = wording.step_block(
-            self._presentation.results,
-            row,
-            report.groups,
-            device_word=self._device_word,
-            num_devices=self._hardware.num_devices,
-            eta_s=eta_s,
-            refit_remark=self._refit_remark,
-        )
-        if report.groups:
-            rollouts = self.folder / ROLLOUTS_FOLDER / f"step_{row['step']}.jsonl.gz"
-            summary.append(Line(f"Logged data to {rollouts}"))
-        self._console.show_long_form([*summary, *block])
-        line = wording.step_line(self._presentation.results, row, self._max_steps, eta_s)
-        self._console.show_short_form(block if has_short_block else [line])
-
-    def _show_validation(self, row: Row, validation: StepReport) -> None:
-        self._console.show(wording.validation_block(row, validation.num_samples))
-        self._console.show(wording.sample_lines(validation.groups, self._num_val_samples_to_print))
-
-    def _show_unscored(self, reason: str, traceback: str | None) -> None:
-        """Show the first rollout that could not be scored and the first traceback; the others are counted."""
-        if self._traceback_shown or (self._unscored_shown and not traceback):
-            return
-        self._unscored_shown = True
-        lines = [Line(f"warning: a rollout could not be scored: {reason}", "warning")]
-        if traceback:
-            self._traceback_shown = True
-            lines += [Line(f"  {line}", "muted") for line in traceback.rstrip("\n").split("\n")]
-        lines.append(Line(f"  It takes no part in training. All reasons are counted in {UNSCORED_FILE}.", "warning"))
-        self._console.show(lines, even_if_quiet=True)
-
-    def _eta_s(self, step_s: float) -> float | None:
-        """Remaining time at the pace of the latest steps, validation and checkpoints included."""
-        steps_left = self._max_steps - self._step
-        if steps_left <= 0:
-            return None
-        intervals = len(self._marks) - 1
-        pace_s = (self._marks[-1] - self._marks[0]) / intervals if intervals else step_s
-        return steps_left * pace_s
 
 
 def _kind_of(warning: str) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.reporting.charts import line_chart, stacked_bars
+from posttrain.doctor import Answer
+from posttrain.reporting.charts import Mark, line_chart, stacked_bars
 from posttrain.reporting.pages import Html, folded, header, join, note, page, section, table, tag, tile, tiles, when
 from posttrain.reporting.presentation import ChartSpec
 from posttrain.reporting.report_samples import samples_section, unscored_section
+from posttrain.reporting.results import shown_name, summarise, validation_metric, verdict
 from posttrain.reporting.rows import TOTAL_STEP
 from posttrain.reporting.run_data import RunData, load_run
 from posttrain.reporting.run_files import CONFIG_FILE, REPORT_FILE, write_text
 from posttrain.reporting.scales import label
-from posttrain.reporting.wording import duration, summarise, validation_metric
+from posttrain.reporting.wording import duration
 
 MAX_CURVES = 8  # as many as there are colours
 
@@ -25,7 +27,7 @@ CHARTS = (
     ),
     ChartSpec(
         "KL to the reference",
-        (("train/kl_penalty", "KL"),),
+        (("train/kl_penalty", "KL"), ("train/kl_to_start", "estimate, not in the loss")),
         "Per token. 0.01 to 0.1 is usual; above 0.5 the policy is diverging.",
     ),
     ChartSpec(
@@ -46,6 +48,11 @@ CHARTS = (
         "Approximate entropy",
         (("train/approx_entropy", "entropy"),),
         "Per token. Near zero there is no exploration.",
+    ),
+    ChartSpec(
+        "Clipped tokens",
+        (("train/clip_fraction", "clipped tokens"),),
+        "Share of the tokens. Above 0.3 the updates of a step go further than the clip allows.",
     ),
     ChartSpec(
         "Sampler against trainer",
@@ -78,6 +85,7 @@ def render(run: RunData) -> str:
         run.title,
         _header(run),
         _key_figures(run),
+        _findings(run),
         charts,
         _timing(run),
         unscored_section(run),
@@ -108,7 +116,12 @@ def _header(run: RunData) -> Html:
         words = str(info["reason"])
     elif status == "running" and info.get("updated_at"):
         words += f", as of {when(info['updated_at'])}"
-    return header(run.title, " · ".join(facts), join((tag("b", status), f" {words}")), status_kind=status)
+    return header(
+        run.title,
+        " · ".join(facts),
+        join((tag("b", status), f" {words}")),
+        status_kind="sick" if run.is_sick else status,
+    )
 
 
 def _key_figures(run: RunData) -> Html:
@@ -124,10 +137,10 @@ def _key_figures(run: RunData) -> Html:
         num_points = sum(row.get(metric) is not None for row in run.rows)
         value = f"{label(found.first)} → {label(found.last)}" if num_points > 1 else label(found.last)
         better = num_points > 1 and (found.last < found.first) == lower_is_better and found.last != found.first
-        detail = f"before → after · best {label(found.best)} at step {found.best_step}" if num_points > 1 else ""
-        shown.append(
-            tile(f"Validation {metric.removeprefix('validation/')}", value, detail, kind="good" if better else "")
-        )
+        since = "before → after" if found.first_step == 0 else f"since step {found.first_step}"
+        detail = f"{since} · best {label(found.best)} at step {found.best_step}" if num_points > 1 else ""
+        name = shown_name(metric, run.rows).removeprefix("validation/")
+        shown.append(tile(f"Validation {name}", value, detail, kind="good" if better and not run.is_sick else ""))
     max_steps = run.info.get("max_steps")
     step_series = run.series(f"timing/train/{TOTAL_STEP}")
     step_seconds = [value for value in step_series.values if value is not None]
@@ -135,8 +148,45 @@ def _key_figures(run: RunData) -> Html:
     shown.append(tile("Steps", f"{run.last_step:,}" + (f" / {max_steps:,}" if max_steps else ""), mean_s))
     wall_s = float(run.info.get("wall_s") or run.logged_seconds)
     shown.append(tile("Time", duration(wall_s), f"{duration(run.logged_seconds)} in steps and validation"))
-    shown += _throughput_tile(run) + _unscored_tile(run)
+    shown += [_health_tile(run), *_throughput_tile(run), *_unscored_tile(run)]
     return tiles(shown)
+
+
+def _health_tile(run: RunData) -> Html:
+    first = run.findings[0] if run.findings else None
+    kind = "" if first is None else {"error": "bad", "warning": "warn", "note": ""}[first.severity]
+    return tile(
+        "Doctor", verdict(run.findings), "" if first is None else f"{first.rule} at step {first.step}", kind=kind
+    )
+
+
+def _findings(run: RunData) -> Html:
+    """What is wrong with the run, the worst first, with the setting that mends it."""
+    if not run.findings:
+        return Html()
+    articles = [
+        tag(
+            "article",
+            tag("p", tag("b", finding.severity), f" {finding.rule}, step {finding.step}", kind="what"),
+            tag("p", f"{finding.text[0].upper()}{finding.text[1:]}."),
+            tag("p", "fix: ", _alternatives(finding.fixes)) if finding.fixes else "",
+            folded(f"{len(finding.answers)} answers", *map(_answer, finding.answers)) if finding.answers else "",
+            note(f"{finding.metric}; threshold: {finding.source}"),
+            kind=f"finding {finding.severity}",
+        )
+        for finding in run.findings
+    ]
+    return section("Doctor", *articles)
+
+
+def _alternatives(fixes: Sequence[str]) -> Html:
+    return Html(" or ".join(tag("code", fix) for fix in fixes))
+
+
+def _answer(answer: Answer) -> Html:
+    reward = "unscored" if answer.reward is None else f"reward {label(answer.reward)}"
+    length = "" if answer.num_tokens is None else f" · {answer.num_tokens} tokens"
+    return tag("div", tag("p", f"{answer.id} · {reward}{length}", kind="note"), tag("pre", answer.text))
 
 
 def _throughput_tile(run: RunData) -> list[Html]:
@@ -177,6 +227,11 @@ def _charts(run: RunData) -> tuple[Html, set[str]]:
             note=chart.note.format(device=device),
             wide=index == 0,
             chart_id=f"c{index}",
+            marks=[
+                Mark(finding.step, finding.severity, f"{finding.rule}: {finding.text}")
+                for finding in run.findings
+                if finding.metric in chart.keys
+            ],
         )
         for index, chart in enumerate(charts)
     ]

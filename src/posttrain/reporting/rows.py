@@ -204,3 +204,17 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
 def read_rollouts(path: Path) -> list[Row]:
     with gzip.open(path, "rb") as lines:
         return [json.loads(line) for line in lines]
+
+
+def is_accuracy(row: Row) -> bool:
+    """Whether `validation/accuracy` of a row is one: a share of pairs, or a mean of rewards that are all 0 or 1.
+
+    Rewards between 0 and 1 have the variance mean · (1 - mean) only if each of them is one or the other.
+    """
+    mean = row.get("validation/reward")
+    if mean is None:
+        return True
+    low, high, spread = (row.get(f"validation/reward_{name}") for name in ("min", "max", "std"))
+    if low is None or high is None or spread is None:
+        return 0 <= mean <= 1
+    return bool(low >= 0 and high <= 1 and abs(spread**2 - mean * (1 - mean)) < 1e-6)

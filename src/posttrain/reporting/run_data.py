@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from posttrain.doctor.findings import Finding, kept_findings
 from posttrain.json_files import JsonMapping
 from posttrain.reporting.presentation import Headline, headline_from_json
 from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, read_rollouts, top_level_stages
 from posttrain.reporting.run_files import (
+    FINDINGS_FILE,
     METRICS_FILE,
     ROLLOUTS_FOLDER,
     UNSCORED_FILE,
@@ -51,6 +53,7 @@ class RunData:
     info: JsonMapping  # run.json
     configs: Mapping[str, str]  # the text of every config file of the run, by its name, the first one first
     unscored: Sequence[Row]
+    findings: Sequence[Finding] = ()  # of the doctor, the worst first
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -68,6 +71,11 @@ class RunData:
     @cached_property
     def headline(self) -> Headline:
         return headline_from_json(self.info.get("headline"), self.keys)
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether the doctor found an error."""
+        return any(finding.severity == "error" for finding in self.findings)
 
     @property
     def title(self) -> str:
@@ -107,6 +115,7 @@ def load_run(folder: Path) -> RunData:
         info=read_info(folder),
         configs={path.name: path.read_text("utf-8", "replace") for path in config_files(folder).values()},
         unscored=read_rows(folder / UNSCORED_FILE),
+        findings=kept_findings(read_rows(folder / FINDINGS_FILE)),
     )
 
 

@@ -2,6 +2,7 @@
 
     metrics.jsonl                         one JSON object per step, appended and fsynced
     unscored.jsonl                        one JSON object per step and reason for which rollouts could not be scored
+    findings.jsonl                        one JSON object per problem that the doctor has found, when it was found
     rollouts/step_N.jsonl.gz              the groups of training step N, one per line
     rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
     config.yaml                           the config that the run began with
@@ -18,16 +19,19 @@ line or a temporary file, and `open_run` repairs both.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from posttrain.json_files import JsonMapping, JsonObject, parse_json
+from posttrain.json_files import MAX_FILE_BYTES, JsonMapping, JsonObject, parse_json, read_at_most
 from posttrain.redaction import redact
 
 METRICS_FILE = "metrics.jsonl"
 UNSCORED_FILE = "unscored.jsonl"
+FINDINGS_FILE = "findings.jsonl"
 ROLLOUTS_FOLDER = "rollouts"
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "run.json"
@@ -37,7 +41,16 @@ LOG_FILE = f"{LOG_FOLDER}/train.log"
 FINISHED = "finished"  # the status in run.json of a run that has all its steps
 
 # Moved in this order. metrics.jsonl is last: as long as it is here, the move is not finished.
-FILES_OF_A_RUN = (REPORT_FILE, INFO_FILE, CONFIG_FILE, LOG_FOLDER, ROLLOUTS_FOLDER, UNSCORED_FILE, METRICS_FILE)
+FILES_OF_A_RUN = (
+    REPORT_FILE,
+    INFO_FILE,
+    CONFIG_FILE,
+    LOG_FOLDER,
+    ROLLOUTS_FOLDER,
+    UNSCORED_FILE,
+    FINDINGS_FILE,
+    METRICS_FILE,
+)
 TEMPORARY_SUFFIX = ".partial"
 
 Row = JsonObject
@@ -70,6 +83,13 @@ def append_rows(path: Path, rows: Sequence[JsonMapping]) -> None:
         os.fsync(file.fileno())
 
 
+def append_log(folder: Path, lines: Sequence[str]) -> None:
+    """Add lines, without credentials, to the log of a run that has not opened it."""
+    (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
+    with (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(redact("".join(f"{line}\n" for line in lines)))
+
+
 def parse_lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
     """The lines of a file of JSON objects as (raw line, object), the object None where the line is torn or no object."""
     if not path.exists():
@@ -89,12 +109,42 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_info(folder: Path) -> Row:
-    """`run.json`; empty if it is missing or unreadable, because the report has to work without it."""
+    """`run.json`; empty if it is missing or unreadable, because the report has to work without it. Values of another type than
+    `Recorder` writes are left out."""
     try:
-        info = parse_json((folder / INFO_FILE).read_bytes())
+        info = parse_json(read_at_most(folder / INFO_FILE, MAX_FILE_BYTES))
     except (OSError, ValueError):
         return {}
-    return info if isinstance(info, dict) else {}
+    if not isinstance(info, dict):
+        return {}
+    return {key: value for key, value in info.items() if key not in _INFO or _INFO[key](value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_rows(value: object, number: str, **kinds: type) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(row, dict)
+        and _is_number(row.get(number))
+        and all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+        for row in value
+    )
+
+
+_INFO: dict[str, Callable[[Any], bool]] = {
+    "config_changes": lambda value: _are_rows(value, "from_step", key=str),
+    "warnings": lambda value: _are_rows(value, "step", text=str, count=int),
+    "resumed_at_steps": lambda value: isinstance(value, list) and all(map(_is_number, value)),
+    "headline": lambda value: isinstance(value, dict),
+    **dict.fromkeys(("wall_s", "max_steps", "num_devices"), _is_number),
+    **dict.fromkeys(("started_at", "updated_at", "status", "title", "reason"), _is_text),
+}
 
 
 def config_from_step(step: int) -> str:
@@ -130,6 +180,7 @@ def open_run(folder: Path, resumed_step: int) -> tuple[list[str], list[str]]:
     last_row, changes = _truncate(folder / METRICS_FILE, resumed_step)
     notes += changes
     _truncate(folder / UNSCORED_FILE, resumed_step)
+    _truncate(folder / FINDINGS_FILE, resumed_step)
     _remove_rollouts(folder / ROLLOUTS_FOLDER, resumed_step)
     for place in (folder, folder / ROLLOUTS_FOLDER):
         for torn in place.glob(f"*{TEMPORARY_SUFFIX}"):

@@ -90,6 +90,19 @@ def label(value: float) -> str:
     return f"{value:.4g}"
 
 
+def labels(values: Sequence[float]) -> list[str]:
+    """Labels of ticks: as short as they can be and still differ. Ticks around 1.0000001 are shown as what is above 1."""
+    short = [label(value) for value in values]
+    if len(set(short)) == len(short):
+        return short
+    base = label(values[0])
+    offset = float(base) if base[-1].isdigit() else values[0]
+    return [
+        base if value == offset else f"{base}{'+' if value > offset else '−'}{label(abs(value - offset))}"
+        for value in values
+    ]
+
+
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
     """Local linear regression with Gaussian weights. Gaps stay gaps.
 

@@ -1,4 +1,4 @@
-"""The text of a run's output: stages, step blocks, one-line steps, validation, samples, the final summary.
+"""The text of a run's output: stages, step blocks, one-line steps, validation, samples.
 
 Pure functions from rows and groups to lines of text; `console.py` shows them. Stages and blocks have NeMo RL's words and
 order: results, timing with percentages, performance. docs/seeds.md compares them line by line.
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from posttrain.reporting.presentation import Headline, ShownMetric
-from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION
+from posttrain.reporting.presentation import ShownMetric
+from posttrain.reporting.rows import TOTAL_STEP, TOTAL_VALIDATION, is_accuracy
 from posttrain.reporting.run_files import Row
 
 if TYPE_CHECKING:
     from posttrain.types import Completion, Group
 
-Style = Literal["header", "title", "plain", "muted", "good", "warning"]
+Style = Literal["header", "title", "plain", "muted", "good", "warning", "bad"]
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,29 @@ def _rate(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 or value == 0 else f"{value:.3g}"
 
 
-def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: float | None) -> Line:
+def trend(values: Sequence[float | None]) -> str:
+    """How the latter half of the values lies to the first; empty while there are few."""
+    known = [value for value in values if value is not None]
+    half = len(known) // 2
+    if half < 3:
+        return ""
+    change = math.fsum(known[-half:]) / half - math.fsum(known[:half]) / half
+    return f"({'+' if change >= 0 else '−'}{abs(change):.2g} in {len(known)} steps)"
+
+
+def answer_lines(groups: Sequence[Group], max_characters: int = 90) -> list[Line]:
+    """One answer, of a group whose rewards differ if there is one, with its question on one line."""
+    differing = [group for group in groups if len(set(group.rewards)) > 1]
+    group = next(iter(differing or groups))
+    if not group.rollouts:
+        return []
+    rollout = group.rollouts[0]
+    reward = number(rollout.score.reward) if rollout.score.scored else "unscored"
+    asked, said = (" ".join(text.split())[-max_characters:] for text in (group.task.prompt, rollout.completion.text))
+    return [Line(f"      {asked}", "muted"), Line(f"      {reward} │ {said}", "muted")]
+
+
+def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: float | None, trend: str = "") -> Line:
     """One short step on one line, in columns of fixed width."""
     width = len(str(max_steps))
     parts = [f"step {row['step']:>{width}}/{max_steps}"]
@@ -259,6 +281,8 @@ def step_line(results: Sequence[ShownMetric], row: Row, max_steps: int, eta_s: f
             value = row[f"train/{metric.key}"]
             text = f"{value:.1f}" if metric.short_name == "length" and value is not None else number(value)
             parts.append(f"{metric.short_name} {text:>8}")
+            if trend and metric.short_name in ("reward", "accuracy"):
+                parts.append(trend)
     if row.get("train/unscored"):
         parts.append(f"unscored {row['train/unscored']:.0f}")
     parts.append(duration(row.get(f"timing/train/{TOTAL_STEP}") or 0.0))
@@ -274,9 +298,8 @@ def validation_block(row: Row, num_samples: int) -> list[Line]:
     for name, words in VALIDATION_RESULTS:
         if name in found and not (name == "reward" and "accuracy" in found):
             parts = _part_lines(row, "validation/")
-            # A weighted sum of several parts is not an accuracy.
-            words = "Avg Reward" if name == "accuracy" and parts else words
-            lines.append(Line(f"  • {words}: {number(found[name])}", "good" if name == "accuracy" else "plain"))
+            words = "Avg Reward" if name == "accuracy" and not is_accuracy(row) else words
+            lines.append(Line(f"  • {words}: {number(found[name])}", "title" if name == "accuracy" else "plain"))
             lines += parts if name in ("accuracy", "reward") else []
     for name in sorted(name for name in found if name.startswith(("pass_", "cons_"))):
         lines.append(Line(f"  • {name.replace('_', '@')}: {number(found[name])}"))
@@ -323,47 +346,3 @@ def _quoted(label: str, text: str, max_characters: int) -> list[Line]:
     body = text[:max_characters].strip("\n") + cut
     first, *rest = body.split("\n")
     return [Line(f"  {label:>8} │ {first}"), *(Line(f"  {'':>8} │ {line}") for line in rest)]
-
-
-@dataclass(frozen=True)
-class MetricSummary:
-    """First, last and best value of a metric. `metric` is empty if no row has it."""
-
-    metric: str
-    first: float = math.nan
-    last: float = math.nan
-    best: float = math.nan
-    best_step: int = 0
-
-
-def summarise(rows: Sequence[Row], metric: str, *, lower_is_better: bool = False) -> MetricSummary:
-    points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
-    if not points:
-        return MetricSummary("")
-    best_step, best = min(points, key=lambda point: point[1] if lower_is_better else -point[1])
-    return MetricSummary(metric, points[0][1], points[-1][1], best, best_step)
-
-
-def validation_metric(rows: Sequence[Row]) -> tuple[str, bool]:
-    """The main validation metric, and whether less is better: accuracy if it was measured."""
-    keys = {key for row in rows for key, value in row.items() if key.startswith("validation/") and value is not None}
-    for name, lower_is_better in (("accuracy", False), ("reward", False), ("loss", True)):
-        if f"validation/{name}" in keys:
-            return f"validation/{name}", lower_is_better
-    return "", False
-
-
-def final_lines(headline: Headline, rows: Sequence[Row], reason: str, wall_s: float, report: str) -> list[Line]:
-    steps = [row["step"] for row in rows if any(key.startswith("train/") for key in row)]
-    steps_done = f"{max(steps, default=0)} steps, {duration(wall_s)} in this process."
-    lines = [Line(""), Line(f"{reason.rstrip('.')}. {steps_done}", "title")]
-    for metric, lower_is_better in ((headline.metric, headline.lower_is_better), validation_metric(rows)):
-        found = summarise(rows, metric, lower_is_better=lower_is_better)
-        if found.metric:
-            trend = f"{number(found.first)} → {number(found.last)}"
-            lines.append(Line(f"  • {metric}: {trend}, best {number(found.best)} at step {found.best_step}"))
-    unscored = sum(row.get("train/unscored") or 0 for row in rows)
-    if unscored:
-        lines.append(Line(f"  • unscored rollouts: {unscored:,.0f} (reasons in the report)", "warning"))
-    lines.append(Line(f"  • report: {report}", "good"))
-    return lines

@@ -6,13 +6,14 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from posttrain.serve.canary import CANARY
 from posttrain.serve.jobs import chat_job, choices_of, completion_job
@@ -60,7 +61,22 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, crash)
     _add_routes(app, service)
+    app.add_middleware(_OneLength)
     return app
+
+
+class _OneLength:
+    """Refuses a request with two lengths: a proxy may see its end elsewhere, and take what follows for another request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope.get("headers", ())}:
+            error = ApiError(400, "Content-Length and Transfer-Encoding exclude each other")
+            await JSONResponse(error.body, error.status, {"Connection": "close"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
@@ -278,10 +294,15 @@ def _model(service: Service, name: str) -> JsonObject:
         "object": "model",
         "created": service.created,
         "owned_by": "posttrain",
-        "root": version.source,
+        "root": _public(version.source),
         "parent": service.main_model if version.adapter and name != service.main_model else None,
         "max_model_len": version.max_total_tokens,
     }
+
+
+def _public(source: str) -> str:
+    """Clients get the name of a folder, not where it is on this machine."""
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def _health(service: Service) -> Response:
@@ -295,7 +316,7 @@ def _health(service: Service) -> Response:
     if service.canary is not None and service.canary_version is not None:
         canary = service.canary
         body[CANARY] = {
-            "source": service.canary_version.source,
+            "source": _public(service.canary_version.source),
             "share": canary.share,
             "rolled_back": canary.rollback_reason,
             "scores": {

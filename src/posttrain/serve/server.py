@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import sys
@@ -11,10 +12,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from posttrain.errors import InputError
 from posttrain.serve.app import create_app
+from posttrain.serve.protocol import ApiError
 from posttrain.serve.service import Service
 
 # For the last bytes of complete answers.
@@ -24,6 +28,18 @@ _TICKS_PER_LOOK = 5  # between checks for silent connections; uvicorn ticks ten 
 # The engine thread releases the interpreter lock with every operation that it launches, some dozens in a step, and waits this
 # long to get it back while the event loop is busy. Python's default of 5 ms would be longer than a step.
 _SWITCH_INTERVAL_S = 0.00005
+
+
+class _Protocol(H11Protocol):
+    """What is no HTTP gets an error like all others."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = json.dumps(ApiError(400, msg).body).encode()
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
 
 class DrainingServer(uvicorn.Server):
@@ -48,6 +64,7 @@ class DrainingServer(uvicorn.Server):
         self.num_cut = 0
         config = uvicorn.Config(
             create_app(service),
+            http=_Protocol,
             host=host,
             port=port,
             lifespan="off",

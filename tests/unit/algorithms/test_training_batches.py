@@ -1,5 +1,7 @@
 """From rollouts, pairs and examples to the batches a policy trains on, and the order of calls of a step. No model."""
 
+import math
+
 import pytest
 from fakes import ScriptedPolicy, ScriptedRollouts
 
@@ -27,14 +29,22 @@ def make_group(
 
 
 def run(
-    groups: list[Group], *, updates: int = 1, kl: float = 0.0, overlong_filtering: bool = False
+    groups: list[Group],
+    *,
+    updates: int = 1,
+    kl: float = 0.0,
+    overlong_filtering: bool = False,
+    kl_period: int = 0,
+    step: int = 1,
 ) -> tuple[ScriptedPolicy, dict[str, float]]:
     policy = ScriptedPolicy()
-    settings = GrpoSettings(len(groups), num_updates_per_step=updates, overlong_filtering=overlong_filtering)
+    settings = GrpoSettings(
+        len(groups), num_updates_per_step=updates, overlong_filtering=overlong_filtering, kl_period=kl_period
+    )
     objective = ClippedPolicyGradient(LossFnConfig(reference_policy_kl_penalty=kl))
     credit = Credit(GroupAdvantages(normalize_rewards=False))
     grpo = Grpo(settings, objective, credit, policy, ScriptedRollouts(groups), SharedWeights())  # type: ignore[arg-type]
-    return policy, dict(grpo.step(1).metrics)
+    return policy, dict(grpo.step(step).metrics)
 
 
 def test_one_update_needs_no_second_forward_pass() -> None:
@@ -53,6 +63,19 @@ def test_reference_is_scored_only_with_a_kl_penalty() -> None:
     policy, _ = run([make_group(0, [1.0, 0.0])], kl=0.1)
     assert policy.calls == ["reference_logprobs", "update", "end_step"]
     assert (policy.batches[0].columns["reference_logprobs"] == -2).all()
+
+
+def test_a_kl_without_price_is_estimated_every_few_steps_and_is_not_trained_on() -> None:
+    groups = [make_group(0, [1.0, 0.0])]
+    policy, metrics = run(groups, kl_period=10, step=9)
+    assert policy.calls == ["update", "end_step"]
+    assert "kl_to_start" not in metrics
+    policy, metrics = run(groups, kl_period=10, step=10)
+    assert policy.calls == ["reference_logprobs", "update", "end_step"]
+    assert "reference_logprobs" not in policy.batches[0].columns
+    ratios = [-2 + 0.1, -2 + 0.1, -2 + 0.2]  # reference minus sampler, of one token and of two
+    expected = math.fsum(math.exp(ratio) - 1 - ratio for ratio in ratios) / 3
+    assert metrics["kl_to_start"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_columns_line_up_with_the_tokens_of_their_rollout() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from transformers import Gemma3Config, GPT2Config, LlamaConfig
@@ -98,3 +99,11 @@ def test_sizes_of_a_decoder_inside_a_larger_model_count() -> None:
     narrow = Gemma3Config(text_config={"hidden_size": 256}).to_dict()
     with pytest.raises(CheckpointError, match=r"sizes\.hidden_size: saved 512 != this run's 256"):
         check_same_model(describe_model(wide, None), describe_model(narrow, None))
+
+
+@pytest.mark.parametrize(
+    "content", [[], {}, {"architecture": {"$ref": 1}}, {"architecture": {"model_type": "llama"}, "sizes": 5}]
+)
+def test_a_file_that_describes_no_model_is_refused(content: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"model.json of the checkpoint does not describe a model"):
+        check_same_model(content, describe_model(llama(), None))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.checkpointing import durable, integrity
-from posttrain.checkpointing.integrity import find_damage, seal, total_bytes
+from posttrain.checkpointing.integrity import CHECKSUMS, find_damage, seal, total_bytes
 
 
 @pytest.fixture
@@ -217,3 +217,17 @@ def test_a_list_that_names_files_outside_of_the_folder_is_damage(sealed: Path, n
 def test_a_list_of_an_earlier_version_is_accepted(sealed: Path) -> None:
     change_list(sealed, lambda content: None, as_before=True)
     assert find_damage(sealed) == []
+
+
+@pytest.mark.parametrize("name", [CHECKSUMS, "a.bin"])
+def test_a_named_pipe_is_damage_and_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"")
+    seal(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    assert any("pipe" in problem or "not a regular file" in problem for problem in find_damage(tmp_path))
+
+
+def test_checksums_that_are_nested_without_end_are_damage(tmp_path: Path) -> None:
+    (tmp_path / CHECKSUMS).write_text("[" * 200_000)
+    assert "nested more than" in find_damage(tmp_path)[0]

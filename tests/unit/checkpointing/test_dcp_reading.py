@@ -100,3 +100,14 @@ def test_shards_outside_of_the_folder_are_refused(folder: Path) -> None:
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         with pytest.raises(pickle.UnpicklingError, match="outside of the folder"):
             TensorReader(folder).read_metadata()
+
+
+@pytest.mark.parametrize("size", [torch.Size([2**40, 2**20]), torch.Size([10**6])])
+def test_a_tensor_larger_than_all_files_is_refused_before_memory_is_taken(folder: Path, size: torch.Size) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["b"].size = size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(pickle.UnpicklingError, match=r"it says that b has the shape .*; all files there have"):
+        TensorReader(folder).read_metadata()
+    with pytest.raises(InputError, match=r"\.metadata cannot be read: it says that b"):
+        DcpSource(folder)

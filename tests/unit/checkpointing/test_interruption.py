@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from posttrain.checkpointing import Interruption
+from posttrain.checkpointing import Interruption, StopAtOnce
+from posttrain.errors import Terminated
 
 
 def send(number: signal.Signals) -> None:
@@ -116,3 +117,69 @@ def test_a_request_may_arrive_in_the_middle_of_a_print(monkeypatch: pytest.Monke
     with Interruption() as interruption:
         send(signal.SIGTERM)
         assert interruption.signal is not None
+
+
+# -- before the loop ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_a_command_at_once_and_later_ones_do_not_disturb_its_end(
+    number: signal.Signals, code: int
+) -> None:
+    before = signal.getsignal(number)
+    with StopAtOnce():
+        with pytest.raises(Terminated) as stopped:
+            send(number)
+        send(number)
+    assert stopped.value.exit_code == code
+    assert signal.getsignal(number) == before
+
+
+def test_an_ignored_sighup_stays_ignored_from_the_start() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopAtOnce():
+            send(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_forked_child_dies_of_a_signal_before_the_loop() -> None:
+    with StopAtOnce():
+        child = os.fork()
+        if child == 0:
+            try:
+                send(signal.SIGTERM)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_signal_after_a_request_does_not_disturb_the_end() -> None:
+    with StopAtOnce():
+        with Interruption() as interruption:
+            send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        assert interruption.exit_code == 85
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_was_raised_in_a_destructor_is_seen_by_the_loop() -> None:
+    class Dropped:
+        def __del__(self) -> None:
+            send(signal.SIGTERM)
+
+    with StopAtOnce():
+        Dropped()  # Python prints what is raised here, and goes on
+        with Interruption() as interruption:
+            assert interruption.signal is signal.SIGTERM
+
+
+def test_the_handler_comes_back_after_a_library_replaced_it() -> None:
+    with StopAtOnce():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        StopAtOnce.install_again()
+        with pytest.raises(Terminated):
+            send(signal.SIGTERM)
+    StopAtOnce.install_again()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

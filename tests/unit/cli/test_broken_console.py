@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -128,3 +129,11 @@ def test_a_signal_is_stored_although_stderr_is_gone() -> None:
     finally:
         os.dup2(saved, 2)
         os.close(saved)
+
+
+def test_control_characters_are_shown_and_colours_stay() -> None:
+    shown = io.StringIO()
+    stream = ConsoleStream(shown)
+    stream.write("a\x1b[2Jb\x1b]0;title\x07c\x9bd\tä\r\n")
+    stream.write("\x1b[1;31mred\x1b[0m \x1b[2K\x1b[1A\x1b[?25l")
+    assert shown.getvalue() == "a\\x1b[2Jb\\x1b]0;title\\x07c\\x9bd\tä\r\n\x1b[1;31mred\x1b[0m \x1b[2K\x1b[1A\x1b[?25l"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import signal
 import sys
+import threading
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -12,10 +16,11 @@ import pytest
 import yaml
 
 import posttrain
-from posttrain.cli import chat_command, eval_command, serve_command, train_command
+from posttrain.checkpointing import CHECKPOINT_THREAD
+from posttrain.cli import chat_command, config_command, eval_command, serve_command, train_command
 from posttrain.cli.main import main
 from posttrain.config import load_config
-from posttrain.errors import InputError
+from posttrain.errors import InputError, StorageError
 
 
 def call(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -62,8 +67,17 @@ def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixt
     assert code == 0
     for word in ("grpo", "dpo", "rm", "sft", "demo", "config"):
         assert f"\n    {word} " in out
-    for meaning in ("0 done", "64 bad config", "85 stopped by SIGTERM", "130 stopped by Ctrl-C", "1 crash"):
-        assert meaning in out
+    text = " ".join(out.split())
+    for meaning in (
+        "0 done",
+        "64 bad config",
+        "74 the storage failed",
+        "85 stopped by SIGTERM",
+        "143, 129 the same",
+        "130 stopped by Ctrl-C",
+        "1 crash",
+    ):
+        assert meaning in text
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "rm", "sft"])
@@ -116,6 +130,84 @@ def test_ctrl_c_before_there_is_anything_to_save_is_130(outcome: Any, capsys: py
     assert code == 130
     assert "Traceback" not in err
     assert "newest checkpoint" in err
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("words", [["sft"], ["eval", "model"], ["config", "show", "grpo"]])
+def test_signals_end_every_command_also_the_first_process_of_a_container(
+    words: list[str],
+    sent: signal.Signals,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel drops a signal to that process if there is no handler."""
+
+    def interrupted(*arguments: Any) -> int:
+        assert signal.getsignal(sent) not in (signal.SIG_DFL, signal.SIG_IGN, None)
+        os.kill(os.getpid(), sent)
+        return 0
+
+    for command in (train_command, eval_command):
+        monkeypatch.setattr(command, "run", interrupted)
+    monkeypatch.setattr(config_command, "load_config", interrupted)
+    found, _, err = call(words, capsys)
+    assert found == code
+    assert f"posttrain: {sent.name}: stopped" in err
+    assert signal.getsignal(sent) == signal.SIG_DFL
+
+
+def test_a_fault_of_the_storage_is_74_with_the_path(outcome: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome(StorageError("/mnt/run/metrics.jsonl: Read-only file system"))
+    code, _, err = call(["grpo"], capsys)
+    assert code == 74
+    assert err == "posttrain: error: /mnt/run/metrics.jsonl: Read-only file system\n"
+
+
+class Left(BaseException):
+    pass
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """`main` of a program: no arguments are given to it. The codes that it left with at once."""
+    left: list[int] = []
+
+    def leave(code: int) -> None:
+        left.append(code)
+        raise Left
+
+    monkeypatch.setattr(sys, "argv", ["posttrain", "sft"])
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
+    return left
+
+
+def test_a_stopped_program_leaves_at_once(outcome: Any, program: list[int]) -> None:
+    outcome(85)
+    with pytest.raises(Left):
+        main()
+    assert program == [85]
+
+
+@pytest.mark.parametrize("code", [0, 1, 64])
+def test_other_programs_end_as_python_does(code: int, outcome: Any, program: list[int]) -> None:
+    outcome(code)
+    assert main() == code
+    assert program == []
+
+
+def test_a_stopped_program_waits_for_a_thread_that_writes(outcome: Any, program: list[int]) -> None:
+    outcome(130)
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, name=CHECKPOINT_THREAD, daemon=True)
+    thread.start()
+    try:
+        assert main() == 130
+    finally:
+        over.set()
+        thread.join()
+    assert program == []
 
 
 @pytest.mark.parametrize(

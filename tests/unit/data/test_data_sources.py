@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 
+from posttrain.data import sources
 from posttrain.data.errors import DataError
 from posttrain.data.sources import Row, read_hub, read_local
 
@@ -167,3 +170,63 @@ def test_field_takes_the_first_name_present_and_reaches_into_records() -> None:
     assert row.field("x", "a.b") == 3
     assert row.field("a.c") == 4
     assert row.get("a.b.c") is None
+
+
+def test_a_pipe_and_a_device_are_refused_without_being_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    for name in ("pipe.jsonl", "zero.jsonl"):
+        with pytest.raises(DataError, match=f"{name}: not a regular file"):
+            list(read_local(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.json", "a.json.gz"])
+def test_a_line_without_an_end_is_not_read_to_its_end(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(sources, "MAX_JSON_BYTES", 1 << 20)
+    content = (b"input\n" if "csv" in name else b"") + b'{"input": "' + b"a" * (2 << 20)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(DataError, match=r"a line of more than 1 MiB|of JSON in one; write one object a line"):
+        list(read_local(str(tmp_path / name)))
+
+
+def test_a_long_line_within_the_limit_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"input": "x" * 3_000_000}) + "\n")
+    assert [len(row.values["input"]) for row in read_local(str(tmp_path / "a.jsonl"))] == [3_000_000]
+
+
+def test_damage_anywhere_in_a_parquet_file_is_refused_with_its_name(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS * 20), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    damaged, refused = tmp_path / "b.parquet", 0
+    for position in range(4, len(whole) - 4, 7):
+        content = bytearray(whole)
+        content[position : position + 2] = b"\xff\x0f"
+        damaged.write_bytes(content)
+        try:
+            list(read_local(str(damaged)))
+        except DataError as error:
+            assert "b.parquet" in str(error)  # noqa: PT017 - most damage is found, and some changes a value only
+            refused += 1
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["http://127.0.0.1:1/x.jsonl", "ftp://user:password@127.0.0.1:1/x.jsonl", "data:text/plain,abc", "zip://x.jsonl::/etc/hostname",
+     "zip://x.jsonl::/no/such/file", "nonsense://x.jsonl"],
+)  # fmt: skip
+def test_an_address_that_cannot_be_read_is_named_with_the_reason(path: str) -> None:
+    with pytest.raises(DataError, match=f"{re.escape(path)}: "):
+        list(read_local(path))
+
+
+def test_half_of_a_surrogate_pair_is_refused_with_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input": "\\ud83d\\ude00"}\n{"input": "x\\ud83dy"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl:2: a text is not valid Unicode: half of a surrogate pair in .*x"):
+        list(read_local(str(tmp_path / "a.jsonl")))

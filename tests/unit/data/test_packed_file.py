@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,62 @@ def test_command_reports_errors(
     code = main(["data", "pack", str(tmp_path / "pairs.jsonl"), str(tmp_path / "o.parquet"), *given])
     assert code == 64
     assert complaint in capsys.readouterr().err
+
+
+def damaged(folder: Path, change: Callable[[list[dict[str, Any]]], Any], **header: Any) -> str:
+    """A file of packs with rows that `data pack` would not write."""
+    packed(folder, count=6)
+    table = parquet.read_table(folder / "packs.parquet")
+    values = table.to_pylist()
+    change(values)
+    known = {**json.loads(table.schema.metadata[b"posttrain"]), **header}
+    schema = table.schema.with_metadata({b"posttrain": json.dumps(known).encode()})
+    file = folder / "damaged.parquet"
+    parquet.write_table(pa.Table.from_pylist(values, schema=schema), file)
+    return str(file)
+
+
+def nothing(values: list[dict[str, Any]]) -> None:
+    pass
+
+
+VOCABULARY = 1 + max(CHAT.tokenizer.get_vocab().values())
+
+
+@pytest.mark.parametrize(
+    ("change", "header", "message"),
+    [
+        (lambda rows: rows[2]["chosen_ids"].__setitem__(1, -1), {}, "row 3: chosen_ids has the token -1; .* from 0 to"),
+        (lambda rows: rows[5]["prompt_ids"].__setitem__(0, VOCABULARY), {}, f"row 6: prompt_ids has the token {VOCABULARY};"),
+        (lambda rows: rows[3].update(rejected_ids=[]), {}, "row 4: rejected_ids is empty"),
+        (lambda rows: rows[1].update(prompt_ids=None), {}, "row 2: prompt_ids is null"),
+        (lambda rows: rows[1]["prompt_ids"].__setitem__(0, None), {}, "row 2: prompt_ids has the token -1"),
+        (lambda rows: rows[1].update(pack=None), {}, "row 2: pack is null"),
+        (lambda rows: rows[0].update(pack=-1), {}, "row 1: pack is -1 after 0; packs are numbered from 0"),
+        (lambda rows: rows[-1].update(pack=7), {}, "row 6: pack is 7 after"),
+        (lambda rows: rows.pop(), {}, "5 pairs in . packs, and its header says 6 in"),
+        (nothing, {"num_packs": 99}, "6 pairs in . packs, and its header says 6 in 99"),
+        (nothing, {"num_pairs": "x"}, "num_pairs is 'x'; a whole number from 1"),
+        (nothing, {"num_packs": 10**30}, "num_packs is 1000"),
+        (nothing, {"dropped": {"too long": 10**12}}, r"dropped\['too long'\] is 1000"),
+        (nothing, {"dropped": None}, "not a file of packed pairs"),
+        (nothing, {"statistics": {}}, "not a file of packed pairs"),
+    ],
+)  # fmt: skip
+def test_rows_that_the_packer_would_not_write_are_refused_with_file_and_row(
+    change: Callable[[list[dict[str, Any]]], Any], header: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    file = damaged(tmp_path, change, **header)
+    entry = {"dataset_name": "PackedPairs", "data_path": file}
+    with pytest.raises(DataError, match=f"damaged.parquet.*{message}"):
+        load_pair_dataset(entry, None, CHAT, max_total_tokens=1000, seed=0)
+
+
+def test_a_column_of_another_type_is_refused(tmp_path: Path) -> None:
+    packed(tmp_path, count=6)
+    table = parquet.read_table(tmp_path / "packs.parquet")
+    names = table.schema.names
+    wide = table.set_column(names.index("chosen_ids"), "chosen_ids", table["chosen_ids"].cast(pa.list_(pa.int64())))
+    parquet.write_table(wide, tmp_path / "wide.parquet")
+    with pytest.raises(DataError, match="its column chosen_ids is list<element: int64>; list<item: int32> is needed"):
+        read_header(str(tmp_path / "wide.parquet"))

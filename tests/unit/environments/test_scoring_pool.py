@@ -347,3 +347,18 @@ def test_workers_and_their_children_end_with_the_process_that_started_them(
     finally:
         driver.kill()
         driver.wait()
+
+
+def test_a_printed_key_of_several_lines_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["-----BEGIN X PRIVATE KEY-----", "MIIEplanted/abcd", "EFGHplanted+ij=", "-----END X PRIVATE KEY-----"]
+    monkeypatch.setenv("SSH_PRIVATE_KEY", "\n".join(lines))
+    (tmp_path / "tell.py").write_text(
+        "import os\ndef tell(response):\n    print(os.environ['SSH_PRIVATE_KEY'], flush=True)\n    return 1.0\n"
+    )
+    with build_environments({"mine": {"function": "tell.py:tell", "num_workers": 1}}, tmp_path) as environment:
+        assert score(environment, ["x"])[0].reward == 1.0
+    shown = capsys.readouterr().err
+    assert "[env.mine] ***" in shown
+    assert "planted" not in shown

@@ -142,3 +142,11 @@ def test_same_file_name_with_other_content_is_reported(tmp_path: Path) -> None:
     assert prompts == "prompts_hash is '11' in A and '33' in B"
     assert template.startswith("chat_template is ['t.jinja', None, {'t.jinja': '22'}] in A")
     assert compare(one, same).cautions == (), "the same prompts from a file that has another name"
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '"x"'])
+def test_an_identity_that_is_no_object_is_refused(content: str, tmp_path: Path) -> None:
+    one, other = pair(tmp_path, {"identity": judged_by(function="r.py:f")}, {"identity": judged_by(function="r.py:f")})
+    (one.folder / "identity.json").write_text(content)
+    with pytest.raises(EvaluationError, match=r"identity.json: holds a JSON .*, not an object"):
+        compare(one, other)

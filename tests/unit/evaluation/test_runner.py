@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fakes import ScriptedEngine, ScriptedEnvironment, completion
 
-from posttrain.errors import FolderHeld
+from posttrain.errors import FolderHeld, Terminated
 from posttrain.evaluation.answers import answer_reader
 from posttrain.evaluation.benchmarks import GENERIC
 from posttrain.evaluation.folder import EvaluationFolder
@@ -35,9 +40,10 @@ class Killed(BaseException):
 class Model(ScriptedEngine):
     """Answers with the problem's number and that of its neighbours in the batch; one answer never comes."""
 
-    def __init__(self, dies_at_batch: int | None = None) -> None:
+    def __init__(self, dies_at_batch: int | None = None, during: Callable[[int], None] = lambda batch: None) -> None:
         super().__init__(self._answer)
         self.dies_at_batch = dies_at_batch
+        self.during = during  # called with the number of the batch
 
     @property
     def batches(self) -> list[list[str]]:
@@ -46,6 +52,7 @@ class Model(ScriptedEngine):
     def _answer(self, task: Task, sample: int, key: NoiseKey) -> Completion:
         if len(self.calls) - 1 == self.dies_at_batch:
             raise Killed
+        self.during(len(self.calls) - 1)
         if task.draw == 3 and sample == 1:
             return Completion((), (), "", "stop", error="request failed: HTTP 503")
         return completion(f"{','.join(self.batches[-1])} #{sample} is {task.draw}", num_tokens=2)
@@ -90,6 +97,34 @@ def test_interrupted_evaluation_continues_with_the_same_answers(tmp_path: Path, 
     assert run(tmp_path / "cut", again) == whole
     assert len(again.batches) == 3 - batches_before, "what is finished is not asked again"
     assert (tmp_path / "cut" / "problems.jsonl").read_bytes() == (tmp_path / "whole" / "problems.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_after_the_batch_with_its_problems_saved(tmp_path: Path, sent: signal.Signals) -> None:
+    whole = run(tmp_path / "whole", Model())
+    stopped = Model(during=lambda batch: os.kill(os.getpid(), sent) if batch == 1 else None)
+    with pytest.raises(Terminated) as raised:
+        run(tmp_path / "cut", stopped)
+    assert raised.value.exit_code == 85
+    assert len(stopped.batches) == 2
+    assert len((tmp_path / "cut" / "problems.jsonl").read_text().splitlines()) == 6
+    assert run(tmp_path / "cut", Model()) == whole
+
+
+def test_a_signal_in_the_last_batch_changes_nothing(tmp_path: Path) -> None:
+    model = Model(during=lambda batch: os.kill(os.getpid(), signal.SIGTERM) if batch == 2 else None)
+    assert len(run(tmp_path, model)) == 7
+
+
+def test_a_file_system_without_flock_is_named_with_the_mount_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    with pytest.raises(EvaluationError, match=r"has no flock: No locks available; .* without `nolock`"):
+        EvaluationFolder.open(tmp_path, IDENTITY, "")
 
 
 @pytest.mark.parametrize("kept_bytes", [10, 400, 700])
@@ -137,7 +172,7 @@ def test_another_evaluation_in_the_folder_is_refused_by_what_differs(tmp_path: P
 
 def test_two_processes_cannot_write_one_folder(tmp_path: Path) -> None:
     folder = EvaluationFolder.open(tmp_path, IDENTITY, "")
-    with pytest.raises(FolderHeld, match="is evaluating into this folder"):
+    with pytest.raises(FolderHeld, match=rf"process {os.getpid()} on .* is evaluating into this folder"):
         EvaluationFolder.open(tmp_path, IDENTITY, "")
     folder.close()
     EvaluationFolder.open(tmp_path, IDENTITY, "").close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 
-from posttrain.errors import InputError
+from posttrain.checkpointing import StopAtOnce
+from posttrain.errors import InputError, Terminated
 from posttrain.orchestration import ray_cluster
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.ray_cluster import find_cluster, token_source
@@ -215,3 +218,20 @@ def test_a_refused_token_is_explained_by_what_is_set_here(
     assert f"the Ray cluster at 10.0.0.1:6379 asks for a token, and {said}" in str(caught.value)
     assert "secret" not in str(caught.value)
     assert "`ray get-auth-token` prints it on the head" in str(caught.value)
+
+
+def test_ray_does_not_keep_the_handler_of_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own ends the process with exit code 15 and writes nothing."""
+
+    def init(**options: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        if options.get("is_interrupted"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    with StopAtOnce():
+        ray_cluster._init()
+        with pytest.raises(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+    with StopAtOnce(), pytest.raises(Terminated):
+        ray_cluster._init(is_interrupted=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +70,23 @@ def test_run_waits_for_the_training_of_a_killed_pipeline(tmp_path: Path) -> None
     with only_runner(tmp_path / "home", said.append):
         pass
     assert said == ["the run before was killed and its training is still saving; waiting for it"]
+
+
+def test_a_file_system_without_flock_is_named_with_the_mount_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    words = r"pipeline.folder: .*/home/.lock: its file system has no flock: Function not implemented; mount it with locks \(NFS"
+    with pytest.raises(InputError, match=words), only_runner(tmp_path / "home", lambda line: None):
+        pass
+
+
+@pytest.mark.parametrize(("code", "expected"), [(85, 85), (143, 85), (129, 85), (74, 74), (76, 76), (-9, 1), (1, 1)])
+def test_exit_code_of_a_pipeline_tells_how_its_training_ended(code: int, expected: int) -> None:
+    assert train._ended(code, "grpo")[0] == expected
 
 
 def test_the_exit_code_of_a_training_comes_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ def test_forward_and_backward_equal_autograd_in_float64(chunk: int, temperature:
     expected = textbook(*exact, targets, temperature)
     expected.backward(upstream)
     ours = hidden.float().requires_grad_(), weight.float().requires_grad_()
-    actual = _LinearLogprobs.apply(*ours, targets, 1 / temperature, chunk)
+    actual = _LinearLogprobs.apply(*ours, targets, 1 / temperature, chunk, None)
     actual.backward(upstream.float())
     torch.testing.assert_close(actual.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(ours, exact, strict=True):
@@ -44,14 +44,18 @@ def test_backward_equals_finite_differences() -> None:
     hidden, weight, targets, _ = inputs(4, 3, 5)
     scaled = (hidden.requires_grad_(), weight.requires_grad_())
     assert torch.autograd.gradcheck(
-        lambda h, w: _LinearLogprobs.apply(h, w, targets, 1 / 0.8, 3).double(), scaled, eps=1e-2, atol=1e-3, rtol=1e-3
+        lambda h, w: _LinearLogprobs.apply(h, w, targets, 1 / 0.8, 3, None).double(),
+        scaled,
+        eps=1e-2,
+        atol=1e-3,
+        rtol=1e-3,
     )
 
 
 def test_a_frozen_head_gets_no_gradient_and_the_body_still_does() -> None:
     hidden, weight, targets, upstream = inputs(5, 4, 9)
     body, head = hidden.float().requires_grad_(), weight.float()
-    _LinearLogprobs.apply(body, head, targets, 1.0, 2).backward(upstream.float())
+    _LinearLogprobs.apply(body, head, targets, 1.0, 2, None).backward(upstream.float())
     assert head.grad is None
     exact = hidden.clone().requires_grad_()
     textbook(exact, weight, targets, 1.0).backward(upstream)
@@ -64,7 +68,7 @@ def test_a_bf16_head_adds_its_chunks_up_in_fp32() -> None:
     hidden, weight = hidden.abs().bfloat16(), (weight * 0.1).bfloat16()
     targets = torch.zeros_like(targets)
     ours = weight.clone().requires_grad_()
-    _LinearLogprobs.apply(hidden, ours, targets, 1.0, 1).sum().backward()
+    _LinearLogprobs.apply(hidden, ours, targets, 1.0, 1, None).sum().backward()
     exact = weight.double().requires_grad_()
     textbook(hidden.double(), exact, targets, 1.0).sum().backward()
     assert ours.grad.dtype == torch.bfloat16

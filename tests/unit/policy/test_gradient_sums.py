@@ -122,7 +122,7 @@ def test_the_output_head_adds_to_the_sum_that_the_embedding_shares(chunk: int) -
     ids, targets = torch.tensor([1, 4, 4, 12, 0]), torch.tensor([4, 4, 12, 0, 7])
     exact = weight.detach().double().requires_grad_()
     for _ in range(2):
-        _LinearLogprobs.apply(weight[ids], weight, targets, 1.0, chunk).sum().backward()
+        _LinearLogprobs.apply(weight[ids], weight, targets, 1.0, chunk, None).sum().backward()
         move_to_sum(weight)
         (exact[ids] @ exact.T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
     assert exact.grad is not None

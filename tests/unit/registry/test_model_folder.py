@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from safetensors.numpy import save_file
 
 from posttrain.checkpointing.integrity import seal
 from posttrain.cli.main import main
-from posttrain.registry import Registry
+from posttrain.registry import Registry, lineage
+from posttrain.registry.errors import RegistryError
+from posttrain.registry.model_folder import check_model_folder
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -107,7 +110,7 @@ def test_pipe_in_the_folder_does_not_block(
 ) -> None:
     folder = make_plain(tmp_path / "model")
     os.mkfifo(folder / "pipe")
-    assert f"{folder / 'pipe'}: cannot be read (neither a file nor a folder)" in refused(registry, folder, capsys)
+    assert f"{folder / 'pipe'}: a named pipe, not a file" in refused(registry, folder, capsys)
 
 
 def test_a_missing_shard_is_named(registry: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,3 +183,35 @@ def test_the_folder_of_a_run_is_refused_and_its_newest_checkpoint_named(
     assert f"posttrain registry add NAME {run / 'step_20'}" in said
     inner = run / "step_3" / "policy" / "weights" / "model"
     assert f"{inner} is a part of a checkpoint: {run / 'step_3'}" in refused(registry, inner, capsys)
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "secret").write_text("TOPSECRET")
+    model = make_plain(tmp_path / "model")
+    (model / "NOTES.md").symlink_to(tmp_path / "secret")
+    assert main(["registry", "add", "m", str(model), "--registry", str(tmp_path / "registry")]) == 64
+    assert f"NOTES.md: a link to {tmp_path / 'secret'}, outside of" in capsys.readouterr().err
+    assert not (tmp_path / "registry" / "artifacts").exists()
+
+
+def test_links_within_the_folder_and_those_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    repository = tmp_path / "models--owner--name"
+    write_weights(repository / "blobs" / "abc")
+    snapshot = repository / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "also.safetensors").symlink_to("model.safetensors")
+    check_model_folder(snapshot)
+
+
+def test_a_folder_of_data_without_end_is_not_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(lineage, "MAX_DATA_FILES", 5)
+    for number in range(6):
+        (tmp_path / f"{number}").write_text("")
+    assert lineage._hash_of(str(tmp_path), told=False) is None
+    assert "has more than 5 files" in capsys.readouterr().err
+    with pytest.raises(RegistryError, match=r"--data .* has more than 5 files"):
+        lineage._hash_of(str(tmp_path), told=True)

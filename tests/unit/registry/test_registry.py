@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.main import main
+from posttrain.cli.registry_views import show_version, show_versions
 from posttrain.registry import (
     Lineage,
     Registry,
@@ -494,3 +495,14 @@ def test_the_help_tells_the_two_defaults_apart(command: str, capsys: pytest.Capt
     )
     assert f"default: {'the ' if command == 'show' else ''}{default}" in said
     assert other in said
+
+
+def test_control_characters_in_a_note_do_not_reach_the_terminal(
+    registry: Registry, make_model: Make, passed: Lineage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    version = registry.add("m", make_model("a"), passed, note="fine\x1b[1A\x1b[2K\x07")
+    show_versions([version])
+    show_version(version, [], None)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert shown.count(r"fine\x1b[1A\x1b[2K\x07") == 2

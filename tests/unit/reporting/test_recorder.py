@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
 import shutil
 from typing import Any
@@ -120,8 +121,9 @@ def test_plain_console_and_log_get_every_block_of_short_steps(bench: Any, on_ter
         assert place.log.count("[Train] ") == 3
         assert place.log.count("Max number of steps has been reached (3)") == 1
     assert bench.output == bench.log
-    assert re.findall(r"= Step (\d)/3 =", on_terminal.output) == ["1"]
+    assert "= Step" not in on_terminal.output
     assert "[Train]" not in on_terminal.output
+    assert on_terminal.output.count("\nstep ") == 3
 
 
 def test_log_has_what_was_said_before_the_folder_was_opened_and_what_quiet_hides(bench: Any, report: Any) -> None:
@@ -141,18 +143,38 @@ def test_header_comes_with_the_results_without_begin_step(bench: Any, report: An
     assert bench.output.count("= Step 1/10 =") == 1
 
 
-def test_short_steps_get_one_line_and_a_periodic_block_on_a_terminal(on_terminal: Any, report: Any) -> None:
+def test_a_terminal_gets_one_line_per_step_with_the_trend_and_an_answer_every_ten_seconds(
+    on_terminal: Any, report: Any, group: Any
+) -> None:
     recorder = on_terminal.recorder(max_steps=100)
     for step in range(1, 31):
         on_terminal.clock.now += 1.0
         recorder.begin_step(step)
         recorder.stage("Training policy")
-        recorder.record_step(step, report(step, step_s=0.5), report() if step == 25 else None)
-    blocks = [int(step) for step in re.findall(r"= Step (\d+)/100 =", on_terminal.output)]
-    single = [int(step) for step in re.findall(r"^step +(\d+)/100 ", on_terminal.output, re.MULTILINE)]
-    assert blocks == [1, 11, 21, 25]  # the first, every ten seconds, and with a validation
-    assert sorted(blocks + single) == list(range(1, 31))
-    assert on_terminal.output.count("▶ Training policy...") == 1  # only before the steps turned out to be short
+        recorder.record_step(step, report(step, step_s=20.0, groups=(group(),)), report() if step == 25 else None)
+    lines = re.findall(r"^step +(\d+)/100 .*", on_terminal.output, re.MULTILINE)
+    assert [int(step) for step in lines] == list(range(1, 31))
+    assert on_terminal.output.count("1.0000 │ 4") == 3  # steps 1, 11 and 21
+    assert "(+1 in 20 steps)" in on_terminal.output  # the reward rises by 0.1 a step
+    assert "Training Results:" not in on_terminal.output
+    assert "▶" not in on_terminal.output
+
+
+def test_verbose_shows_the_long_form_on_a_terminal_too(on_terminal: Any, report: Any) -> None:
+    recorder = on_terminal.recorder(verbose=True)
+    recorder.begin_step(1)
+    recorder.record_step(1, report(), None)
+    assert "= Step 1/10 =" in on_terminal.output
+    assert "Training Results:" in on_terminal.output
+    assert "\nstep " not in on_terminal.output
+
+
+def test_the_header_says_what_is_trained_and_whether_the_folder_is_new(bench: Any, report: Any) -> None:
+    header = ["model    some model", "data     7 prompts"]
+    bench.recorder(header=header).record_step(1, report(), None)
+    assert bench.output.startswith(f"model    some model\ndata     7 prompts\nfolder   {bench.folder}, new\n")
+    bench.recorder(resumed_step=1, header=header)
+    assert f"folder   {bench.folder}, resumed after step 1\n" in bench.output
 
 
 @pytest.mark.parametrize(
@@ -293,7 +315,7 @@ def test_quiet_shows_only_warnings_and_the_summary(bench: Any, report: Any) -> N
     recorder.warn("careful")
     assert bench.output == "warning: careful\n"
     recorder.finish("max_num_steps reached")
-    assert "max_num_steps reached. 1 steps" in bench.output
+    assert "max_num_steps reached. 1 step," in bench.output
     assert "report.html" in bench.output
 
 
@@ -389,6 +411,7 @@ def test_an_attempt_that_was_superseded_writes_no_row(bench: Any, report: Any) -
     recorder = bench.recorder(attempt=Attempt(bench.folder))
     recorder.record_step(1, report(1), None)
     (bench.folder / "attempts" / "0002.json").write_text("{}")
+    bench.clock.now += recorder_module.FENCE_PERIOD_S
     before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
     recorder.stage("Generating responses")
     for write in (lambda: recorder.record_step(2, report(2), None), lambda: recorder.finish("finished")):
@@ -452,3 +475,100 @@ def test_one_score_makes_a_run_count(bench: Any, report: Any) -> None:
     recorder = bench.recorder(max_steps=1)
     recorder.record_step(1, report(1, unscored=19, num_samples=20), None)
     assert recorder.finish("finished") == "complete"
+
+
+def test_a_deleted_folder_of_attempts_loses_no_record(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder), max_steps=2)
+    recorder.record_step(1, report(1), None)
+    shutil.rmtree(bench.folder / "attempts")
+    recorder.record_step(2, report(2), None)
+    assert recorder.finish("finished") == "complete"
+    assert [row["step"] for row in bench.rows()] == [1, 2]
+    assert (bench.folder / "attempts" / "0001.json").exists()
+
+
+@pytest.mark.parametrize("max_steps", [2, 3])
+def test_a_lost_record_stays_lost_when_the_run_is_started_again(max_steps: int, bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder), max_steps=2)
+    recorder.record_step(1, report(1), None)
+    (bench.folder / "metrics.jsonl").unlink()
+    recorder.record_step(2, report(2), None)
+    assert recorder.finish("finished") == "record lost"
+    again = bench.recorder(resumed_step=2, max_steps=max_steps)
+    assert again.finish("nothing to do") == "record lost"
+    assert bench.output.count("the record of the steps up to 1 is lost") == 2
+    assert bench.recorder(resumed_step=0, max_steps=2).finish("stopped") == "complete", "a new run has lost nothing"
+
+
+def test_log_of_an_attempt_begins_with_its_number_host_and_time(bench: Any) -> None:
+    for number in (1, 2):
+        attempt = Attempt(bench.folder)
+        recorder = RunRecorder(bench.folder, **bench.options(stream=io.StringIO(), attempt=attempt))
+        recorder.warn(f"said before start {number}")
+        recorder.start(0)
+        attempt.end(85)
+        assert bench.log.index(f"= attempt {number}: ") < bench.log.index(f"said before start {number}")
+        heading = f"==== attempt {number}: process {os.getpid()} on {os.uname().nodename} "
+        assert bench.log.count(heading) == 1
+        assert f"since {attempt.record.started}" in bench.log
+
+
+def test_log_looks_for_a_newer_attempt_once_a_second_at_most(
+    bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder))
+    looks: list[int] = []
+
+    def look(attempt: Attempt) -> bool:
+        looks.append(attempt.number)
+        return False
+
+    monkeypatch.setattr(Attempt, "is_superseded", property(look))
+    bench.clock.now += 10.0
+    for _ in range(50):
+        recorder.say("a line")
+    assert len(looks) == 1
+    bench.clock.now += recorder_module.FENCE_PERIOD_S
+    recorder.say("a line")
+    assert len(looks) == 2
+    assert bench.log.count("a line\n") == 51
+
+
+def test_a_crash_is_written_to_run_json_report_and_log_without_credentials(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder))
+    recorder.record_step(1, report(1), None)
+    recorder.record_crash(
+        RuntimeError("no route to https://me:secret99@host/x"), "Traceback\n  https://me:secret99@host/x\n"
+    )
+    info = json.loads((bench.folder / "run.json").read_text())
+    assert (info["status"], info["reason"]) == ("crashed", "RuntimeError: no route to https://me:***@host/x")
+    assert bench.log.endswith("Traceback\n  https://me:***@host/x\n")
+    assert "crashed" in (bench.folder / "report.html").read_text()
+    assert "Traceback" not in bench.output, "the command prints it"
+
+
+def test_a_crash_while_the_run_begins_leaves_the_state_of_the_attempt_before(
+    bench: Any, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.recorder(max_steps=2).record_step(1, report(1), None)
+    before = (bench.folder / "run.json").read_bytes()
+
+    def fail(*arguments: Any) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(recorder_module, "open_run", fail)
+    recorder = RunRecorder(bench.folder, **bench.options(stream=io.StringIO()))
+    with pytest.raises(OSError, match="injected"):
+        recorder.start(1)
+    recorder.record_crash(OSError("injected"), "Traceback\n")
+    assert bench.log.endswith("Traceback\n")
+    assert (bench.folder / "run.json").read_bytes() == before
+
+
+def test_a_crash_after_a_newer_attempt_began_is_not_written(bench: Any, report: Any) -> None:
+    recorder = bench.recorder(attempt=Attempt(bench.folder))
+    recorder.record_step(1, report(1), None)
+    (bench.folder / "attempts" / "0002.json").write_text("{}")
+    before = {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()}
+    recorder.record_crash(RuntimeError("x"), "Traceback\n")
+    assert {path: path.read_bytes() for path in bench.folder.rglob("*") if path.is_file()} == before

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.data.errors import DataError
-from posttrain.data.sources import filesystem_of, not_found
+from posttrain.data.sources import MAX_LINE_BYTES, filesystem_of, is_elsewhere, not_found, require_regular
 from posttrain.data.traces.report import BROKEN_LINE, NOT_A_RECORD, NOT_UNICODE, ReadReport
 from posttrain.errors import reason_of
 from posttrain.json_files import JsonMapping, parse_json
@@ -94,6 +94,8 @@ def _locate(path: str) -> list[TraceFile]:
             raise DataError(not_found(path))
         if not found:
             raise DataError(f"{path}: no file of traces there; expected files ending in {', '.join(ENDINGS)}")
+        for file in found:
+            require_regular(filesystem, file, _shown(path, root, file))
         return [TraceFile(filesystem, file, _shown(path, root, file), int(filesystem.size(file))) for file in found]
     except Exception as error:
         raise _explained(path, error) from error
@@ -101,8 +103,7 @@ def _locate(path: str) -> list[TraceFile]:
 
 def _explained(path: str, error: Exception) -> Exception:
     """What a store answers, as an error of the user's data; anything else as it is."""
-    from_store = type(error).__module__.partition(".")[0] in ("botocore", "aiobotocore", "aiohttp", "gcsfs", "adlfs")
-    if isinstance(error, DataError) or not (from_store or isinstance(error, OSError)):
+    if isinstance(error, DataError) or not (is_elsewhere(path) or isinstance(error, OSError)):
         return error
     line = reason_of(error)
     hint = ""
@@ -241,6 +242,8 @@ def _line_blocks(file: TraceFile) -> Iterator[tuple[bytes, int]]:
             if newline:
                 yield whole + newline, position
             held, size = [rest], len(rest)
+            if size > MAX_LINE_BYTES:
+                raise _BrokenFile(f"a line of more than {MAX_LINE_BYTES >> 20} MiB, the most that is read")
     except _BrokenFile:
         whole, newline, _ = b"".join(held).rpartition(b"\n")  # the line that was cut in two is gone
         if newline:

@@ -274,6 +274,8 @@ class NativeEngine:
             wanted, longest = self._largest = max(wanted, self._largest[0]), max(longest, self._largest[1])
         fp8 = fp8_weights(self.forward, settings)  # before the cache takes the memory that is left
         num_pages = num_pages_for(self.forward, settings, wanted, least)
+        if (group := self.forward.head.tensor_group) is not None:
+            num_pages = group.smallest(num_pages)  # ranks that share layers run one schedule
         depends_on_free_memory = self._keeps_workspace and settings.kv_cache_gib is None and num_pages < wanted
         if settings.deterministic and depends_on_free_memory:
             raise InputError(
@@ -285,7 +287,7 @@ class NativeEngine:
         if not self._keeps_workspace:
             return Workspace(cache, num_pages, num_pages < wanted, longest, DenseDecode(cache, longest))
         width = pages_for(longest, settings.page_size)
-        decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.config.num_attention_heads)
+        decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.num_heads)
         graphs = DecodeGraphs(self.forward, decode) if self._use_graphs else None
         workspace = Workspace(cache, num_pages, num_pages < wanted, width * settings.page_size, decode, graphs, fp8)
         self._workspace, self.forward.fp8 = workspace, fp8

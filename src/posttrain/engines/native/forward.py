@@ -35,6 +35,12 @@ class ForwardPass:
         return self._embedding.device
 
     @property
+    def num_heads(self) -> int:
+        """Of queries, on this rank."""
+        group = self.head.tensor_group
+        return int(self.config.num_attention_heads) // (1 if group is None else group.size)
+
+    @property
     def _embedding(self) -> Tensor:
         weight: Tensor = self.base.get_input_embeddings().weight
         return weight

@@ -11,12 +11,13 @@ from posttrain.config import LoadedConfig, load_config
 from posttrain.config.changes import same_but_for_the_version
 from posttrain.config.named_files import files_named_in
 from posttrain.config.pipeline import PipelineConfig
-from posttrain.errors import InputError
+from posttrain.errors import EXIT_ERROR_FOUND, InputError
 from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.pipeline.iteration_models import trainable_folder
 from posttrain.pipeline.records import StageName, StageOutcome, about
 from posttrain.pipeline.stage import Stage, StageContext, Stop
 from posttrain.pipeline.training_process import run_training
+from posttrain.reporting.examination import errors_of_model
 
 DATASETS = {"pairs": "PreferenceDataset", "groups": "TraceGroups", "prompts": "ResponseDataset"}
 # Set by the pipeline; values in the run's own config are ignored.
@@ -80,17 +81,24 @@ class TrainStage(Stage):
             raise Stop(*_ended(code, algorithm))
         checkpoint = choose_checkpoint(run, loaded, config.train.checkpoint)
         step = int(checkpoint.name.removeprefix("step_"))
+        errors = errors_of_model(str(checkpoint))
+        for error in errors:
+            context.say(f"warning: train: doctor: {error.line}")
+        if errors and config.train.on_doctor_error == "stop":
+            raise Stop(EXIT_ERROR_FOUND, f"train: the doctor found {errors[0].line}; train.on_doctor_error is stop")
         metric, value, seconds = _training_metric(run)
         shown = "" if value is None else f"; {metric} {value:.4g} over the last steps"
+        sick = f"; doctor: {', '.join(error.rule for error in errors)}" if errors else ""
         return StageOutcome(
             digest=_weights_digest(checkpoint),
-            headline=f"{algorithm.upper()} of {context.iteration.start.text}, checkpoint at step {step}{shown}",
+            headline=f"{algorithm.upper()} of {context.iteration.start.text}, checkpoint at step {step}{shown}{sick}",
             values={
                 "checkpoint": f"{RUN_FOLDER}/{checkpoint.name}",
                 "step": step,
                 "metric": metric,
                 "value": value,
                 "logged_seconds": seconds,
+                "doctor_errors": [error.rule for error in errors],
                 "num_devices": loaded.config.cluster.num_workers,
             },
             report=f"{RUN_FOLDER}/report.html",
@@ -133,8 +141,14 @@ def _quoted(text: str) -> str:
 
 def _ended(code: int, algorithm: str) -> tuple[int, str]:
     again = "the same command resumes from its newest checkpoint"
+    if code == EXIT_ERROR_FOUND:
+        return code, f"train: stopped by the doctor, saved; see the finding above. {again[0].upper()}{again[1:]}"
     if code in (85, 130):
         return code, f"train: stopped, saved; {again}"
+    if code in (129, 143):
+        return 85, "train: stopped before there was anything to save; the same command starts it again"
+    if code == 74:
+        return code, f"train: the storage failed; see the error above. When it is mended, {again}"
     if code == 65:
         return (
             code,

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.checkpointing import CheckpointError, check_same_model
 from posttrain.checkpointing.dcp_reading import TensorReader, load_tensors, silence_dcp_warning, tensor_entries
 from posttrain.errors import reason_of
+from posttrain.json_files import read_json
 from posttrain.models.lora import is_adapted
 from posttrain.models.tensor_files import TensorFacts, write_safetensors
 from posttrain.policy.checkpoint.contents import MODEL, OPTIMIZER, SCHEDULE, TOKENIZER, WEIGHTS, Contents, describe
@@ -71,9 +72,8 @@ def write(folder: Path, model: nn.Module, saved: Contents, group: ProcessGroup |
 def load(
     folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, optimizer: MixedPrecisionOptimizer | None
 ) -> None:
-    check_same_model(
-        json.loads((folder / MODEL).read_text()), json.loads(json.dumps(describe(model, tokenizer), default=str))
-    )
+    described = json.loads(json.dumps(describe(model, tokenizer), default=str))
+    check_same_model(read_json(folder / MODEL, CheckpointError), described)
     parameters = dict(model.named_parameters())
     saved_weights = _saved_weights(folder / WEIGHTS, model)
     if lacking := sorted({name for name, p in parameters.items() if p.requires_grad} - saved_weights.keys()):

@@ -26,6 +26,7 @@ from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.fp8 import Fp8Product, active_fp8
 from posttrain.policy.fused.products import Multiply, Product
 from posttrain.policy.fused.trials import Observed, is_near, trial_pass, trial_states
+from posttrain.policy.tensor_group import group_of, local_parameter
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -85,7 +86,7 @@ def _fuse_norm(norm: Any) -> bool:
         return True
     fused = FusedNorm(norm)
     states = trial_states(norm.weight)
-    if not is_near(fused(states), norm.forward(states), norm.weight.dtype):
+    if not is_near(fused(states), norm(states), norm.weight.dtype):
         return False
     norm.forward = fused
     return True
@@ -254,7 +255,9 @@ class FusedLayer:
                 return in_fp8.of_norm(x, delta, norm.weight, norm.variance_epsilon)
             total, out = NormedLinear.apply(x, delta, norm.weight, norm.variance_epsilon, product, *product.parts)
             return total, out
-        total, y = AddNorm.apply(x, delta, norm.weight, norm.variance_epsilon, norm.weight.dtype)
+        total, y = AddNorm.apply(x, delta, local_parameter(norm), norm.variance_epsilon, norm.weight.dtype)
+        if (group := group_of(self.layer)) is not None:
+            y = group.copied(y)
         return total, [module(y) for module in modules]
 
     def _linear(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -293,7 +296,8 @@ class FusedLayer:
         for part, norm in zip(parts[:2], self.head_norms, strict=True):
             if norm is not None:
                 rows = part.reshape(-1, self.head_dim).contiguous()
-                rows = AddNorm.apply(rows, None, norm.weight, norm.variance_epsilon, norm.weight.dtype)[1]
+                weight = local_parameter(norm, group_of(self.layer))  # each rank has its own heads
+                rows = AddNorm.apply(rows, None, weight, norm.variance_epsilon, norm.weight.dtype)[1]
                 part = rows.view(part.shape)
             part = Rotate.apply(part.contiguous(), cos, sin, part.shape[1] // self.head_dim)
             turned.append(part)
@@ -322,5 +326,6 @@ class FusedNorm:
             out: Tensor = self.own_forward(hidden_states if pending is None else hidden_states + pending)
             return out
         x = hidden_states[0].contiguous()
-        normed: Tensor = AddNorm.apply(x, pending, self.norm.weight, self.norm.variance_epsilon, x.dtype)[1]
+        weight = local_parameter(self.norm)
+        normed: Tensor = AddNorm.apply(x, pending, weight, self.norm.variance_epsilon, x.dtype)[1]
         return normed[None]

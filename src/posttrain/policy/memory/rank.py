@@ -89,7 +89,8 @@ class RankMemory:
         if self.settings.ranks == 1:
             return {}
         tables = (1 if self.shape.tied else 2) * self.shape.head_products
-        return {"gathered layers": self.settings.element * (tables + 2 * self.shape.layer_products / self.shape.layers)}
+        gathered = self.settings.element * (tables + 2 * self.shape.layer_products / self.shape.layers)
+        return {"gathered layers": gathered / self.settings.layer_shares}
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
@@ -108,7 +109,7 @@ class RankMemory:
         assert engine is not None
         per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
         working = engine.max_prefill_tokens * per_token + 3 * engine.rows * s.vocab * FP32
-        whole = {"whole weights": self.weights} if self.settings.ranks > 1 else {}
+        whole = {"whole weights": self.weights / self.settings.layer_shares} if self.settings.ranks > 1 else {}
         return {**self.resident(), **whole, **self.fp8_weights(), "working memory": working}
 
     def fp8_weights(self) -> dict[str, float]:

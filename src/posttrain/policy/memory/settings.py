@@ -67,6 +67,7 @@ class RunSettings:
     ranks: int
     engine: EngineSettings | None
     checkpoint_copy: CheckpointCopy = "none"
+    layer_shares: int = 1  # ranks that share each layer
 
     @property
     def holds_copy(self) -> bool:
@@ -108,6 +109,7 @@ def run_settings(
         ranks=ranks,
         engine=engine,
         checkpoint_copy=checkpoint_copy,
+        layer_shares=policy.dtensor_cfg.tensor_parallel_size,
     )
 
 

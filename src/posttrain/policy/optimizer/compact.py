@@ -81,7 +81,9 @@ class CompactOptimizer(MixedPrecisionOptimizer):
                 tensors[key] = value
                 if isinstance(parameter, DTensor) and entry != "step":
                     # Its rows are the parameter's; scales have fewer columns.
-                    tensors[key] = as_shard(value, parameter, (parameter.shape[0], *value.shape[1:]))
+                    is_scale = value.shape != local_part(parameter).shape
+                    shape = (parameter.shape[0], *value.shape[1:]) if is_scale else tuple(parameter.shape)
+                    tensors[key] = as_shard(value, parameter, shape)
         return tensors
 
     def empty_like_saved(self, saved: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, Tensor]:
@@ -93,8 +95,9 @@ class CompactOptimizer(MixedPrecisionOptimizer):
                 continue
             part = local_part(parameter)
             device = "cpu" if self.form.offload else part.device
-            rows = part.shape[0] if isinstance(parameter, DTensor) else shape[0]
-            empty = torch.empty((rows, *shape[1:]), dtype=dtype, device=device)
+            is_scale = tuple(shape) != tuple(parameter.shape)
+            own = (part.shape[0], *shape[1:]) if is_scale else part.shape
+            empty = torch.empty(own if isinstance(parameter, DTensor) else tuple(shape), dtype=dtype, device=device)
             tensors[key] = as_shard(empty, parameter, tuple(shape)) if isinstance(parameter, DTensor) else empty
         return tensors
 

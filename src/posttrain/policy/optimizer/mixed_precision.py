@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from posttrain.errors import CheckpointError, InputError
 from posttrain.policy.fused.accumulate import begin_sum, move_to_sum, sum_of
+from posttrain.policy.parallel import local_part, num_copies
 
 SchedulerSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None  # `policy.scheduler`
 
@@ -282,11 +283,17 @@ def gradient_norm(gradients: Sequence[Tensor]) -> float:
     """The 2-norm of all of them together; over all ranks where they are sharded."""
     if not gradients:
         return 0.0
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    squares = torch.stack([_sum_of_squares(part) for part in local]).sum()
+    squares = torch.stack([_own_share(gradient) for gradient in gradients]).sum()
     if isinstance(first := gradients[0], DTensor):
-        dist.all_reduce(squares, group=first.device_mesh.get_group())
+        for axis in range(first.device_mesh.ndim):
+            dist.all_reduce(squares, group=first.device_mesh.get_group(axis))
     return float(squares.sqrt())
+
+
+def _own_share(gradient: Tensor) -> Tensor:
+    """Of the sum of squares: what several ranks hold is counted once."""
+    squares = _sum_of_squares(local_part(gradient))
+    return squares / num_copies(gradient) if isinstance(gradient, DTensor) else squares
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:

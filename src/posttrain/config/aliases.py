@@ -1,0 +1,89 @@
+"""Short names of settings that are typed often: `lr=1e-5 lora=16 steps=200`, or `--lr 1e-5`. On the command line only.
+
+A config file has the full names, and so has the `config.yaml` of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from posttrain.config.errors import ConfigError
+from posttrain.config.overrides import parse_override
+
+LORA = "policy.dtensor_cfg.lora_cfg"
+DATASETS = {"grpo": "ResponseDataset", "sft": "ResponseDataset", "dpo": "PreferenceDataset", "rm": "PreferenceDataset"}
+# {kind} is the kind of run, whose section has the same name.
+ALIASES = {
+    "model": "policy.model_name",
+    "lr": "policy.optimizer.kwargs.lr",
+    "learning_rate": "policy.optimizer.kwargs.lr",
+    "weight_decay": "policy.optimizer.kwargs.weight_decay",
+    "steps": "{kind}.max_num_steps",
+    "max_steps": "{kind}.max_num_steps",
+    "epochs": "{kind}.max_num_epochs",
+    "seed": "{kind}.seed",
+    "batch_size": "policy.train_global_batch_size",
+    "max_length": "policy.max_total_sequence_length",
+    "precision": "policy.precision",
+    "device": "policy.device",
+    "folder": "checkpointing.checkpoint_dir",
+    "gpus": "cluster.gpus_per_node",
+    "nodes": "cluster.num_nodes",
+}
+ALIASES_OF_KIND = {
+    "grpo": {
+        "kl": "loss_fn.reference_policy_kl_penalty",
+        "prompts": "grpo.num_prompts_per_step",
+        "generations": "grpo.num_generations_per_prompt",
+        "temperature": "policy.generation.temperature",
+        "max_new_tokens": "policy.generation.max_new_tokens",
+    },
+    "dpo": {"beta": "dpo.reference_policy_kl_penalty"},
+}
+# Written with their section, and in the wrong one.
+MISPLACED = {"policy.learning_rate": "lr", "policy.lr": "lr", "policy.optimizer.lr": "lr"}
+
+
+def aliases_of(kind: str) -> dict[str, str]:
+    """The full name of each short one. `lora` and `data` set several keys and are not among them."""
+    found = {name: key.format(kind=kind) for name, key in ALIASES.items()}
+    return {**found, **ALIASES_OF_KIND.get(kind, {})}
+
+
+def short_names(kind: str) -> tuple[str, ...]:
+    return ("lora", "data", *aliases_of(kind))
+
+
+def expand_aliases(kind: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides with full names."""
+    known = aliases_of(kind)
+    return [text for override in overrides for text in _expanded(kind, known, override)]
+
+
+def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
+    sign = text[: len(text) - len(text.lstrip("+"))]
+    name, equals, value = text[len(sign) :].partition("=")
+    name = name.strip()
+    name = MISPLACED.get(name, name)
+    if not equals or ("." in name):
+        return [text]
+    if name in known:
+        return [f"{known[name]}={value}"]
+    if name == "lora":
+        return _lora(text)
+    if name == "data" and not value.lstrip().startswith(("{", "[")):
+        quoted = "'" + value.replace("'", "''") + "'"
+        return [f"data.train={{dataset_name: {DATASETS.get(kind, 'ResponseDataset')}, data_path: {quoted}}}"]
+    return [text]
+
+
+def _lora(text: str) -> list[str]:
+    """`lora=16` is the rank; `lora=true` keeps the default rank."""
+    value = parse_override(text).value
+    if isinstance(value, bool):
+        return [f"{LORA}.enabled={str(value).lower()}"]
+    if isinstance(value, int) and value >= 0:
+        return [f"{LORA}.enabled=true", f"{LORA}.dim={value}"] if value else [f"{LORA}.enabled=false"]
+    if isinstance(value, dict):
+        return [text.replace("lora=", f"{LORA}=", 1)]
+    raise ConfigError(f"command line: {text!r}: lora takes the rank of the adapters, true or false, e.g. lora=16")

@@ -1,0 +1,250 @@
+"""The schema of a cluster profile: which cluster, image, machines, scheduler and storage a run is launched with.
+
+How many machines and GPUs a run has is in its own config (`cluster:`). Secrets are named, never written.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import date
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from posttrain.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from posttrain.redaction import is_secret_key, redact
+
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET_KEY = re.compile(r"[-._A-Za-z0-9]{1,253}")
+
+Name = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+def _subdomain(name: str | None) -> str | None:
+    if name is not None and not _SUBDOMAIN.fullmatch(name):
+        raise ValueError("lower-case letters, digits, '-' and '.' are accepted, as in every name of Kubernetes")
+    return name
+
+
+class ClusterSection(Section):
+    kind: Literal["eks", "gke", "kubernetes"] = Field(
+        description="Who runs the cluster; decides fabric, Spot and storage."
+    )
+    context: str | None = Field(default=None, description="Context of the kubeconfig; null is the current one.")
+    namespace: str = Field(default="default", description="Namespace of everything that a run creates.")
+    name: str | None = Field(
+        default=None,
+        description="Name of an EKS cluster: `setup` finds subnets and security groups by its discovery tag.",
+    )
+
+    @field_validator("namespace")
+    @classmethod
+    def _is_label(cls, name: str) -> str:
+        if not _LABEL.fullmatch(name):
+            raise ValueError("lower-case letters, digits and '-' are accepted, at most 63")
+        return name
+
+
+class ImageSection(Section):
+    name: Name = Field(description="Image with posttrain and Ray; best with a digest: repo/posttrain@sha256:….")
+    pull_secret: str | None = Field(default=None, description="Secret with the registry's login; null needs none.")
+    ray_version: str = Field(default="2.52.0", description="Version of Ray in the image; KubeRay asks for it.")
+
+    _pull_secret = field_validator("pull_secret")(_subdomain)
+
+    @field_validator("name")
+    @classmethod
+    def _has_no_spaces(cls, name: str) -> str:
+        if re.search(r"[\s<>]", name):
+            raise ValueError("is no name of an image; expected registry/name:tag or registry/name@sha256:…")
+        return name
+
+
+class NodesSection(Section):
+    instance_type: str | None = Field(
+        default=None, description="Type of machine, such as p5en.48xlarge; null needs gpus, cpu and memory_gib."
+    )
+    capacity: Literal["spot", "on_demand"] = Field(default="on_demand", description="Spot machines, or on-demand ones.")
+    zone: str | None = Field(default=None, description="The one zone of all machines; EFA and RDMA do not cross zones.")
+    gpus: PositiveInt | None = Field(default=None, description="GPUs of a machine that is not in the table.")
+    cpu: PositiveFloat | None = Field(default=None, description="Its allocatable CPU cores.")
+    memory_gib: PositiveFloat | None = Field(default=None, description="Its allocatable memory, GiB.")
+    selector: dict[str, str] = Field(default_factory=dict, description="Labels of nodes, beside those of the type.")
+    max_nodes: PositiveInt = Field(default=8, description="Machines that `setup` lets Karpenter and quotas have.")
+    pool: str = Field(
+        default="posttrain", description="Name of the node pool, node class, queue and flavor of `setup`."
+    )
+    role: str | None = Field(default=None, description="IAM role of EKS nodes; null is KarpenterNodeRole-CLUSTER.")
+    grace_s: PositiveInt | None = Field(
+        default=None,
+        description="Seconds between the signal to end and the kill; null is what the provider leaves, "
+        "on GKE Spot 15 unless the node pool raises it.",
+    )
+
+    _pool = field_validator("pool")(_subdomain)
+
+    @model_validator(mode="after")
+    def _has_a_size(self) -> NodesSection:
+        own = (self.gpus, self.cpu, self.memory_gib)
+        if self.instance_type is None and None in own:
+            raise ValueError("give instance_type, or all of gpus, cpu and memory_gib")
+        if self.instance_type is not None and any(value is not None for value in own):
+            raise ValueError("gpus, cpu and memory_gib are those of instance_type; leave them out")
+        return self
+
+
+class SchedulerSection(Section):
+    kind: Literal["job", "jobset", "volcano", "rayjob", "raycluster"] = Field(
+        default="jobset", description="What starts the pods, and starts them again together after an interruption."
+    )
+    kueue_queue: str | None = Field(default=None, description="LocalQueue of Kueue that admits the run; null is none.")
+    queue: str | None = Field(default=None, description="Queue of Volcano; null is nodes.pool.")
+    priority_class: str | None = Field(default=None, description="PriorityClass of the pods; null is the default.")
+    topology: list[str] = Field(
+        default_factory=list,
+        description="Labels of nodes, the widest first, by which Kueue places a run close together; its machines must exist.",
+    )
+
+    _names = field_validator("kueue_queue", "queue", "priority_class")(_subdomain)
+
+    @model_validator(mode="after")
+    def _is_legal(self) -> SchedulerSection:
+        if self.kueue_queue is not None and self.kind == "volcano":
+            raise ValueError("kueue_queue with kind volcano: two queues would each wait for the other; choose one")
+        if self.queue is not None and self.kind != "volcano":
+            raise ValueError(f"queue is for kind volcano, not for {self.kind}; for Kueue set kueue_queue")
+        if self.topology and self.kueue_queue is None:
+            raise ValueError("topology is for Kueue: set kueue_queue")
+        return self
+
+
+class StorageSection(Section):
+    claim: str = Field(description="PersistentVolumeClaim that every pod mounts, ReadWriteMany.")
+    mount: str = Field(default="/shared", description="Folder of the mount; checkpoints and models are below it.")
+    size_gib: PositiveInt = Field(default=1200, description="Size that `setup` asks for, GiB.")
+    file_system: str | None = Field(
+        default=None,
+        description="An existing file system: fs-… of FSx, project/zone/instance of Managed Lustre; null makes a new one.",
+    )
+    address: str | None = Field(default=None, description="DNS name (FSx) or IP (Lustre) of the existing file system.")
+    export_name: str | None = Field(
+        default=None, description="Mount name (FSx) or filesystem (Lustre) of the existing one."
+    )
+    throughput: Literal[125, 250, 500, 1000] = Field(default=250, description="MB/s per TiB of a new file system.")
+    subnet: str | None = Field(default=None, description="Subnet of a new FSx file system, subnet-….")
+    security_group: str | None = Field(default=None, description="Security group of a new FSx file system, sg-….")
+
+    _claim = field_validator("claim")(_subdomain)
+
+    @field_validator("mount")
+    @classmethod
+    def _is_absolute(cls, mount: str) -> str:
+        if not PurePosixPath(mount).is_absolute() or PurePosixPath(mount) == PurePosixPath("/"):
+            raise ValueError("must be an absolute folder such as /shared")
+        return mount.rstrip("/")
+
+    @model_validator(mode="after")
+    def _existing_one_is_complete(self) -> StorageSection:
+        if self.file_system is not None and (self.address is None or self.export_name is None):
+            raise ValueError("file_system needs address and export_name as well")
+        return self
+
+
+class SecretReference(Section):
+    secret: str = Field(description="Name of the Secret.")
+    key: str = Field(description="Key in it.")
+
+    _secret = field_validator("secret")(_subdomain)
+
+    @field_validator("key")
+    @classmethod
+    def _is_key(cls, key: str) -> str:
+        if not _SECRET_KEY.fullmatch(key):
+            raise ValueError("letters, digits, '-', '_' and '.' are accepted")
+        return key
+
+
+class PriceSection(Section):
+    """Prices of one machine for one hour, USD. They replace those of the built-in table."""
+
+    on_demand: PositiveFloat | None = Field(default=None, description="On-demand price of a machine, USD an hour.")
+    spot: PositiveFloat | None = Field(default=None, description="Spot price of a machine, USD an hour.")
+    as_of: str = Field(description="Day of the price, YYYY-MM-DD; older than 90 days warns.")
+    source: str = Field(default="cluster profile", description="Where the price is from.")
+
+    @field_validator("as_of")
+    @classmethod
+    def _is_day(cls, text: str) -> str:
+        try:
+            date.fromisoformat(text)
+        except ValueError:
+            raise ValueError("must be a day such as 2026-11-01") from None
+        return text
+
+
+class CostSection(Section):
+    price: PriceSection | None = Field(default=None, description="Your prices; null takes the built-in table.")
+    storage_per_gib_month: NonNegativeFloat = Field(
+        default=0.14, description="Price of the file system, USD per GiB-month."
+    )
+    storage_months: NonNegativeFloat = Field(
+        default=0.5, description="Months of the file system that one run pays for."
+    )
+    other: NonNegativeFloat = Field(default=0.0, description="What else a run costs, such as object storage, USD.")
+    runs_per_year: PositiveInt = Field(default=24, description="Runs in a year, for the yearly figure.")
+    boot_s: NonNegativeFloat = Field(
+        default=600.0, description="Seconds from a machine's start to the first step; it is billed."
+    )
+    node_mtbf_hours: PositiveFloat | None = Field(
+        default=None, description="Mean hours between interruptions of one Spot machine; null shows a range."
+    )
+    notice_share: Fraction = Field(
+        default=0.0, description="Share of interruptions that a notice lets the run save before."
+    )
+    restart_s: NonNegativeFloat = Field(default=360.0, description="Seconds from an interruption to the next step.")
+    save_s: PositiveFloat = Field(default=21.5, description="Seconds that training stands still for one save.")
+
+
+class ClusterProfile(Section):
+    cluster: ClusterSection = Field(description="Which cluster.")
+    image: ImageSection = Field(description="What the pods run.")
+    nodes: NodesSection = Field(description="Which machines.")
+    scheduler: SchedulerSection = Field(default_factory=SchedulerSection, description="What starts the pods.")
+    storage: StorageSection = Field(description="The shared file system.")
+    secrets: dict[str, SecretReference] = Field(
+        default_factory=dict, description="Environment variables whose values are in Secrets of the cluster."
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Other environment variables; no secrets.")
+    log_image: str | None = Field(
+        default=None, description="Fluent Bit image that ships Ray's logs (raycluster only); null ships none."
+    )
+    cost: CostSection = Field(default_factory=CostSection, description="What `plan --on` counts with.")
+
+    @field_validator("secrets", mode="before")
+    @classmethod
+    def _name_variables(cls, secrets: object) -> object:
+        for name in secrets if isinstance(secrets, dict) else ():
+            if not _VARIABLE.fullmatch(str(name)):
+                raise ValueError(f"{name!r} cannot name an environment variable")
+        return secrets
+
+    @field_validator("env")
+    @classmethod
+    def _has_no_secrets(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"{name!r} cannot name an environment variable")
+            if is_secret_key(name) or redact(value) != value:
+                raise ValueError(f"{name} looks like a secret; put it into a Secret and name that under secrets")
+            if name.startswith("POSTTRAIN_"):
+                raise ValueError(f"{name} is set by the launcher itself")
+        return env
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ClusterProfile:
+        if self.log_image is not None and self.scheduler.kind != "raycluster":
+            raise ValueError("log_image is for scheduler.kind raycluster: elsewhere the pod's own output is the log")
+        return self

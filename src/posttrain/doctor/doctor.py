@@ -1,0 +1,78 @@
+"""Applies the rules to a run, row by row. Live and after the fact are the same: findings are a function of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from posttrain.doctor.common_rules import COMMON_RULES
+from posttrain.doctor.findings import Finding, rank, worst_first
+from posttrain.doctor.history import History
+from posttrain.doctor.policy_rules import POLICY_RULES
+from posttrain.doctor.preference_rules import PREFERENCE_RULES
+from posttrain.doctor.rule import Rule, Shown, Sighting
+from posttrain.doctor.sampling_rules import SAMPLING_RULES
+from posttrain.json_files import JsonMapping
+
+RULES: tuple[Rule, ...] = (*POLICY_RULES, *SAMPLING_RULES, *PREFERENCE_RULES, *COMMON_RULES)
+
+
+class Doctor:
+    def __init__(
+        self,
+        kind: str,
+        settings: Mapping[str, object] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.history = History(kind, settings, names)
+        self._rules = [rule for rule in RULES if kind in rule.kinds]
+        self._found: dict[str, Finding] = {}  # by rule: the worst so far
+        self.shown: dict[str, Shown] = {}  # by rule: which answers show it
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The worst of each rule, the worst first."""
+        return worst_first(list(self._found.values()))
+
+    def observe(self, row: JsonMapping) -> list[Finding]:
+        """What a row of metrics.jsonl adds: rules that speak for the first time, or of something worse than before."""
+        self.history.append(row)
+        if not any(key.startswith("train/") for key in row):
+            return []  # a validation before or beside the steps: the next step looks at it
+        return self._apply(rule for rule in self._rules if not rule.at_end)
+
+    def replay(self, rows: Sequence[JsonMapping]) -> None:
+        for row in rows:
+            self.observe(row)
+
+    def finish(self) -> list[Finding]:
+        """What can be said of the run as a whole, when it is over."""
+        return self._apply(rule for rule in self._rules if rule.at_end)
+
+    def _apply(self, rules: Iterable[Rule]) -> list[Finding]:
+        new = []
+        for rule in rules:
+            sighting = rule.check(self.history)
+            if sighting is None:
+                continue
+            before = self._found.get(rule.id)
+            if before is not None and rank(sighting.severity) <= rank(before.severity):
+                self._found[rule.id] = replace(before, last_step=self.history.step)
+                continue
+            self.shown[rule.id] = sighting.shown
+            self._found[rule.id] = self._finding(rule, sighting)
+            new.append(self._found[rule.id])
+        return worst_first(new)
+
+    def _finding(self, rule: Rule, sighting: Sighting) -> Finding:
+        return Finding(
+            step=self.history.step,
+            rule=rule.id,
+            severity=sighting.severity,
+            metric=sighting.metric,
+            value=sighting.value,
+            text=sighting.text,
+            fixes=tuple(fix for fix in sighting.fixes if fix),
+            source=rule.source,
+            last_step=self.history.step,
+        )

@@ -1,0 +1,140 @@
+"""Rules about sampling: whether trainer and sampler are one policy, how far an update goes, how fast sampling is."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from posttrain.doctor.history import History
+from posttrain.doctor.rule import Rule, Sighting, lower_lr, percent
+
+WEIGHT, SAMPLE_SIZE, STALE = (
+    "train/sampling_importance_ratio",
+    "train/sampling_effective_sample_size",
+    "train/stale_token_fraction",
+)
+MISMATCH, SAMPLER_KL = "train/token_mult_prob_error", "train/gen_kl_error"
+LENGTH = "train/mean_generation_length"
+CORRECTION = "loss_fn.use_importance_sampling_correction"
+MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
+MISMATCH_WARNING, MISMATCH_ERROR, SAMPLER_KL_LIMIT = 1.02, 1.05, 1e-3
+WEIGHT_LIMITS, SAMPLE_SIZE_ERROR, SAMPLE_SIZE_WARNING = (0.5, 2.0), 0.3, 0.7
+PERSISTENCE = 3  # steps
+
+
+def sampler_mismatch(run: History) -> Sighting | None:
+    """Not of tokens that older weights sampled: those differ by right."""
+    if run.now(STALE) or run.now(MISMATCH) is None:
+        return None
+    error = _moving_average(run.tail(MISMATCH, min(20, len(run.values(MISMATCH)))))
+    kl = run.recent(SAMPLER_KL, PERSISTENCE)
+    fixes = (
+        run.fix("policy.generation.native_cfg.precision", "bfloat16")
+        if run.setting("policy.generation.native_cfg.precision") == "fp8"
+        else run.fix(CORRECTION, "true"),
+    )
+    is_corrected = run.setting(CORRECTION) is True
+    text = f"sampler and trainer disagree about the tokens: mean exp|difference of log-probabilities| is {error:.4g}"
+    if error > MISMATCH_ERROR and len(run.values(MISMATCH)) >= PERSISTENCE:
+        return Sighting("warning" if is_corrected else "error", MISMATCH, error, text, fixes)
+    if error > MISMATCH_WARNING and len(run.values(MISMATCH)) >= PERSISTENCE:
+        return Sighting("note" if is_corrected else "warning", MISMATCH, error, text, fixes)
+    if kl is not None and kl > SAMPLER_KL_LIMIT:
+        text = f"the KL of the sampler to the trainer is {kl:.2g}, above {SAMPLER_KL_LIMIT:g}"
+        return Sighting("note" if is_corrected else "warning", SAMPLER_KL, kl, text, fixes)
+    return None
+
+
+def _moving_average(values: Sequence[float], weight: float = 0.2) -> float:
+    average: float | None = None
+    for value in values:
+        average = value if average is None else (1 - weight) * average + weight * value
+    return 1.0 if average is None else average
+
+
+def off_policy(run: History) -> Sighting | None:
+    weight, size = run.now(WEIGHT), run.now(SAMPLE_SIZE)
+    low, high = WEIGHT_LIMITS
+    age = run.number_setting(MAX_AGE)
+    fixes = []
+    if run.now(STALE):
+        fixes.append(run.fix(MAX_AGE, str(int((age or 2) // 2))))
+    if run.setting(CORRECTION) is not True:
+        fixes.append(run.fix(CORRECTION, "true"))
+    fixes.append(lower_lr(run))
+    if size is not None and size < SAMPLE_SIZE_ERROR:
+        lasts = run.all_below(SAMPLE_SIZE, SAMPLE_SIZE_ERROR, PERSISTENCE)
+        text = f"the answers are off-policy: their weights are worth {percent(size)} of as many on-policy tokens"
+        return Sighting("error" if lasts else "warning", SAMPLE_SIZE, size, text, tuple(fixes))
+    if weight is not None and not low < weight < high:
+        lasts = run.all_above(WEIGHT, high, PERSISTENCE) or run.all_below(WEIGHT, low, PERSISTENCE)
+        text = f"the answers are off-policy: the mean weight of a token is {weight:.3g}, not near 1"
+        return Sighting("error" if lasts else "warning", WEIGHT, weight, text, tuple(fixes))
+    if size is not None and run.now(STALE) and run.all_below(SAMPLE_SIZE, SAMPLE_SIZE_WARNING, PERSISTENCE):
+        stale = run.now(STALE) or 0.0
+        text = (
+            f"{percent(stale)} of the tokens come from older weights, worth {percent(size)} of as many on-policy tokens"
+        )
+        return Sighting("warning", SAMPLE_SIZE, size, text, tuple(fixes))
+    return None
+
+
+def clip_fraction(run: History) -> Sighting | None:
+    key = "train/clip_fraction"
+    if not run.all_above(key, 0.3, PERSISTENCE):
+        return None
+    now = run.now(key) or 0.0
+    text = f"{percent(now)} of the tokens are clipped: the updates of a step go further than the clip allows"
+    return Sighting(
+        "warning", key, now, text, (lower_lr(run), "fewer updates per step: a larger train_global_batch_size")
+    )
+
+
+def generation_slowing(run: History) -> Sighting | None:
+    """Seconds per sampled token against those of the first steps, at about equal length."""
+    seconds, tokens = run.values("timing/train/generation"), run.values("train/num_generated_tokens")
+    if run.num_steps < 20 or len(seconds) != len(tokens):
+        return None
+    start, now = _pace(seconds[2:7], tokens[2:7]), _pace(seconds[-10:], tokens[-10:])
+    length, before = run.recent(LENGTH), run.start(LENGTH)
+    if not start or not now or length is None or before is None or now <= 1.5 * start:
+        return None
+    if not 0.8 * before <= length <= 1.25 * before:
+        return None
+    text = (
+        f"sampling takes {now / start:.1f} times as long per token as at the start, at equal length: memory pressure?"
+    )
+    fixes = (run.fix("policy.generation.native_cfg.gpu_memory_utilization", "more, or fewer answers at once"),)
+    return Sighting("note", "timing/train/generation", seconds[-1], text, fixes)
+
+
+def _pace(seconds: Sequence[float], tokens: Sequence[float]) -> float:
+    pairs = [(s, t) for s, t in zip(seconds, tokens, strict=True) if t]
+    return statistics.median(s / t for s, t in pairs) if pairs else 0.0
+
+
+GRPO = ("grpo",)
+SAMPLING_RULES = (
+    Rule(
+        "sampler-mismatch",
+        GRPO,
+        sampler_mismatch,
+        "moving average of token_mult_prob_error > 1.02 (warning), > 1.05 (error); gen_kl_error > 1e-3 (warning)",
+        "NeMo RL's guides",
+    ),
+    Rule(
+        "off-policy",
+        GRPO,
+        off_policy,
+        "mean weight outside 0.5 to 2, effective sample size < 0.3; with stale tokens < 0.7 (warning)",
+        "verl's rollout correction",
+    ),
+    Rule("clip-fraction", GRPO, clip_fraction, "clipped tokens > 30 %, 3 steps", "common practice"),
+    Rule(
+        "generation-slowing",
+        GRPO,
+        generation_slowing,
+        "seconds per token +50 % at equal length",
+        "the health table of the GRPO guide",
+    ),
+)

@@ -1,0 +1,14 @@
+"""`posttrain node`, the first process of every pod: a member of the gang that a run is.
+
+| file | what |
+|---|---|
+| `contract.py` | what the manifests tell a pod, and its rank (decision 40) |
+| `checks.py` | GPUs, EFA devices, shared memory, file system: before anything is started |
+| `notices.py` | what the metadata service of AWS or Google Cloud says about the end of this machine |
+| `control.py` | the connection of each member to rank 0: lines of JSON |
+| `children.py` | starting, reaping and ending processes |
+| `member.py`, `head.py` | what every member does; what rank 0 does beside it |
+| `driver.py` | the driver of a RayJob, beside the head |
+
+Nothing here imports torch or Ray: Ray is started as a command.
+"""

@@ -1,0 +1,109 @@
+"""Context parallelism (Ulysses, arXiv:2309.14509): ranks share each packed row in training.
+
+Each rank has a stretch of the row's tokens. For attention they exchange: each then has all tokens and a part of the heads,
+which is what the ordinary attention over packed rows takes, shared prompts included; and back. The log-probabilities of
+response tokens, one number each, are gathered, so every rank computes the loss of the whole row; its gradients are those
+of its own tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from posttrain.errors import InputError
+from posttrain.models.attention_interface import AttentionContext
+from posttrain.policy.packed import PackedRow, RowShare
+
+FIELD = "policy.dtensor_cfg.context_parallel_size"
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """The ranks that share each row, as this one sees them."""
+
+    mesh: DeviceMesh  # its axis `cp` alone
+
+    def own_part(self, row: PackedRow) -> PackedRow:
+        """This rank's tokens of the row, padded to equal lengths, and the response tokens that are read from them."""
+        size, rank = self.mesh.size(), self.mesh.get_local_rank()
+        length = -(-row.num_tokens // size)
+        first = length * rank
+        padding = (0, length * size - row.num_tokens)
+        ids, positions = (
+            torch.nn.functional.pad(values, padding)[:, first : first + length]
+            for values in (row.input_ids, row.position_ids)
+        )
+        (own,) = torch.where((row.source >= first) & (row.source < first + length))
+        return replace(
+            row,
+            input_ids=ids,
+            position_ids=positions,
+            source=row.source[own] - first,
+            targets=row.targets[own],
+            last=torch.where(torch.isin(own, row.last))[0],
+            attention=SharedAttention(row.attention, self.mesh.get_group(), size, row.num_tokens),
+            share=RowShare(own, len(row.source), self.mesh.get_group()),
+        )
+
+
+class SharedAttention:
+    """`AttentionContext` of ranks that each have a stretch of the row."""
+
+    def __init__(self, whole: AttentionContext, group: dist.ProcessGroup, size: int, num_tokens: int) -> None:
+        self.whole, self.group, self.size, self.num_tokens = whole, group, size, num_tokens
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if key.shape[1] % self.size:
+            raise InputError(
+                f"{FIELD} = {self.size} does not divide the {key.shape[1]} key-value heads that a rank has: each takes an equal "
+                "part of them"
+            )
+        length = len(query)
+        rows = [self._to_heads(x)[: self.num_tokens] for x in (query, key, value)]
+        out = self.whole.attend(layer, *rows, scale=scale, window=window, softcap=softcap)
+        padding = out.new_zeros(length * self.size - self.num_tokens, *out.shape[1:])
+        return self._to_tokens(torch.cat([out, padding]))
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """[own tokens, heads, dim] -> [all tokens, own heads, dim]"""
+        parts = x.unflatten(1, (self.size, -1)).transpose(0, 1)
+        return _exchange(parts, self.group).flatten(0, 1)
+
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        """[all tokens, own heads, dim] -> [own tokens, heads, dim]"""
+        parts = x.unflatten(0, (self.size, -1))
+        return _exchange(parts, self.group).transpose(0, 1).flatten(1, 2)
+
+
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Part i goes to rank i; what comes back at i is from rank i."""
+    return _Exchange.apply(parts, group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchange(grads[0], ctx.group), None

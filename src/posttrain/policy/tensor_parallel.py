@@ -1,0 +1,249 @@
+"""Splits a model over ranks that share its layers: tensor parallelism.
+
+Each rank holds a part of every projection, of the embedding and of the output head. Parameters are stored as DTensors on the
+axis `tp` of the mesh, and FSDP spreads them over `dp` after that. While a module runs, its parameters are the local tensors;
+sums over the group are autograd functions (`tensor_group.py`). A projection split by columns makes this rank's heads, or its
+part of the MLP. The one after it is split by rows: it makes parts of a sum, which are added up in fp32.
+
+How a family's modules are split is in the plan that `transformers` has for it. The split model is tried on a few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from posttrain.errors import InputError
+from posttrain.models.attention_interface import attention_context
+from posttrain.policy.attention import PackedAttention, Segment
+from posttrain.policy.fused.trials import is_near
+from posttrain.policy.head import project, without_adapter_wrapper
+from posttrain.policy.parallel import local_part
+from posttrain.policy.runtime import evaluation_mode
+from posttrain.policy.tensor_group import TensorGroup, mark
+
+FIELD = "policy.dtensor_cfg.tensor_parallel_size"
+# How a module is split, by the style that the family's plan in `transformers` gives it.
+COLUMNS, ROWS, SUMMED, SAME = "columns", "rows", "summed", "same"
+_ROLES = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": SUMMED}
+# peft's matrices: A x is computed whole from a whole input, and in parts from a part of it.
+_ADAPTER_ROLES = {("A", COLUMNS): SUMMED, ("B", COLUMNS): COLUMNS, ("A", ROWS): ROWS, ("B", ROWS): SAME}
+_TRIAL_TOKENS = 8
+
+
+class _RowProduct(torch.autograd.Function):
+    """x @ weight.T summed over the group. The parts leave the product in fp32, and the sum is rounded once, as one rank's product
+    is. Parts in bf16 would make the log-probabilities of several ranks differ from those of one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
+        ctx.dtype = x.dtype
+        x = x.to(weight.dtype)
+        ctx.save_for_backward(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return group.sum_in_place(project(x, weight)).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to(weight.dtype)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = (grad @ weight).to(ctx.dtype) if needs_x else None
+        grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2) if needs_weight else None
+        return grad_x, grad_weight, None
+
+
+# -- splitting a model ---------------------------------------------------------------------------------------------------
+
+
+class _Head(Protocol):
+    """What a model begins and ends with: `OutputHead`, or `RewardHead`."""
+
+    decoder: Any
+    embedding: Any
+    module: Any
+    is_vocabulary: bool  # the module has a row for each token
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor: ...
+
+
+def split_over_ranks(model: nn.Module, head: _Head, mesh: DeviceMesh, device: torch.device) -> None:
+    """Leave this rank its part of `model`, on `device`. Comes before `fully_shard`."""
+    group = TensorGroup(mesh)
+    config: Any = without_adapter_wrapper(model).config.get_text_config()
+    plan = _plan(config)
+    _check_sizes(config, group.size)
+    expected = _trial(head)
+    roles = _roles(head, plan)
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
+    for module in model.modules():
+        role = roles.get(module, SAME)
+        kinds = [kind for kind, parameter in module._parameters.items() if parameter is not None]
+        for kind in kinds:
+            parameter = module._parameters[kind]
+            assert parameter is not None
+            if parameter not in made:
+                made[parameter] = _part(parameter, _placement(role, kind), group, device)
+            module._parameters[kind] = made[parameter]
+        for kind, buffer in module._buffers.items():
+            module._buffers[kind] = None if buffer is None else buffer.to(device)
+        if kinds:  # peft's wrapper of a linear layer has none of its own
+            _show_locals(module, role, group)
+            if role == ROWS:
+                module.forward = _RowLinear(module, group)
+    head.embedding.forward = _VocabularyRows(head.embedding, group)
+    for parent in _with_columns(head.decoder, plan):
+        parent.register_forward_pre_hook(lambda _, args, kwargs: _copied_input(args, kwargs, group), with_kwargs=True)
+    for layer in head.decoder.layers:
+        mark(layer, group)
+    if head.is_vocabulary:
+        mark(head.module, group)
+        head.module.register_forward_pre_hook(lambda _, args: (group.copied(args[0]), *args[1:]))
+        head.module.register_forward_hook(lambda _, args, out: group.beside(out, len(head.module.weight)))
+    _compare(head, config, expected)
+
+
+def _plan(config: Any) -> dict[str, str]:
+    """Roles by patterns of module names below the decoder."""
+    styles: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
+    if not styles:
+        raise InputError(f"{FIELD}: transformers has no plan for the family {config.model_type}; set it to 1")
+    if unknown := sorted(set(styles.values()) - _ROLES.keys()):
+        experts = ", which has experts," if any("expert" in pattern for pattern in styles) else ""
+        raise InputError(
+            f"{FIELD}: the family {config.model_type}{experts} is split in ways that posttrain does not implement "
+            f"({', '.join(unknown)}); set it to 1"
+        )
+    return {pattern: _ROLES[style] for pattern, style in styles.items()}
+
+
+def _check_sizes(config: Any, size: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = getattr(config, name, None)
+        if isinstance(number, int) and number % size:
+            raise InputError(
+                f"{FIELD} = {size} does not divide the model's {name} = {number}: each rank has an equal part"
+            )
+
+
+def _roles(head: _Head, plan: Mapping[str, str]) -> dict[nn.Module, str]:
+    roles: dict[nn.Module, str] = {}
+    for name, module in head.decoder.named_modules():
+        adapted, _, matrix = name.partition(".lora_")
+        role = _match(adapted.removesuffix(".base_layer"), plan)
+        roles[module] = _ADAPTER_ROLES.get((matrix[:1], role), SAME) if matrix else role
+    if head.is_vocabulary:  # split by tokens
+        for name, module in head.module.named_modules():
+            matrix = f".{name}".partition(".lora_")[2]
+            roles[module] = _ADAPTER_ROLES.get((matrix[:1], COLUMNS), SAME) if matrix else COLUMNS
+    roles[head.embedding] = COLUMNS
+    return roles
+
+
+def _match(name: str, plan: Mapping[str, str]) -> str:
+    return next((role for pattern, role in plan.items() if fnmatchcase(name, pattern)), SAME)
+
+
+def _with_columns(decoder: nn.Module, plan: Mapping[str, str]) -> list[nn.Module]:
+    """Attention and MLP of every layer: modules whose input is that of projections by columns."""
+    names = [name for name, _ in decoder.named_modules() if _match(name, plan) == COLUMNS]
+    return [decoder.get_submodule(parent) for parent in dict.fromkeys(name.rpartition(".")[0] for name in names)]
+
+
+def _placement(role: str, kind: str) -> Placement:
+    if role == COLUMNS:
+        return Shard(0)
+    return Shard(1) if role == ROWS and kind == "weight" else Replicate()
+
+
+def _part(parameter: nn.Parameter, placement: Placement, group: TensorGroup, device: torch.device) -> nn.Parameter:
+    part = parameter.detach()
+    if isinstance(placement, Shard):
+        part = part.chunk(group.size, dim=placement.dim)[group.rank]
+    # With memory of its own: otherwise the whole tensor would stay in memory.
+    part = part.to(device, memory_format=torch.contiguous_format, copy=True)
+    spread = DTensor.from_local(
+        part, group.mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(spread, requires_grad=parameter.requires_grad)
+
+
+def _show_locals(module: nn.Module, role: str, group: TensorGroup) -> None:
+    """While the module runs, its parameters are this rank's tensors. FSDP goes on to swap what is in `_parameters`."""
+
+    def show(module: nn.Module, args: object) -> None:
+        for kind, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                local = parameter.to_local()
+                module.__dict__[kind] = group.copied(local) if role == SUMMED else local
+
+    def hide(module: nn.Module, args: object, out: object) -> None:
+        for kind in module._parameters:
+            module.__dict__.pop(kind, None)
+
+    module.register_forward_pre_hook(show)
+    module.register_forward_hook(hide, always_call=True)  # recomputation leaves a forward pass early, by an exception
+
+
+class _RowLinear:
+    """The forward of a linear layer that has some columns of its weight; a bias is added once, to the sum."""
+
+    def __init__(self, module: nn.Module, group: TensorGroup) -> None:
+        self.module, self.group = module, group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module: Any = self.module
+        out = _RowProduct.apply(x, module.weight, self.group)
+        return out if module.bias is None else out + module.bias
+
+
+class _VocabularyRows:
+    """The forward of an embedding that has the rows of some tokens: others come out as zero, and all ranks' are added."""
+
+    def __init__(self, module: Any, group: TensorGroup) -> None:
+        self.module, self.group = module, group
+        self.look_up: Callable[[Tensor], Tensor] = module.forward
+        self.first = group.first_of(len(module.weight))
+        if module.padding_idx is not None:  # whose row gets no gradient
+            own = module.padding_idx - self.first
+            module.padding_idx = own if 0 <= own < len(local_part(module.weight)) else None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        own = ids - self.first
+        is_here = (own >= 0) & (own < len(self.module.weight))
+        return self.group.added(self.look_up(own.where(is_here, 0)) * is_here[..., None])
+
+
+def _copied_input(args: tuple[Any, ...], kwargs: dict[str, Any], group: TensorGroup) -> tuple[Any, Any]:
+    if args:
+        return (group.copied(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": group.copied(kwargs["hidden_states"])}
+
+
+# -- does it compute the same? -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _trial(head: _Head) -> Tensor:
+    """Hidden states of a few tokens."""
+    weight: Any = head.embedding.weight
+    positions = torch.arange(_TRIAL_TOKENS, device=weight.device)[None]
+    context = PackedAttention([Segment(0, _TRIAL_TOKENS)], weight.device)
+    with evaluation_mode(head.decoder), attention_context(context):
+        return head.hidden(positions * (len(weight) // _TRIAL_TOKENS), positions).cpu()
+
+
+def _compare(head: _Head, config: Any, expected: Tensor) -> None:
+    """A family may use its parts in a way that its plan does not tell."""
+    found, dtype = _trial(head), head.embedding.weight.dtype
+    if not is_near(found, expected, dtype):
+        raise InputError(
+            f"{FIELD}: split over ranks, this model of the family {config.model_type} computes something else (hidden states off "
+            f"by {float((found - expected).abs().max()):.2g}, the largest is {float(expected.abs().max()):.2g}); set it to 1"
+        )

@@ -1,0 +1,141 @@
+"""What a run shows of its steps: stages, the block or line of a step, an answer, validations, what could not be scored.
+
+The log file and a console that is no terminal get the long form; a terminal gets one line per step, or both with `verbose`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.reporting import wording
+from posttrain.reporting.console import Console
+from posttrain.reporting.presentation import Presentation
+from posttrain.reporting.rows import TOTAL_STEP
+from posttrain.reporting.run_files import UNSCORED_FILE, Row
+from posttrain.reporting.wording import Line
+
+if TYPE_CHECKING:
+    from posttrain.types import Group, StepReport
+
+ANSWER_PERIOD_S = 10.0  # a terminal shows one answer this often
+TREND_STEPS = 20
+
+
+class StepDisplay:
+    def __init__(
+        self,
+        console: Console,
+        presentation: Presentation,
+        *,
+        max_steps: int,
+        num_devices: int,
+        device_word: str = "device",
+        refit_remark: str = "",
+        num_val_samples_to_print: int = 0,
+        verbose: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._presentation = presentation
+        self._max_steps = max_steps
+        self._num_devices = num_devices
+        self._device_word = device_word
+        self._refit_remark = refit_remark  # what handing new weights to the sampler means in this run
+        self._num_val_samples_to_print = num_val_samples_to_print
+        self._verbose = verbose  # a terminal gets the long form too
+        self._clock = clock
+        self._marks: deque[float] = deque(maxlen=20)  # when the latest steps ended
+        self._headed = 0  # the step whose header was shown last
+        self._stage_shown = ""
+        self._last_answer: float | None = None  # when a terminal got one
+        self._headlines: deque[float | None] = deque(maxlen=TREND_STEPS)
+        self._unscored_shown = False
+        self._traceback_shown = False
+
+    def long_form(self, lines: Sequence[Line]) -> None:
+        self._console.show_long_form(lines)
+        if self._verbose:
+            self._console.show_short_form(lines)
+
+    def header(self, step: int) -> None:
+        if self._headed != step:
+            self._headed = step
+            self.long_form([Line(""), wording.step_header(step, self._max_steps)])
+
+    def stage(self, text: str) -> None:
+        """One line when a stage begins. A stage that comes several times in a row, such as updates, is shown once."""
+        line = wording.stage_line(text)
+        if line.text != self._stage_shown:
+            self._stage_shown = line.text
+            self.long_form([line])
+
+    def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        if text := wording.stage_of(label, total):
+            self.stage(text)
+        return self._console.progress(label, total)
+
+    def step(self, row: Row, report: StepReport, validation: StepReport | None, rollouts: Path) -> None:
+        """The results of a step. `rollouts` is the file of its groups, if it has any."""
+        self._marks.append(self._clock())
+        self._stage_shown = ""
+        eta_s = self._eta_s(row)
+        self.header(row["step"])
+        if validation is not None:
+            self.validation(row, validation)
+        summary = wording.step_summary(self._presentation.results, row, report.groups)
+        block = wording.step_block(
+            self._presentation.results,
+            row,
+            report.groups,
+            device_word=self._device_word,
+            num_devices=self._num_devices,
+            eta_s=eta_s,
+            refit_remark=self._refit_remark,
+        )
+        if report.groups:
+            summary.append(Line(f"Logged data to {rollouts}"))
+        self.long_form([*summary, *block])
+        if not self._verbose:
+            self._short_step(row, report.groups, eta_s)
+
+    def _short_step(self, row: Row, groups: Sequence[Group], eta_s: float | None) -> None:
+        """One line with the trend of the headline; every few seconds an answer below it."""
+        self._headlines.append(row.get(self._presentation.headline.metric))
+        trend = wording.trend(list(self._headlines))
+        lines = [wording.step_line(self._presentation.results, row, self._max_steps, eta_s, trend)]
+        is_due = self._last_answer is None or self._clock() - self._last_answer >= ANSWER_PERIOD_S
+        if groups and is_due:
+            self._last_answer = self._clock()
+            lines += wording.answer_lines(groups)
+        self._console.show_short_form(lines)
+
+    def validation(self, row: Row, validation: StepReport) -> None:
+        self._console.show(wording.validation_block(row, validation.num_samples))
+        self._console.show(wording.sample_lines(validation.groups, self._num_val_samples_to_print))
+
+    def unscored(self, reason: str, traceback: str | None) -> None:
+        """Show the first rollout that could not be scored and the first traceback; the others are counted."""
+        if self._traceback_shown or (self._unscored_shown and not traceback):
+            return
+        self._unscored_shown = True
+        lines = [Line(f"warning: a rollout could not be scored: {reason}", "warning")]
+        if traceback:
+            self._traceback_shown = True
+            lines += [Line(f"  {line}", "muted") for line in traceback.rstrip("\n").split("\n")]
+        lines.append(Line(f"  It takes no part in training. All reasons are counted in {UNSCORED_FILE}.", "warning"))
+        self._console.show(lines, even_if_quiet=True)
+
+    def _eta_s(self, row: Row) -> float | None:
+        """Remaining time at the pace of the latest steps, validation and checkpoints included."""
+        steps_left = self._max_steps - row["step"]
+        if steps_left <= 0:
+            return None
+        intervals = len(self._marks) - 1
+        step_s = row[f"timing/train/{TOTAL_STEP}"] or 0.0
+        pace_s = (self._marks[-1] - self._marks[0]) / intervals if intervals else step_s
+        return float(steps_left * pace_s)

@@ -1,0 +1,118 @@
+"""However ranks share a model and its rows, they compute what one process computes: losses, norms, every gradient, the state
+after two updates, log-probabilities and sampled tokens. And a checkpoint of one arrangement continues on another.
+
+`parallel_ranks.py` trains in processes of its own (gloo). In float64 the arrangements differ by rounding alone, 1e-12; a sum
+that is missing, or made twice, in some gradient would not change the loss.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+PROGRAM = Path(__file__).parents[1] / "parallel_ranks.py"
+EXACT, FLOAT32 = 1e-12, 5e-6
+
+# What is compared with the first of each list.
+QUICK = ["llama/grpo/float64/dp1", "llama/grpo/float64/tp2", "llama/grpo/float64/cp2"]
+SLOW = [
+    [
+        "llama/grpo/float64/dp1",
+        "llama/grpo/float64/dp2-tp2",
+        "llama/grpo/float64/tp2-cp2",
+        "llama/grpo/float64/dp3-tp2",
+    ],
+    [
+        "qwen3/dpo/float64/dp1",
+        "qwen3/dpo/float64/dp2-tp2",
+        "qwen3/dpo/float64/dp4-re2",
+        "qwen3/dpo/float64/cp2",  # of some rows a rank has no response token
+        "qwen3/dpo/float64/dp4",
+        "qwen3/dpo/float64/dp1+dp2-tp2",
+        "qwen3/dpo/float64/dp4+dp2-tp2",
+        "qwen3/dpo/float64/dp2-tp2+dp4",
+        "qwen3/dpo/float64/dp2-tp2+dp1",
+    ],
+    ["llama-lora/grpo/float64/dp1", "llama-lora/grpo/float64/dp2-tp2", "llama-lora/grpo/float64/cp2"],
+    ["llama-lora/dpo/float64/dp1", "llama-lora/dpo/float64/tp2", "llama-lora/dpo/float64/dp1+tp2"],
+    ["gemma2-recompute/grpo/float64/dp1", "gemma2-recompute/grpo/float64/tp2", "gemma2-recompute/grpo/float64/cp2"],
+    ["qwen3/grpo/float64/dp1", "qwen3-fused/grpo/float64/tp2", "qwen3-fused/grpo/float64/cp2"],
+    ["llama-offload/dpo/float64/dp1", "llama-offload/dpo/float64/dp2-tp2", "llama-offload/dpo/float64/dp1+dp2-tp2"],
+    ["llama/rm/float64/dp1", "llama/rm/float64/tp2", "llama/rm/float64/cp2"],
+    ["llama/grpo/float32/dp1", "llama/grpo/float32/tp2", "llama/grpo/float32/dp2-tp2", "llama/grpo/float32/tp2-cp2"],
+]
+FAMILIES = ["mistral", "qwen2", "gemma3", "granite", "smollm3", "phi", "cohere"]
+SLOW += [[f"{name}/dpo/float64/dp1", f"{name}/dpo/float64/tp2"] for name in FAMILIES]
+
+
+def run(folder: Path, cases: list[str]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), *sys.path])
+    command = [sys.executable, str(PROGRAM), str(folder), *dict.fromkeys(cases)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quick")
+    run(folder, QUICK)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slow")
+    run(folder, [case for cases in SLOW for case in cases])
+    return folder
+
+
+def outcome(folder: Path, case: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / f"{case.replace('/', '_')}.pt", weights_only=False)
+    return found
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert float((ours[name].double() - tensor.double()).abs().max()) <= tolerance, name
+
+
+def assert_same(folder: Path, case: str, expected: str) -> None:
+    ours, theirs = outcome(folder, case), outcome(folder, expected)
+    tolerance = EXACT if "/float64/" in case else FLOAT32
+    assert all(float(gradient.abs().max()) > 1e-4 for gradient in theirs["gradients"][1].values() if gradient.ndim > 1)
+    updates = len(ours["metrics"])  # a resumed run makes the second alone
+    for number in range(-updates, 0):
+        for name in ("loss", "grad_norm"):
+            assert ours["metrics"][number][name] == pytest.approx(theirs["metrics"][number][name], abs=tolerance)
+        assert_close(ours["gradients"][number], theirs["gradients"][number], tolerance)
+    assert_close(ours["state"], theirs["state"], tolerance)
+    for name in ("reference", "logprobs"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2 * tolerance)
+    if "tokens" in ours:
+        assert ours["tokens"] == theirs["tokens"]
+
+
+@pytest.mark.parametrize("case", QUICK[1:])
+def test_ranks_that_share_layers_or_rows_compute_what_one_process_does(quick: Path, case: str) -> None:
+    assert_same(quick, case, QUICK[0])
+
+
+def test_ranks_that_share_layers_never_hold_the_whole_model(quick: Path) -> None:
+    alone, shared = (outcome(quick, case) for case in QUICK[:2])
+    assert alone["held while sampling"] == alone["parameters"] == shared["parameters"]
+    assert shared["held while sampling"] < 0.51 * shared["parameters"]  # the norms are on both
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "expected"), [(case, cases[0]) for cases in SLOW for case in cases[1:]])
+def test_any_arrangement_of_ranks_computes_what_one_process_does(slow: Path, case: str, expected: str) -> None:
+    assert_same(slow, case, expected)

@@ -1,0 +1,83 @@
+"""What people type first, and the answer they get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli.main import build_parser, main
+from posttrain.errors import InputError
+from posttrain.models import starting_model
+
+
+def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 64
+    return capsys.readouterr().err
+
+
+def test_train_is_no_command_and_the_four_that_train_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "grpo, dpo, rm and sft train" in error_of(["train"], capsys)
+
+
+def test_a_misspelt_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'grpo'?" in error_of(["grop"], capsys)
+    assert "did you mean 'inspect'?" in error_of(["data", "inspekt"], capsys)
+
+
+def test_version_by_one_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["-V"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("posttrain ")
+
+
+def test_settings_as_options() -> None:
+    args = build_parser().parse_args(["grpo", "--lr", "1e-6", "policy.precision=float32", "--max-steps=3", "--quiet"])
+    assert args.words == ["lr=1e-6", "policy.precision=float32", "max_steps=3"]
+    assert args.quiet
+
+
+def test_an_option_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--lr needs a value" in error_of(["grpo", "--lr"], capsys)
+
+
+def fake_load(folder: Path) -> object:
+    """Loads a config whose model is `folder`, with the overrides that it is given."""
+    from posttrain.config import load_config
+
+    return lambda extra: load_config("sft", None, [f"policy.model_name={folder}", *extra])
+
+
+def checkpoint(run: Path, *, adapter: bool) -> Path:
+    weights = run / "step_3" / "policy" / "weights" / "model"
+    weights.mkdir(parents=True)
+    (run / "step_3" / "policy" / "tokenizer").mkdir()
+    (run / "step_3" / "training_info.json").write_text("{}")
+    if adapter:
+        (weights / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
+    else:
+        (weights / "config.json").write_text('{"model_type": "llama"}')
+        (weights / "model.safetensors").write_bytes(b"")
+    return weights
+
+
+def test_a_run_folder_as_the_model_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    weights = checkpoint(tmp_path / "run", adapter=False)
+    loaded = starting_model.from_checkpoints(fake_load(tmp_path / "run"))([])  # type: ignore[arg-type]
+    assert Path(loaded.config.policy.model_name) == weights
+    assert Path(loaded.config.policy.tokenizer.name) == weights.parents[1] / "tokenizer"
+
+
+def test_adapters_have_to_be_merged_first(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "run", adapter=True)
+    with pytest.raises(InputError, match="posttrain convert"):
+        starting_model.from_checkpoints(fake_load(tmp_path / "run"))([])  # type: ignore[arg-type]
+
+
+def test_a_model_folder_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    loaded = starting_model.from_checkpoints(fake_load(tmp_path))([])  # type: ignore[arg-type]
+    assert Path(loaded.config.policy.model_name) == tmp_path

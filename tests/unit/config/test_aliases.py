@@ -1,0 +1,58 @@
+"""Short names of settings on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.config import load_config
+from posttrain.config.aliases import aliases_of, expand_aliases
+from posttrain.config.errors import ConfigError
+from posttrain.config.runs import KINDS
+from posttrain.config.schema import find, schema_of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_short_name_stands_for_a_setting(kind: str) -> None:
+    for key in aliases_of(kind).values():
+        assert find(schema_of(kind), tuple(key.split("."))) is not None, key
+
+
+def test_short_names_set_what_the_full_ones_set() -> None:
+    short = load_config("grpo", None, ["lr=3e-6", "lora=16", "steps=7", "kl=0.05", "policy.learning_rate=2e-6"]).config
+    assert short.policy.optimizer.kwargs["lr"] == 2e-6
+    assert (short.policy.dtensor_cfg.lora_cfg.enabled, short.policy.dtensor_cfg.lora_cfg.dim) == (True, 16)
+    assert (short.grpo.max_num_steps, short.loss_fn.reference_policy_kl_penalty) == (7, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        ("lora=true", ["policy.dtensor_cfg.lora_cfg.enabled=true"]),
+        ("lora=0", ["policy.dtensor_cfg.lora_cfg.enabled=false"]),
+        ("++steps=3", ["dpo.max_num_steps=3"]),
+        ("data=it's.jsonl", ["data.train={dataset_name: PreferenceDataset, data_path: 'it''s.jsonl'}"]),
+        ("data={train: {data_path: x}}", ["data={train: {data_path: x}}"]),
+        ("policy.precision=float32", ["policy.precision=float32"]),
+        ("~lr", ["~lr"]),
+    ],
+)
+def test_expansion(text: str, full: list[str]) -> None:
+    assert expand_aliases("dpo", [text]) == full
+
+
+def test_lora_takes_a_rank() -> None:
+    with pytest.raises(ConfigError, match="rank of the adapters"):
+        load_config("sft", None, ["lora=large"])
+
+
+def test_a_config_file_without_its_option_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--config configs/grpo\.yaml"):
+        load_config("grpo", None, ["configs/grpo.yaml"])
+
+
+def test_a_misspelt_config_file_gets_a_suggestion(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text("grpo:\n")
+    with pytest.raises(ConfigError, match=r"no such config file \(did you mean '.*grpo\.yaml'"):
+        load_config("grpo", tmp_path / "grppo.yaml")

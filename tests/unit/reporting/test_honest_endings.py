@@ -1,0 +1,75 @@
+"""A sick run does not look like a success, an accuracy is one, and before and after need a before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from posttrain.doctor import Finding
+from posttrain.reporting import scales
+from posttrain.reporting.report import write_report
+from posttrain.reporting.rows import is_accuracy
+from posttrain.reporting.run_files import append_rows
+from posttrain.reporting.wording import validation_block
+
+ERROR = Finding(2, "kl-runaway", "error", "train/kl_penalty", 6.8, "the policy is leaving", ("lr=1e-6",), "a guide")
+
+
+def page(bench: Any, report: Any, *, start: bool, sick: bool) -> str:
+    recorder = bench.recorder(max_steps=3)
+    if start:
+        recorder.record_validation(0, report(accuracy=0.2))
+    for step in (1, 2, 3):
+        recorder.record_step(step, report(step), report(accuracy=0.2 + 0.1 * step))
+    if sick:
+        append_rows(bench.folder / "findings.jsonl", [ERROR.to_json()])
+    recorder.finish("finished")
+    return write_report(bench.folder).read_text()
+
+
+def test_a_sound_run_that_got_better_has_a_green_tile(bench: Any, report: Any) -> None:
+    html = page(bench, report, start=True, sick=False)
+    assert 'class="tile good"' in html
+    assert 'class="status finished"' in html
+    assert "before → after" in html
+    assert "nothing found" in html
+
+
+def test_a_sick_run_has_none_and_its_finding_with_the_fix_is_on_the_page(bench: Any, report: Any) -> None:
+    html = page(bench, report, start=True, sick=True)
+    assert 'class="tile good"' not in html
+    assert 'class="status sick"' in html
+    assert "1 error" in html
+    assert "<code>lr=1e-6</code>" in html
+    assert 'class="found error"' in html  # the mark on the KL curve
+
+
+def test_before_and_after_need_a_validation_before_the_first_step(bench: Any, report: Any) -> None:
+    html = page(bench, report, start=False, sick=False)
+    assert "before → after" not in html
+    assert "since step 1" in html
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "mean", "spread", "expected"),
+    [(0, 1, 0.25, 0.1875**0.5, True), (0, 1.68, 1.2, 0.3, False), (0, 1, 0.5, 0.1, False), (1, 1, 1, 0, True)],
+)
+def test_a_mean_of_rewards_is_an_accuracy_if_each_of_them_is_0_or_1(
+    low: float, high: float, mean: float, spread: float, expected: bool
+) -> None:
+    names = {"reward": mean, "reward_min": low, "reward_max": high, "reward_std": spread, "accuracy": mean}
+    row: dict[str, Any] = {"step": 3, **{f"validation/{name}": value for name, value in names.items()}}
+    assert is_accuracy(row) == expected
+    shown = "\n".join(line.text for line in validation_block(row, 4))
+    assert ("Accuracy" in shown, "Avg Reward" in shown) == (expected, not expected)
+
+
+def test_a_share_of_pairs_is_an_accuracy() -> None:
+    assert is_accuracy({"step": 1, "validation/accuracy": 0.7, "validation/loss": 0.5})
+
+
+def test_ticks_of_a_curve_that_hardly_varies_differ() -> None:
+    ticks = [1.0, 1.0 + 1e-7, 1.0 + 2e-7]
+    assert scales.labels(ticks) == ["1", "1+1e-7", "1+2e-7"]
+    assert scales.labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
