@@ -1,4 +1,4 @@
-"""Interpreters for `policy.generation.vllm_cfg.python`: one that finds the stand-in, and the real one that `make test-vllm` made."""
+"""Interpreters for `vllm_cfg.python`: one that finds the stand-in, and the real one that `make test-vllm` has made."""
 
 from __future__ import annotations
 

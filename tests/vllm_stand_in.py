@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -110,7 +110,7 @@ class WeightTransferEngine:
 
 
 class WeightTransferEngineFactory:
-    registry: dict[str, type] = {}
+    registry: ClassVar[dict[str, type]] = {}
 
     @classmethod
     def register_engine(cls, name: str, engine: type) -> None:

@@ -206,7 +206,8 @@ def _vllm(config: GrpoRunConfig) -> Iterator[str]:
         )
     if size > 1 and config.policy.device != "cpu":
         yield (
-            f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM that shares the GPU of its rank has one GPU; set it to 1"
+            f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM that shares the GPU of its rank has one GPU; "
+            "set it to 1"
         )
 
 

@@ -89,7 +89,7 @@ class TrainingVllmConfig(VllmConfig):
     )
     check_period: PositiveInt = Field(
         default=10,
-        description="Steps between comparisons of vLLM's log-probabilities with the trainer's; the first answers are compared too.",
+        description="Steps between comparisons of vLLM's log-probabilities with the trainer's; the first step compares too.",
     )
     max_prob_error: Annotated[float, Field(gt=1)] = Field(
         default=1.05,
@@ -99,7 +99,8 @@ class TrainingVllmConfig(VllmConfig):
 
 class GenerationConfig(Section):
     backend: str = Field(
-        default="native", description="Engine that samples: native, or vllm where vllm_cfg.python names its environment."
+        default="native",
+        description="Engine that samples: native, or vllm where vllm_cfg.python names its environment.",
     )
     max_new_tokens: PositiveInt = Field(
         description="Longest answer in tokens; the total sequence length also bounds it."

@@ -27,7 +27,15 @@ SIDE = Path(__file__).parent / "vllm_side"
 _LENGTH = struct.Struct("<I")
 _NUM_LOG_LINES = 12
 # Variables of this process that would bring its packages or its memory settings into the other environment.
-_OURS = ("PYTHONPATH", "PYTHONHOME", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+_OURS = (
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "LOCAL_RANK",
+    "RANK",
+    "WORLD_SIZE",
+)
 
 
 class VllmError(HardwareError):

@@ -53,8 +53,8 @@ class VllmSampler:
         self._shapes = {name: list(tensor.shape) for name, tensor in base_weights(model)}
         if is_stored_otherwise(_base(model), dict(base_weights(model))):
             raise InputError(
-                f"policy.generation.backend = vllm: the files of {type(_base(model)).__name__} hold other tensors than the model; "
-                "weights of such families cannot be handed over yet. Use backend native"
+                f"policy.generation.backend = vllm: the files of {type(_base(model)).__name__} hold other tensors than the model, "
+                "and such weights cannot be handed over yet. Use backend native"
             )
         self.version: int | None = None  # of the weights that it holds
         self._is_ready = True  # to sample; otherwise its memory has to be brought back first
@@ -237,9 +237,8 @@ class VllmSampler:
         if not requests or is_over():
             return list(groups)
         self._be_ready()
-        sampled = self.process.stream(
-            "generate", requests=requests, sampling=sampling_arguments(sampling), asks=quota is not None
-        )
+        shared = sampling_arguments(sampling) | {"detokenize": bool(sampling.stop_strings)}  # text is decoded here
+        sampled = self.process.stream("generate", requests=requests, sampling=shared, asks=quota is not None)
         while sampled.rest is None:
             finished = sampled.next_finished()
             for place, *answer in finished:
@@ -256,9 +255,7 @@ class VllmSampler:
             answers[at][sample] = Unfinished(
                 (*before.token_ids, *token_ids), (*before.logprobs, *logprobs), before.versions
             )
-        return [
-            dataclasses.replace(group, answers=tuple(found)) for group, found in zip(groups, answers, strict=True)
-        ]
+        return [dataclasses.replace(group, answers=tuple(found)) for group, found in zip(groups, answers, strict=True)]
 
     def _request(self, group: OpenGroup, sample: int, sampling: Sampling, seed: int) -> tuple[list[int], int, int]:
         """Prompt, seed and longest answer. An answer that continues is part of the prompt."""
@@ -272,9 +269,7 @@ class VllmSampler:
         longest = min(sampling.max_new_tokens, self._max_tokens - len(task.prompt_ids))
         return [*task.prompt_ids, *begun], request_seed(key, task.first_token + len(begun)), longest - len(begun)
 
-    def _completion(
-        self, before: OpenAnswer, token_ids: list[int], logprobs: list[float], reason: Any
-    ) -> Completion:
+    def _completion(self, before: OpenAnswer, token_ids: list[int], logprobs: list[float], reason: Any) -> Completion:
         assert isinstance(before, Unfinished)
         if reason not in ("stop", "length"):
             raise VllmError(f"vLLM ended an answer with {reason!r}")

@@ -29,7 +29,9 @@ def start(folder: Path, text: str, *, start_s: float = 60.0, answer_s: float = 6
 
 
 def test_an_answer_comes_back_as_it_was_sent(tmp_path: Path) -> None:
-    process = start(tmp_path, READY + 'channel.send(done=[request, os.environ["A"], os.environ["PYTHONPATH"], options])\n')
+    process = start(
+        tmp_path, READY + 'channel.send(done=[request, os.environ["A"], os.environ["PYTHONPATH"], options])\n'
+    )
     assert process.version == "0.25.0"
     request, variable, path, options = process.call("sleep", level=2)
     assert request == {"operation": "sleep", "level": 2}
@@ -49,7 +51,9 @@ def test_nothing_of_this_environment_reaches_the_other_one(tmp_path: Path, monke
 
 def test_a_process_that_is_killed_is_named_with_its_signal_and_its_log(tmp_path: Path) -> None:
     process = start(tmp_path, READY + "os.kill(os.getpid(), signal.SIGKILL)\n")
-    with pytest.raises(VllmError, match=rf"process {process.pid}\) ended during `generate`, signal 9 \(SIGKILL\)") as caught:
+    with pytest.raises(
+        VllmError, match=rf"process {process.pid}\) ended during `generate`, signal 9 \(SIGKILL\)"
+    ) as caught:
         process.call("generate")
     assert "a line of the log" in str(caught.value)
 

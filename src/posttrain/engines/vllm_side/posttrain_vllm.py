@@ -10,6 +10,7 @@ All requests of a call are added before its first step, so without vLLM's second
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, ClassVar
 
 _LENGTH = struct.Struct("<I")
 _SIGN_OF_LIFE_S = 1.0
@@ -51,7 +52,7 @@ class Lease:
     """The order in which weights may change: paused and idle, awake, updated, cache emptied; only then are answers sampled."""
 
     # What may be done in which states, and the state after it.
-    _ORDER = {
+    _ORDER: ClassVar = {
         "pause": (("sampling", "clean", "asleep"), "paused"),
         "update": (("paused",), "updating"),
         "bucket": (("updating",), "updating"),
@@ -220,7 +221,5 @@ def _end_with(lifeline: int) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the trainer is done
         serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the trainer is done
