@@ -10,6 +10,8 @@ FROM ${BASE}
 WORKDIR /opt/posttrain
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
+COPY configs ./configs
+COPY examples ./examples
 # torch is the one of BASE: a constraint keeps another from being pulled.
 RUN python -c "import torch; print(f'torch=={torch.__version__}')" > /tmp/constraints.txt \
  && python -m pip install --no-cache-dir --constraint /tmp/constraints.txt ".[ray,s3]" \

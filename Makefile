@@ -5,13 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test invariants check lint types pages measure bench faults vllm-env test-vllm clean
+.PHONY: help setup demo test invariants check lint types pages docs smoke measure bench faults vllm-env test-vllm clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
 	@echo "make test    set up, then run all tests"
 	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
-	@echo "make pages   write the tables of docs/models.md and docs/datasets.md anew"
+	@echo "make pages   write the generated parts of docs/ anew: models, datasets, config reference, rules of the doctor"
+	@echo "make docs    the documentation as a site, in build/site"
+	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
 	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about an hour; docs/reliability.md)"
 	@echo "make test-vllm  make an environment with vLLM for CPUs (3 GB, .vllm-venv) and run the tests that need it"
@@ -50,7 +52,15 @@ types: setup
 
 check: lint types test invariants
 
-# The tables in docs/ that tests generate; a test fails while one is not current.
+# Strict: a broken link, or a page that docs/README.md does not list, is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Needs a package index: installs torch anew.
+smoke: setup
+	tools/smoke_install.sh $(BIN)/python
+
+# The parts of docs/ that are generated; a test fails while one is not current.
 pages: setup
 	$(BIN)/python tests/generated_pages.py
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The doctor on small runs that are healthy, and on runs made sick in twelve ways: what it finds, and whether its fix mends.
 
-    python bench/doctor_runs.py --folder /tmp/doctor_runs                 all runs, on a CPU, in about a quarter of an hour
+    python bench/doctor_runs.py --folder /tmp/doctor_runs                 all runs, on one core, in about half an hour
     python bench/doctor_runs.py --folder /tmp/doctor_runs --only lr grpo  those whose names begin with one of these
     python bench/doctor_runs.py --folder /tmp/doctor_runs --look          only look again at the runs that are there
 
@@ -14,21 +14,27 @@ first of its fixes that are settings is applied, and the mended run is looked at
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import random
 import re
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tables import table
 
+from posttrain.algorithms import grpo
+from posttrain.build import Run  # noqa: F401  imported here for the processes that are forked
 from posttrain.cli.doctor_command import Report, examined
+from posttrain.cli.main import main as posttrain
 from posttrain.demo.arithmetic import answer, build_model, careless_answer, problems, question, write_data
+from posttrain.types import TokenBatch
 
-SFT_STEPS, STEPS, GROUP = 300, 40, 8
+SFT_STEPS, STEPS, PROMPTS, GROUP = 600, 80, 8, 8
 LR = {"grpo": 4e-4, "dpo": 2e-5, "rm": 3e-4, "sft": 5e-4}
 REWARDS = """
 import random
@@ -60,7 +66,7 @@ class Case:
 
 
 def rewarded_by(name: str) -> tuple[str, ...]:
-    return ("data.default.env_name=mine", f"env.mine.function={{folder}}/rewards.py:{name}", "env.mine.num_workers=2")
+    return ("data.default.env_name=mine", f"env.mine.function={{folder}}/rewards.py:{name}", "env.mine.num_workers=1")
 
 
 NO_VALIDATION = (
@@ -170,14 +176,14 @@ def prepare(folder: Path) -> None:
     if (folder / "taught" / f"step_{SFT_STEPS}").is_dir():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    build_model(folder / "model", 1)
+    build_model(folder / "model", 1, hidden_size=64, intermediate_size=256)
     write_data(folder, 1)
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "other.jinja").write_text(
         "{% for message in messages %}### {{ message['role'] }}\n{{ message['content'] }}\n{% endfor %}### assistant\n"
     )
     rng = random.Random(1)
-    train, unseen = problems(1)
+    seen, unseen = problems(1)
 
     def pairs(sums: Sequence[tuple[int, int]]) -> list[dict[str, str]]:
         """The right sum beside a careless one; in one of five pairs the other way round, so that they are not too easy."""
@@ -192,16 +198,17 @@ def prepare(folder: Path) -> None:
             found.append({"prompt": question(a, b), "chosen": answers[0], "rejected": answers[1]})
         return found
 
-    write_rows(folder / "pairs.jsonl", pairs(train))
+    write_rows(folder / "pairs.jsonl", pairs(seen))
     write_rows(folder / "held_out_pairs.jsonl", pairs(unseen)[:64])
-    write_rows(folder / "duplicates.jsonl", pairs(train[:8]) * 100)
+    write_rows(folder / "duplicates.jsonl", pairs(seen[:8]) * 100)
     taught = [
         *common("sft", folder, "taught", folder / "model"),
         f"steps={SFT_STEPS}",
-        "lr=1e-3",
+        "lr=3e-3",
         f"checkpointing.save_period={SFT_STEPS}",
     ]
-    subprocess.run([sys.executable, "-m", "posttrain.cli.main", "sft", *taught, "--quiet"], check=True)
+    if train("sft", taught, folder / "taught.log"):
+        sys.exit((folder / "taught.log").read_text())
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
@@ -223,11 +230,12 @@ def common(kind: str, folder: Path, name: str, model: Path) -> list[str]:
         "precision=float32",
         "device=cpu",
         "policy.num_threads=1",
+        "policy.train_micro_batch_size=64",
         "max_length=64",
         "epochs=1000",
         "policy.scheduler=null",
         f"lr={LR[kind]}",
-        f"batch_size={64 if kind != 'grpo' else 16 * GROUP}",
+        f"batch_size={64 if kind != 'grpo' else PROMPTS * GROUP}",
         data.get(kind, f"data.train={pairs(folder / 'pairs.jsonl')}"),
         held_out.get(kind, f"data.validation={pairs(folder / 'held_out_pairs.jsonl')}"),
         f"folder={folder / name}",
@@ -237,9 +245,9 @@ def common(kind: str, folder: Path, name: str, model: Path) -> list[str]:
     ]
 
 
-GRPO = ("grpo.num_prompts_per_step=16", f"grpo.num_generations_per_prompt={GROUP}", "policy.generation.max_new_tokens=8",
+GRPO = (f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={GROUP}", "policy.generation.max_new_tokens=8",
         "grpo.val_period=10", "grpo.val_at_start=true", "grpo.max_val_samples=64", "data.default.env_name=math",
-        "env.math.num_workers=2", "kl=0")  # fmt: skip
+        "env.math.num_workers=1", "kl=0")  # fmt: skip
 
 
 def look(folder: Path, case: Case, settings: Sequence[str], suffix: str, only_look: bool) -> Report | None:
@@ -251,37 +259,38 @@ def look(folder: Path, case: Case, settings: Sequence[str], suffix: str, only_lo
         words = [*common(case.kind, folder, name, start), f"steps={STEPS}"]
         words += GRPO if case.kind == "grpo" else (f"{case.kind}.val_period=10",)
         words += [text.replace("{folder}", str(folder)) for text in settings]
-        program = (
-            NOISY
-            if case.noisy_sampler and not suffix
-            else "import sys; from posttrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", program, case.kind, *words, "--quiet"], capture_output=True, text=True
-        )
-        if done.returncode not in (0, 65):
-            print(
-                f"{case.name}{suffix} ended with {done.returncode}:\n{done.stdout[-500:]}{done.stderr[-2000:]}",
-                flush=True,
-            )
+        code = train(case.kind, words, folder / f"{name}.log", noisy_sampler=case.noisy_sampler and not suffix)
+        if code not in (0, 65):
+            print(f"{name} ended with {code}: {(folder / f'{name}.log').read_text()[-2000:]}", flush=True)
     return examined(run) if (run / "metrics.jsonl").exists() else None
 
 
-# A sampler whose log-probabilities are not those of the trainer, as one of another precision or implementation has.
-NOISY = """
-import sys
-import torch
-from posttrain.algorithms import grpo
-exact = grpo.rollout_batch
-def noisy(groups, **options):
-    batch = exact(groups, **options)
-    generator = torch.Generator().manual_seed(0)
-    logprobs = batch.columns["generation_logprobs"]
-    return batch.with_columns(generation_logprobs=logprobs + 0.15 * torch.randn(logprobs.shape, generator=generator))
-grpo.rollout_batch = noisy
-from posttrain.cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
+def train(kind: str, words: Sequence[str], log: Path, *, noisy_sampler: bool = False) -> int:
+    """A run in a process of its own, forked from this one: that has imported everything already. Its exit code."""
+    child = multiprocessing.get_context("fork").Process(target=_train, args=(kind, words, log, noisy_sampler))
+    child.start()
+    child.join()
+    return child.exitcode or 0
+
+
+def _train(kind: str, words: Sequence[str], log: Path, noisy_sampler: bool) -> None:
+    if noisy_sampler:
+        grpo.rollout_batch = with_noise(grpo.rollout_batch)
+    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        code = posttrain([kind, *words, "--quiet"])
+    sys.exit(code)
+
+
+def with_noise(exact: Callable[..., TokenBatch]) -> Callable[..., TokenBatch]:
+    """A sampler whose log-probabilities are not those of the trainer, as one of another precision or implementation has."""
+
+    def noisy(*args: object, **options: object) -> TokenBatch:
+        batch = exact(*args, **options)
+        logprobs = batch.columns["generation_logprobs"]
+        noise = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0))
+        return batch.with_columns(generation_logprobs=logprobs + 0.15 * noise)
+
+    return noisy
 
 
 def first_setting(report: Report) -> tuple[str, ...]:

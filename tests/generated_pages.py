@@ -1,4 +1,4 @@
-"""The tables of docs/models.md and docs/datasets.md, made of what the tests run over.
+"""The generated parts of docs/: tables of models and datasets, the config reference, the doctor's rules.
 
 python tests/generated_pages.py      writes them; a test fails while a page differs
 """
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from config_reference import config_reference
+
 from posttrain.data.named_datasets import (
     PREFERENCE_DATASETS,
     REFUSED_DATASETS,
@@ -17,6 +19,8 @@ from posttrain.data.named_datasets import (
     PreferenceSpec,
     ResponseSpec,
 )
+from posttrain.doctor.advice import ADVICE
+from posttrain.doctor.doctor import RULES
 from posttrain.models.loading import REFUSED_FAMILIES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -111,7 +115,22 @@ def _either(fields: Sequence[str]) -> str:
     return " or ".join(f"`{field}`" for field in fields)
 
 
-PAGES = {"models.md": models_table, "datasets.md": datasets_table}
+def rules_table() -> str:
+    lines = [(f"[`{rule.id}`](troubleshooting.md#{rule.id})", rule.of, rule.condition, rule.source) for rule in RULES]
+    return table(("rule", "of", "condition", "threshold from"), lines)
+
+
+def rules_sections() -> str:
+    return "\n".join(f"### {rule.id}\n\n*{rule.of}: {rule.condition}.*\n\n{ADVICE[rule.id]}\n" for rule in RULES)
+
+
+PAGES = {
+    "models.md": models_table,
+    "datasets.md": datasets_table,
+    "config-reference.md": config_reference,
+    "doctor.md": rules_table,
+    "troubleshooting.md": rules_sections,
+}
 
 
 def refreshed(page: str) -> str:

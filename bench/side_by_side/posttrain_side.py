@@ -21,8 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from posttrain import __version__
 from posttrain.algorithms.dpo import Dpo, PairStream
 from posttrain.algorithms.grpo import Grpo
+from posttrain.api.start import quieten_libraries
 from posttrain.build import Run
-from posttrain.cli.train_command import quieten_libraries
 from posttrain.config import load_config
 from posttrain.roles import Algorithm, Objective, Trainer
 from posttrain.types import Pair, StepReport, TokenBatch, UpdateReport

@@ -28,9 +28,13 @@ RAY_KILLS = 4  # in a row, before the run may end: a start of Ray takes half a m
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:
-    alone, background, convert, registry, pipeline = (3, 1, 1, 0, 0) if short else (52, 12, 8, 8, 8)
+    alone, asynchronous, background, convert, registry, pipeline = (
+        (3, 1, 1, 1, 0, 0) if short else (52, 50, 12, 8, 8, 8)
+    )
     for number in range(alone):
         yield Case(f"one-process-{number}", partial(kill_and_resume, lab, KINDS[number % len(KINDS)]))
+    for number in range(asynchronous):
+        yield Case(f"asynchronous-{number}", partial(kill_and_resume, lab, "grpo-rounds"))
     for number in range(background):
         kind = KINDS_IN_BACKGROUND[number % len(KINDS_IN_BACKGROUND)]
         yield Case(f"background-{number}", partial(kill_and_resume, lab, kind))
@@ -45,7 +49,7 @@ def cases(lab: Lab, short: bool) -> Iterable[Case]:
 
 
 PART = Part(
-    "kills", "a run that was killed with kill -9 and started again is the run that was not, bit for bit", cases, 12
+    "kills", "a run that was killed with kill -9 and started again is the run that was not, bit for bit", cases, 17
 )
 
 

@@ -53,13 +53,16 @@ class Lab:
         return tiny_runs.save_data(self.folder / "data")
 
     def arguments(self, kind: str, folder: Path) -> list[str]:
-        """`grpo`, `dpo`, `rm`, `sft`; `-lora` behind it trains adapters, `-background` saves beside the training."""
+        """`grpo`, `dpo`, `rm`, `sft`; `-lora` behind it trains adapters, `-rounds` samples across steps, `-background` saves
+        beside the training."""
         name, *variants = kind.split("-")
         words = getattr(tiny_runs, name)(self.model, self.data, folder, steps=STEPS)
         if name == "sft":
             words += [f"checkpointing.save_period={SAVE_PERIOD}", "checkpointing.keep_top_k=null"]
         if "lora" in variants:
             words += [*tiny_runs.LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]
+        if "rounds" in variants:
+            words += ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2"]
         if "background" in variants:
             words.append(BACKGROUND)
         if "ray" in variants:

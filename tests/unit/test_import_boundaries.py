@@ -68,3 +68,13 @@ def test_training_in_one_process_does_not_import_ray() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert ended.stdout.split() == ["False", "False", "False"], ended.stderr
+
+
+def test_import_posttrain_loads_no_heavy_packages_and_knows_its_names() -> None:
+    script = (
+        "import sys, posttrain\n"
+        "assert callable(posttrain.grpo) and 'grpo' in dir(posttrain)\n"
+        f"print(*[name for name in {(*HEAVY, 'pydantic', 'pandas')!r} if name in sys.modules])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == ""

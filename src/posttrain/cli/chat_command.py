@@ -9,7 +9,7 @@ from pathlib import Path
 
 from posttrain.cli.overrides_parser import EXIT_BAD_INPUT, Subparsers, add_command
 from posttrain.errors import InputError
-from posttrain.serve.options import LONGEST_UNASKED_TOKENS, EngineOptions
+from posttrain.serve.options import LONGEST_UNASKED_TOKENS
 
 DESCRIPTION = """\
 Talk with a model. Answers are written as they are sampled; the conversation is remembered until /reset.
@@ -48,26 +48,28 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _check(args)
-    from posttrain.cli.train_command import quieten_libraries
+    if args.words:
+        raise InputError(f"chat takes one MODEL, and options; unexpected: {args.words[0]!r}")
+    from posttrain.api.start import quieten_libraries
 
     quieten_libraries()
-    from posttrain.data.chat import ChatFormat
-    from posttrain.engines.native.session import GenerationSession
-    from posttrain.models.accepted_names import resolve_registered_model
-    from posttrain.serve.models import load_engine
-    from posttrain.serve.terminal import TerminalChat, converse
-    from posttrain.types import SMALLEST_TEMPERATURE, Sampling
+    from posttrain.serve.terminal import converse, open_chat
 
-    found = resolve_registered_model(args.model, registry=args.registry)
-    options = EngineOptions(args.precision, args.device, args.max_model_len, max_batch_size=1)
-    session = GenerationSession(load_engine(found, options))
-    temperature = args.temperature if args.temperature >= SMALLEST_TEMPERATURE else 0.0
-    sampling = Sampling(args.max_tokens, temperature=temperature, top_p=args.top_p)
-    conversation = TerminalChat(session, ChatFormat(session.tokenizer), sampling, args.seed, args.system)
+    conversation = open_chat(
+        args.model,
+        system=args.system,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+        max_model_len=args.max_model_len,
+        precision=args.precision,
+        device=args.device,
+        registry=args.registry,
+    )
     interactive = sys.stdin.isatty()
     if interactive:
-        _say(f"{found.text}. /help lists the commands.\n")
+        _say(f"{conversation.name}. /help lists the commands.\n")
         _remember_lines()
 
     def read() -> str:
@@ -85,20 +87,6 @@ def run(args: argparse.Namespace) -> int:
 
     all_answered = converse(conversation, read, _write, _say, has_commands=interactive)
     return 0 if interactive or all_answered else EXIT_BAD_INPUT
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.words:
-        raise InputError(f"chat takes one MODEL, and options; unexpected: {args.words[0]!r}")
-    fine = {
-        "--temperature": (args.temperature, 0 <= args.temperature <= 10, "a number from 0 to 10"),
-        "--top-p": (args.top_p, 0 < args.top_p <= 1, "above 0 and at most 1"),
-        "--max-tokens": (args.max_tokens, args.max_tokens >= 1, "at least 1"),
-        "--max-model-len": (args.max_model_len, args.max_model_len is None or args.max_model_len >= 8, "at least 8"),
-    }
-    for name, (value, is_fine, accepted) in fine.items():
-        if not is_fine:
-            raise InputError(f"{name} is {value}: {accepted} is accepted")
 
 
 def _write(text: str) -> None:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.api.start import quieten_libraries
 from posttrain.cli.overrides_parser import Subparsers, add_command
-from posttrain.cli.train_command import quieten_libraries
 from posttrain.errors import InputError
 
 if TYPE_CHECKING:

@@ -263,7 +263,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    from posttrain.cli.train_command import quieten_libraries
+    from posttrain.api.start import quieten_libraries
 
     quieten_libraries()
     from transformers import AutoTokenizer

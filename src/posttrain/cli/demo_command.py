@@ -29,7 +29,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from posttrain.cli.train_command import quieten_libraries
+    from posttrain.api.start import quieten_libraries
 
     quieten_libraries()
     from posttrain.demo.show import show

@@ -22,8 +22,9 @@ examples:
   posttrain doctor results/grpo                 a run of posttrain, finished or not
   posttrain doctor outputs/trl-grpo             a run of TRL, NeMo RL, verl or prime-rl, as far as its logs go
   posttrain doctor results/grpo --json          the same for programs
+  posttrain doctor --rules                      what is looked for, what it means and what to do
 
-The rules, their thresholds and sources are in docs/doctor.md. A run looks at itself with the same rules while it goes on;
+A run looks at itself with the same rules while it goes on;
 doctor.on_error=stop lets an error save and stop it.
 exit codes: 0 no error found · 3 an error found · 64 no run in the folder
 """
@@ -31,18 +32,35 @@ exit codes: 0 no error found · 3 an error found · 64 no run in the folder
 
 def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "doctor", "what is wrong with a run, and the setting that mends it", epilog=EPILOG)
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the folder of a run")
+    parser.add_argument("--rules", action="store_true", help="print the rules instead")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.rules:
+        print(rules_text())
+        return 0
+    if args.folder is None:
+        raise InputError("doctor needs the folder of a run, e.g. posttrain doctor results/grpo")
     report = examined(args.folder)
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
     else:
         print(report.to_text())
     return EXIT_ERROR_FOUND if report.has_errors else 0
+
+
+def rules_text() -> str:
+    from posttrain.doctor.advice import ADVICE
+    from posttrain.doctor.doctor import RULES
+
+    blocks = [
+        [f"{rule.id}, of {rule.of}: {rule.condition}", *_wrapped("", ADVICE[rule.id].replace("`", ""))]
+        for rule in RULES
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks)
 
 
 class Report:

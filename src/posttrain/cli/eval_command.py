@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
-    from posttrain.cli.train_command import quieten_libraries
+    from posttrain.api.start import quieten_libraries
 
     quieten_libraries()
     from posttrain.evaluation.build import EvaluationBuild

@@ -198,7 +198,7 @@ def _write(path: Path, text: str) -> None:
 def run_measure_kl(args: argparse.Namespace) -> int:
     if args.words:
         raise InputError(f"unexpected: {' '.join(args.words)}; one evaluation is measured at a time")
-    from posttrain.cli.train_command import quieten_libraries
+    from posttrain.api.start import quieten_libraries
 
     quieten_libraries()
     from posttrain.gate.measure_divergence import measure_divergence

@@ -26,6 +26,7 @@ from posttrain.cli import (
     doctor_command,
     eval_command,
     gate_command,
+    init_command,
     launch_command,
     models_command,
     node_command,
@@ -59,6 +60,7 @@ DESCRIPTION = """\
 Tune language models from preferences and rewards.
 
   posttrain demo                                   watch a small model learn, in a few minutes, on a CPU
+  posttrain init grpo                              a config, data and a reward to start from; init all: configs/ and examples/
   posttrain grpo --config configs/grpo.yaml        reinforcement learning from checkable answers
   posttrain dpo  --config configs/dpo.yaml         preference pairs
   posttrain rm   --config configs/rm.yaml          a reward model from preference pairs, for GRPO to learn from
@@ -102,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
         train_command,
         status_command,
         demo_command,
+        init_command,
         config_command,
         data_command,
         doctor_command,

@@ -72,8 +72,8 @@ def _load(args: argparse.Namespace) -> PipelineConfig:
 def run_pipeline(args: argparse.Namespace) -> int:
     config = _load(args)
 
+    from posttrain.api.start import quieten_libraries
     from posttrain.cli.pipeline_views import show_plan, show_result
-    from posttrain.cli.train_command import quieten_libraries
 
     quieten_libraries()
     from posttrain.pipeline.page import write_views

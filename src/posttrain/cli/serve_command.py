@@ -168,7 +168,7 @@ def _add_canary(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     _require_extra()
-    from posttrain.cli.train_command import quieten_libraries
+    from posttrain.api.start import quieten_libraries
 
     quieten_libraries()
     options = options_of(args)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from posttrain.api.start import start_run
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.config.aliases import short_names
-from posttrain.errors import OutOfGpuMemoryError
 from posttrain.recipes import KINDS
-
-if TYPE_CHECKING:
-    from posttrain.config import RunConfig
 
 EPILOG = """\
 settings are given as key=value, with the names that NeMo RL uses:
@@ -62,72 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(kind: str, args: argparse.Namespace) -> int:
     from posttrain.config import load_config
-    from posttrain.models.starting_model import from_checkpoints
-    from posttrain.run_folder import prepare_run_folder, run_folder
 
-    prepared = prepare_run_folder(
-        from_checkpoints(lambda extra: load_config(kind, args.config, [*args.words, *extra])),
+    code, _ = start_run(
+        kind,
+        lambda extra: load_config(kind, args.config, [*args.words, *extra]),
         accept_changes=args.resume_with_changes,
         restart=args.restart,
+        quiet=args.quiet,
+        verbose=args.verbose,
     )
-    loaded = prepared.loaded
-    try:
-        with prepared.access.ending_on_error():
-            for note in prepared.notes if not args.quiet else ():
-                print(note)
-            for warning in loaded.warnings:
-                print(f"warning: {warning}", file=sys.stderr)
-            if not args.quiet:
-                print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
-
-            quieten_libraries()
-            from posttrain.build import Run
-            from posttrain.export.convert import PeriodicExport
-
-            return Run(
-                loaded,
-                quiet=args.quiet,
-                make_export=PeriodicExport,
-                access=prepared.access,
-                verbose=args.verbose,
-                plan=planned,
-            ).execute()
-    except OutOfGpuMemoryError as error:
-        from posttrain.planning.out_of_memory import advice
-
-        written = run_folder(loaded.config.logger.log_dir, loaded.config.checkpointing.checkpoint_dir)
-        if lines := advice(loaded.config, error, written):
-            error.add_note(lines)
-        raise
-
-
-def planned(config: RunConfig, device_name: str, max_steps: int) -> str:
-    """What `posttrain plan` says of the run; empty on devices that it does not know, and if it fails."""
-    from posttrain.planning.calibration import GPUS
-    from posttrain.planning.plan import estimate_run
-    from posttrain.policy.memory.rank import GIB
-
-    gpu = next((gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device_name.lower()), None)
-    if gpu is None:
-        return ""
-    try:
-        found = estimate_run(config, gpu)
-    except Exception:  # the planner must not keep a run from starting
-        return ""
-    needed = max(found.needed_bytes(phase) for phase in found.memory.phases) / GIB
-    hours = max_steps * found.time.total_s / 3600
-    return f"{needed:.0f} of {gpu.memory_bytes / GIB:.0f} GiB of GPU memory, {hours:.2g} hours"
-
-
-def quieten_libraries() -> None:
-    """Their progress bars and advice would break up ours. Set before they are imported."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    return code
 
 
 def run_as_script(kind: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -151,8 +152,17 @@ def _is_same(old: object, new: object) -> bool:
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(map(_is_same, old, new))
     if isinstance(old, str) and isinstance(new, str):
-        return old == new or _absolute(old) == _absolute(new)
+        return old == new or _absolute(old) == _absolute(new) or (_is_digested(old) and _name(old) == _name(new))
     return old == new and isinstance(old, bool) == isinstance(new, bool)
+
+
+def _is_digested(text: str) -> bool:
+    """Whether it is a file whose name holds a digest of its content, as those that the Python API writes."""
+    return re.search(r"-[0-9a-f]{16}\.(jsonl|pkl:\w+)$", text) is not None
+
+
+def _name(text: str) -> str:
+    return text.rpartition("/")[2]
 
 
 def _absolute(text: str) -> str:

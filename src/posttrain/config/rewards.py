@@ -176,6 +176,9 @@ class PythonRewardConfig(RewardConfig):
 
     type: Literal["python"] = Field(description=WHAT_TYPE_MEANS)
     function: str = Field(description="`file.py:name`, `package.module:name` or `package.module.name`.")
+    as_messages: bool = Field(
+        default=False, description="Gives a function with TRL's signature lists of messages instead of texts."
+    )
 
     @field_validator("function")
     @classmethod

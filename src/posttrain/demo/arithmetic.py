@@ -86,15 +86,15 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(folder: Path, seed: int) -> int:
+def build_model(folder: Path, seed: int, *, hidden_size: int = 128, intermediate_size: int = 1024) -> int:
     """Write a small random Llama and its tokenizer as a Hugging Face folder; its number of parameters."""
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=1024,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=4,

@@ -6,6 +6,7 @@ norms differ by orders of magnitude between a small model on sums and a large on
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from itertools import combinations
@@ -263,17 +264,28 @@ def reward_hacking(run: History) -> Sighting | None:
     repetition, before = run.recent(REPETITION), run.start(REPETITION)
     repeats = repetition is not None and before is not None and repetition > before + 0.3
     validation = run.values("validation/accuracy")
-    falls = len(validation) >= 3 and validation[-1] < 0.8 * max(validation) and validation[-2] < 0.9 * max(validation)
     fixes = (higher_kl_penalty(run), lower_lr(run), "read the answers: what does the reward pay for?")
     if repeats:
         text = f"the reward rises while answers repeat themselves ({percent(repetition or 0)} of their word groups)"
         return Sighting("error", REPETITION, repetition, text, fixes, "best")
     if len(signs) >= 2:
         return Sighting("error", REWARD, now, f"the reward rises while {' and '.join(signs)} go wrong", fixes, "best")
-    if falls:
+    if _validation_falls(run):
         text = f"the reward rises while the validation fell from {max(validation):.3g} to {validation[-1]:.3g}"
         return Sighting("warning", "validation/accuracy", validation[-1], text, fixes, "best")
     return None
+
+
+def _validation_falls(run: History) -> bool:
+    """Whether the last two validations are below the best one by more than chance."""
+    values = run.values("validation/accuracy")
+    if len(values) < 3:
+        return False
+    spread, count = run.values("validation/reward_std"), run.values("validation/num_samples")
+    error = spread[-1] / math.sqrt(count[-1]) if spread and count and count[-1] else 0.0  # of one mean
+    chance = 2 * math.sqrt(2) * error
+    best = max(values)
+    return values[-1] < min(0.8 * best, best - chance) and values[-2] < min(0.9 * best, best - chance)
 
 
 def unscored(run: History) -> Sighting | None:

@@ -38,6 +38,11 @@ class Rule:
     source: str  # of the thresholds
     at_end: bool = False  # about the whole run: looked at when it is over
 
+    @property
+    def of(self) -> str:
+        """The kinds of run in words."""
+        return "all" if len(self.kinds) == 4 else ", ".join(kind.upper() for kind in self.kinds)
+
 
 def lower_lr(run: History, factor: float = 10.0) -> str:
     """The learning rate divided by `factor`, on two digits."""

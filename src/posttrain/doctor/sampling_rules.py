@@ -101,11 +101,19 @@ def generation_slowing(run: History) -> Sighting | None:
         return None
     if not 0.8 * before <= length <= 1.25 * before:
         return None
+    if now / start <= 1.5 * _slowing(run.values("timing/train/policy_training")):
+        return None  # everything is slower: the machine is busy
     text = (
         f"sampling takes {now / start:.1f} times as long per token as at the start, at equal length: memory pressure?"
     )
     fixes = (run.fix("policy.generation.native_cfg.gpu_memory_utilization", "more, or fewer answers at once"),)
     return Sighting("note", "timing/train/generation", seconds[-1], text, fixes)
+
+
+def _slowing(seconds: Sequence[float]) -> float:
+    """How many times as long a stage takes as at the start; at least 1."""
+    first, last = seconds[2:7], seconds[-10:]
+    return max(1.0, statistics.median(last) / statistics.median(first)) if first and statistics.median(first) else 1.0
 
 
 def _pace(seconds: Sequence[float], tokens: Sequence[float]) -> float:
@@ -134,7 +142,7 @@ SAMPLING_RULES = (
         "generation-slowing",
         GRPO,
         generation_slowing,
-        "seconds per token +50 % at equal length",
+        "seconds per token +50 % at equal length, beyond what training slows down",
         "the health table of the GRPO guide",
     ),
 )

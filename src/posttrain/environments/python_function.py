@@ -1,7 +1,8 @@
 """A user's reward function: finding it, and calling it with the arguments it asks for. Runs inside a worker process.
 
 It may be written with any of the names in `_ARGUMENTS`, in any order, or with three arguments of other names, which then
-are prompt, response, reference in that order. It may be `async def`.
+are prompt, response, reference in that order. It may be `async def`. A function with a parameter `completions` has TRL's
+signature: lists in, a list out, and the columns of the data under their names. It is called with one completion at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import pickle
 import random
 import sys
 import traceback
@@ -18,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from posttrain.environments.item import BadSetup, ScoringItem
+from posttrain.environments.item import BadSetup, ScoringItem, Unscored
 from posttrain.json_files import JsonMapping, JsonObject
 
 # Accepted parameter name -> field of the item. The first name of a field is the one that `**kwargs` receives.
@@ -35,6 +37,7 @@ _ARGUMENTS = {
     "finish_reason": "finish_reason",
 }
 _POSITIONS = ("prompt", "response", "reference")
+_TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric", "environments")  # TRL's too; they need its trainer
 _SHOWN_TRACEBACK_LINES = 12
 
 
@@ -43,26 +46,34 @@ class FunctionLoadError(BadSetup):
 
 
 def function_scorer(setup: JsonMapping) -> Callable[[ScoringItem], Any]:
-    return load_scorer(setup["function"], Path(setup["base_folder"]))
+    return load_scorer(setup["function"], Path(setup["base_folder"]), as_messages=setup.get("as_messages", False))
 
 
-def load_scorer(spec: str, base_folder: Path) -> Callable[[ScoringItem], Any]:
-    """The function that `spec` names, ready to be called with an item."""
+def load_scorer(spec: str, base_folder: Path, *, as_messages: bool = False) -> Callable[[ScoringItem], Any]:
+    """The function that `spec` names, ready to be called with an item. `as_messages` is for TRL's signature."""
     function = load_function(spec, base_folder)
-    arguments_of = _arguments_for(function, spec)
+    is_batched = takes_batches(function)
+    arguments_of = _batch_of_one(function, spec, as_messages) if is_batched else _arguments_for(function, spec)
     runner = asyncio.Runner()  # one event loop for the worker's life: clients that a function keeps stay usable
 
     def score(item: ScoringItem) -> Any:
         seed_noise(item.noise_key)
         positional, named = arguments_of(item)
         value = function(*positional, **named)
-        return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+        value = runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+        return _only_one(value) if is_batched else value
 
     return score
 
 
 def load_function(spec: str, base_folder: Path) -> Callable[..., Any]:
-    """`path/file.py:name` (relative to `base_folder`), `package.module:name` or `package.module.name`."""
+    """`path/file.py:name` (relative to `base_folder`), `package.module:name` or `package.module.name`.
+
+    `path/file.pkl:name` is a function that was pickled by value, as the Python API does.
+    """
+    file, _, _ = spec.rpartition(":")
+    if file.endswith(".pkl"):
+        return _unpickled(base_folder / Path(file).expanduser())
     return _find_callable(*load_module(spec, base_folder))
 
 
@@ -98,6 +109,16 @@ def _import_file(path: Path) -> ModuleType:
     except BaseException as error:
         raise FunctionLoadError(f"{path} does not import:\n{_error_lines(error)}") from error
     return module
+
+
+def _unpickled(path: Path) -> Callable[..., Any]:
+    if not path.is_file():
+        raise FunctionLoadError(f"there is no file {path}")
+    try:
+        function: Callable[..., Any] = pickle.loads(path.read_bytes())
+    except BaseException as error:
+        raise FunctionLoadError(f"{path} cannot be loaded:\n{_error_lines(error)}") from error
+    return function
 
 
 def _import_module(name: str, base_folder: Path) -> ModuleType:
@@ -174,8 +195,48 @@ def _arguments_for(
         return lambda item: (tuple(getattr(item, name) for name in _POSITIONS), {})
     raise FunctionLoadError(
         f"{spec}{signature} cannot be called: its parameters must be some of {', '.join(_ARGUMENTS)} "
-        "(in any order, others need a default), or exactly three: prompt, response, reference"
+        "(in any order, others need a default), or exactly three: prompt, response, reference; or TRL's, with completions"
     )
+
+
+def takes_batches(function: Callable[..., Any]) -> bool:
+    """Whether it has TRL's signature."""
+    try:
+        return "completions" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _batch_of_one(
+    function: Callable[..., Any], spec: str, as_messages: bool
+) -> Callable[[ScoringItem], tuple[tuple[Any, ...], JsonObject]]:
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    known = {p.name for p in parameters if p.kind in _BY_KEYWORD}
+    required = {p.name for p in parameters if p.kind in _BY_KEYWORD and p.default is inspect.Parameter.empty}
+    if missing := sorted(required & set(_TRAINER_ARGUMENTS)):
+        raise FunctionLoadError(f"{spec} asks for {', '.join(missing)}, which only TRL's trainer has")
+
+    def arguments(item: ScoringItem) -> tuple[tuple[Any, ...], JsonObject]:
+        asked = [message.get("content") for message in item.messages if message.get("role") == "user"]
+        values = {
+            **item.metadata,
+            "prompts": item.messages if as_messages else (asked[-1] if asked else item.prompt),
+            "completions": [{"role": "assistant", "content": item.response}] if as_messages else item.response,
+            "completion_ids": list(item.token_ids or ()),
+        }
+        if missing := sorted(required - values.keys()):
+            columns = ", ".join(map(str, item.metadata)) or "none"
+            raise Unscored(f"the reward function asks for the column {missing[0]!r}; the row has the columns {columns}")
+        return (), {name: [value] for name, value in values.items() if takes_all or name in known}
+
+    return arguments
+
+
+def _only_one(value: Any) -> Any:
+    if not hasattr(value, "__len__") or isinstance(value, str | dict) or len(value) != 1:
+        raise Unscored(f"the reward function returned {value!r:.80}: a list with one number per completion is needed")
+    return value[0]
 
 
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -30,7 +30,10 @@ def _weights(loaded: LoadedConfig) -> list[str]:
     folder = Path(policy.model_name).expanduser()
     if not folder.is_dir() or any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return []
-    found = resolve_model(policy.model_name)
+    try:
+        found = resolve_model(policy.model_name)
+    except InputError as error:
+        raise InputError(f"{MODEL} = {policy.model_name}: {error}") from error
     if found.adapter is not None:
         raise InputError(
             f"{MODEL} = {policy.model_name}: the checkpoint holds LoRA adapters, and a run starts from a whole model. "

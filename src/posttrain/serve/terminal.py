@@ -10,8 +10,11 @@ from posttrain.data.chat import ChatFormat
 from posttrain.engines.native.session import FailureEvent, GenerationSession, SessionRequest
 from posttrain.engines.native.stopping import stop_token_ids
 from posttrain.errors import InputError
+from posttrain.models.accepted_names import resolve_registered_model
+from posttrain.serve.models import load_engine
+from posttrain.serve.options import EngineOptions
 from posttrain.serve.responses import ResponseChoice
-from posttrain.types import Message, Sampling
+from posttrain.types import SMALLEST_TEMPERATURE, Message, Sampling
 
 HELP = """\
 /reset          forget the conversation (the system message stays)
@@ -38,6 +41,7 @@ class TerminalChat:
     seed: int | None = None  # None: random
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
+    name: str = ""  # of the model; of a registered one, with its version
     num_forgotten: int = 0  # turns that did not fit into the context of the last answer
     _num_answers: int = 0
 
@@ -94,6 +98,37 @@ class TerminalChat:
                 break
         self.session.check(ids, 1)  # raises for a single message that is too long
         return forgotten, tuple(ids)
+
+
+def open_chat(
+    model: str,
+    *,
+    system: str | None = None,
+    temperature: float = 0.7,
+    top_p: float = 0.95,
+    max_tokens: int = 512,
+    seed: int | None = None,
+    max_model_len: int | None = None,
+    precision: str = "auto",
+    device: str = "auto",
+    registry: str | None = None,
+) -> TerminalChat:
+    """Load the model. Raises InputError for an option that is out of range."""
+    fine = {
+        "temperature": (temperature, 0 <= temperature <= 10, "a number from 0 to 10"),
+        "top_p": (top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        "max_tokens": (max_tokens, max_tokens >= 1, "at least 1"),
+        "max_model_len": (max_model_len, max_model_len is None or max_model_len >= 8, "at least 8"),
+    }
+    for name, (value, is_fine, accepted) in fine.items():
+        if not is_fine:
+            raise InputError(f"{name} is {value}: {accepted} is accepted")
+    found = resolve_registered_model(model, registry=registry)
+    session = GenerationSession(load_engine(found, EngineOptions(precision, device, max_model_len, max_batch_size=1)))
+    sampling = Sampling(
+        max_tokens, temperature=temperature if temperature >= SMALLEST_TEMPERATURE else 0.0, top_p=top_p
+    )
+    return TerminalChat(session, ChatFormat(session.tokenizer), sampling, seed, system, name=found.text)
 
 
 def converse(

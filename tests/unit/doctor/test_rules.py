@@ -277,6 +277,15 @@ def test_sampling_that_slows_down_at_equal_length() -> None:
     assert [(found.rule, found.severity) for found in doctor.findings] == [("generation-slowing", "note")]
 
 
+def test_a_busy_machine_which_slows_training_as_well_is_no_finding() -> None:
+    doctor = Doctor("grpo", SETTINGS)
+    for step in range(1, 41):
+        factor = 1.0 if step < 20 else 2.0
+        timings = {"timing/train/generation": 4.0 * factor, "timing/train/policy_training": 3.0 * factor}
+        doctor.observe({"step": step, **healthy_grpo(step), **timings})
+    assert doctor.findings == []
+
+
 def test_a_rising_reward_with_two_bad_signs_is_called_hacking() -> None:
     found = examine(
         "grpo",
@@ -302,6 +311,19 @@ def test_a_rising_reward_with_a_falling_validation() -> None:
 
     found = only(examine("grpo", validation_accuracy=falling))
     assert (found.rule, found.severity, found.metric) == ("reward-hacking", "warning", "validation/accuracy")
+
+
+def test_a_validation_that_falls_by_chance_is_no_finding() -> None:
+    def noisy(step: int) -> float | None:  # as 64 answers give it, at a constant 0.33
+        return {0: 0.27, 10: 0.33, 20: 0.41, 30: 0.27, 40: 0.25}.get(step)
+
+    def at_validations(value: float) -> Curve:
+        return lambda step: value if noisy(step) is not None else None
+
+    few = {"validation_reward_std": at_validations(0.47), "validation_num_samples": at_validations(64.0)}
+    assert examine("grpo", steps=40, validation_accuracy=noisy, **few) == {}
+    many = {**few, "validation_num_samples": at_validations(2000.0)}
+    assert only(examine("grpo", steps=40, validation_accuracy=noisy, **many)).rule == "reward-hacking"
 
 
 def test_rewards_that_fail() -> None:

@@ -1,0 +1,89 @@
+"""A hook of mkdocs. docs/ reads the same in a clone and as a site:
+
+- the navigation is what docs/README.md lists, by its headings; a page that it does not list is an error of the strict build,
+- links that leave docs/, such as ../CONTRIBUTING.md, lead to copies of those files in the site, under `repository/`. Markdown
+  files become pages, other files are copied. A folder has no page: its link becomes plain text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parents[1]
+COPIES = "repository"
+LINK = re.compile(r"(!?\[(?P<text>[^\]]*)\])\((?P<target>[^)\s]+)\)")
+FENCED = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    index = (ROOT / "docs/README.md").read_text("utf-8")
+    _, *sections = re.split(r"^## ", index, flags=re.MULTILINE)
+    config.nav = ["README.md"]
+    for section in sections:
+        heading, _, body = section.partition("\n")
+        pages = [target for target in _targets("docs/README.md", body) if target.endswith(".md")]
+        config.nav.append({heading: [_in_site(page) for page in dict.fromkeys(pages)]})
+    decisions = sorted((ROOT / "docs/decisions").glob("0*.md"))
+    config.nav.append({"Decisions": ["decisions/README.md", *(f"decisions/{path.name}" for path in decisions)]})
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files that pages link to, and those that these link to."""
+    open_pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    added: set[str] = set()
+    while open_pages:
+        page = open_pages.pop()
+        for target in _targets(page, (ROOT / page).read_text("utf-8")):
+            if target in added or target.startswith("docs/") or not (ROOT / target).is_file():
+                continue
+            added.add(target)
+            path, source = f"{COPIES}/{target}", str(ROOT / target)
+            files.append(File.generated(config, path, abs_src_path=source, inclusion=InclusionLevel.NOT_IN_NAV))
+            if target.endswith(".md"):
+                open_pages.append(target)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    source = page.file.src_uri
+    path = source.removeprefix(f"{COPIES}/") if source.startswith(f"{COPIES}/") else f"docs/{source}"
+    parts = FENCED.split(markdown)
+    return "".join(
+        text if index % 2 else LINK.sub(lambda m: _link(m, path, source), text) for index, text in enumerate(parts)
+    )
+
+
+def _targets(page: str, markdown: str) -> list[str]:
+    plain = FENCED.sub("", markdown)
+    return [target for match in LINK.finditer(plain) if (target := _resolved(page, match["target"])) is not None]
+
+
+def _resolved(page: str, target: str) -> str | None:
+    """The path in the repository that a link of a page leads to; None if it leads elsewhere."""
+    path = target.partition("#")[0]
+    if not path or re.match(r"[a-z]+:", path):
+        return None
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
+
+
+def _in_site(path: str) -> str:
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"{COPIES}/{path}"
+
+
+def _link(match: re.Match[str], page: str, source: str) -> str:
+    target = _resolved(page, match["target"])
+    if target is None:
+        return match[0]
+    if (ROOT / target).is_dir():
+        if not (ROOT / target / "README.md").is_file() or not target.startswith("docs"):
+            return match["text"]
+        target += "/README.md"
+    anchor = match["target"].partition("#")[2]
+    to = posixpath.relpath(_in_site(target), PurePosixPath(source).parent.as_posix())
+    return f"{match[1]}({to}{'#' + anchor if anchor else ''})"
