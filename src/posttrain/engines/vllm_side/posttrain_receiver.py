@@ -20,11 +20,11 @@ NAME = "posttrain"
 
 
 @dataclasses.dataclass
-class Names(base.WeightTransferInitInfo):  # type: ignore[misc]
+class Names(base.WeightTransferInitInfo):
     shapes: dict[str, list[int]]  # of every tensor of which one version consists
 
 
-class Receiver(base.WeightTransferEngine):  # type: ignore[misc]
+class Receiver(base.WeightTransferEngine):
     """Raises nothing during an update: of several workers vLLM reads the first one's exception only, and the next call would
     get the answers of the others. It keeps the error, and `WorkerExtension` hands it out."""
 

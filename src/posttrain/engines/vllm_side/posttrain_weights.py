@@ -89,5 +89,5 @@ def open_handle(handle: str, device_index: int) -> Tensor:
 
     arguments: list[Any] = list(pickle.loads(base64.b64decode(handle)))
     arguments[6] = device_index
-    memory: Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
+    memory: Tensor = rebuild_cuda_tensor(*arguments)
     return memory
