@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -60,6 +61,7 @@ class VllmProcess:
         program: Path = SIDE / "posttrain_vllm.py",
     ) -> None:
         self._limits = limits
+        self._has_failed = False
         self._incoming = bytearray()
         self.log = Path(tempfile.mkdtemp(prefix="posttrain-vllm-")) / "vllm.log"
         ours, theirs = socket.socketpair()
@@ -104,7 +106,10 @@ class VllmProcess:
         return SampledAnswers(self)
 
     def close(self) -> None:
+        """End it. The log of a process that has failed stays."""
         self._end()
+        if not self._has_failed:
+            shutil.rmtree(self.log.parent, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -155,6 +160,7 @@ class VllmProcess:
         code = self._process.returncode
         if code is not None:
             what += f", exit code {code}" if code >= 0 else f", signal {-code} ({signal.Signals(-code).name})"
+        self._has_failed = True
         self.close()
         lines = self.log.read_text("utf-8", "replace").splitlines()[-_NUM_LOG_LINES:]
         listed = "".join(f"\n    {line[:300]}" for line in lines)

@@ -129,6 +129,7 @@ class Engine:
     def sleep(self, level: int) -> None:
         """Frees GPU memory. Level 1 keeps the weights in host memory, level 2 forgets them."""
         self._lease.take("sleep")
+        self._wake("kv_cache")  # vLLM ignores the request while a part of it sleeps
         self.llm.sleep(level=level)
         self._asleep, self._keeps_weights = {"weights", "kv_cache"}, level == 1
 
