@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.roles import Ending, Objective, Progress
+from posttrain.roles import Ending, Finished, Objective, Progress
 from posttrain.types import (
     Completion,
     Group,
@@ -294,7 +294,7 @@ class FakeRecorder:
     def record_validation(self, step: int, validation: StepReport) -> None:
         self.events.append(("record", step))
 
-    def finish(self, reason: str) -> Ending:
+    def finish(self, reason: str, *, is_stopped: bool = False) -> Ending:
         self.reason = reason
         return self.ending
 
@@ -305,6 +305,7 @@ class FakeSaver:
 
     folder: Path
     is_enabled: bool = True
+    owes_validation: bool = False
     events: Events = field(default_factory=list)
     abandoned: list[Exception] = field(default_factory=list)
 
@@ -318,10 +319,20 @@ class FakeSaver:
     def note_validation(self) -> None:
         self.events.append(("validated",))
 
-    def after_step(self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool) -> None:
+    def begin_step(self) -> None: ...
+
+    def after_step(
+        self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool, is_wanted: bool = False
+    ) -> None:
         self.events.append(("after_step", step, is_last))
-        if is_last or step % 2 == 0:
+        if is_last or is_wanted or step % 2 == 0:
             (self.folder / "step").write_text(str(step))
+
+    def save_and_stop(
+        self, step: int, finished: Finished | None, *, owes_validation: bool, seconds_left: float | None
+    ) -> str:
+        (self.folder / "step").write_text(str(step))
+        return ""
 
     def abandon(self, error: Exception) -> None:
         self.abandoned.append(error)

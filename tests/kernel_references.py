@@ -230,3 +230,43 @@ def assert_steps_like_torch(kernels: Any, rows: int, device: str) -> None:
     expected[1, :rows] += expected[4, :rows]
     expected[3, :rows] += expected[4, :rows]
     assert torch.equal(state, expected), "and nothing beyond the rows"
+
+
+def assert_drafts_like_torch(seed: int, device: torch.device) -> None:
+    """Random texts of few different tokens, so that many suffixes match; three steps, each with the texts of the one before."""
+    from posttrain.engines.native import drafting, kernels
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, 3, (count,), generator=generator).tolist()
+
+    def number(most: int) -> int:
+        return int(torch.randint(0, most, (1,), generator=generator))
+
+    width, page_size, scratch = (1, 4, 8, 6)[seed % 4], 4, 50
+    groups = [[(tokens(1 + number(1500)), number(2) * 40) for _ in range(1 + number(4))] for _ in range(3)]
+    numbers, starts, ranges = drafting.lay_out(groups)
+    columns = [
+        [start + len(text) - 1, number(40), number(1000), number(50), min(room, number(12)), *span]
+        for texts, begun, span in zip(groups, starts, ranges, strict=True)
+        for (text, room), start in zip(texts, begun, strict=True)
+    ]
+    idle = [drafting.MARGIN, 0, 0, 0, 0, drafting.MARGIN, drafting.MARGIN]
+    text, state = torch.from_numpy(numbers), torch.tensor([*columns, idle]).T.contiguous()
+    table = torch.randint(0, scratch, (state.shape[1], 32), generator=generator, dtype=torch.int32)
+    table[:, 8:] = torch.where(torch.rand(state.shape[1], 24, generator=generator) < 0.2, scratch, table[:, 8:])
+    ours = text.clone().to(device), state.clone().to(device)
+    for _ in range(3):
+        expected = drafting.plan_rows(text, state, table, width, page_size, scratch)
+        found = kernels.plan_rows(*ours, table.to(device), width, page_size, scratch)
+        for name, values in vars(expected).items():
+            assert torch.equal(getattr(found, name).cpu(), values), name
+        guesses = torch.cat([expected.tokens[:, 1:], torch.zeros(len(expected.tokens), 1, dtype=torch.long)], dim=1)
+        wrong = torch.rand(guesses.shape, generator=generator) < 0.2
+        drawn = torch.where(wrong, (guesses + 1) % 3, guesses).flatten()
+        logprobs = torch.rand(drawn.shape, generator=generator)
+        values = drafting.accept(text, state, expected, drawn, logprobs)
+        assert torch.equal(kernels.accept(*ours, found, drawn.to(device), logprobs.to(device)).cpu(), values)
+        assert torch.equal(ours[0].cpu(), text)
+        assert torch.equal(ours[1].cpu(), state)

@@ -8,6 +8,8 @@ The files are lease, fence and record at once.
   machine, or in another container, lives as long as its heartbeat is younger than `STALE_S`. An older one is watched for
   `WATCH_S` first: if it changes, the process lives and one of the clocks is wrong. A number can be taken only once, because
   the file is created exclusively, which works on network file systems, too.
+- Takeover. A run that `posttrain node` starts has a name in its cluster. When the scheduler starts it again, what is left of the
+  attempt before must stop, alive or not: the new one takes the next number at once, and the fence stops the old one.
 - Fence. An attempt that finds a newer number raises Superseded before it writes. It is one whose heartbeat stopped (a
   machine that hung, a network that was cut) and that goes on after another one took its place.
 - Record. `read_attempts` is the history: how often a run was started, which attempts got to a new checkpoint, and why they
@@ -64,6 +66,7 @@ class AttemptRecord:
     ended: str | None = None  # when
     exit_code: int | None = None  # None: a crash, or it has not ended
     error: str | None = None  # why it ended, if that was an error
+    run: str | None = None  # its name in a cluster
 
     @property
     def started(self) -> str:
@@ -119,7 +122,9 @@ class Attempt:
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
         setting: str = "",
+        run: str | None = None,
     ) -> None:
+        self._run = run  # name in a cluster: an earlier attempt of the same run elsewhere is taken over
         self.folder = Path(os.path.abspath(folder))  # the working directory may change
         self.num_losses = 0  # how often the folder was found deleted or replaced
         self.has_begun = False  # the run writes to its folder
@@ -166,13 +171,17 @@ class Attempt:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Before the holders: one that comes later takes this very number, or finds it taken.
             number = max([*_numbers(self.folder), *_unfinished(self.folder)], default=0) + 1
-            if (held := holder_of(self.folder, self._clock)) is not None:
+            if (held := holder_of(self.folder, self._clock)) is not None and not self._takes_over(held):
                 raise FolderHeld(_refusal(self.folder, held, self._clock()))
-            if (last := next(reversed(read_attempts(self.folder)), None)) is not None and last.is_judged_by_heartbeat:
+            last = next(reversed(read_attempts(self.folder)), None)
+            if last is not None and last.is_judged_by_heartbeat and not self._takes_over(last):
                 self._watch(last)
-            record = AttemptRecord(number, uuid4().hex, Holder.this(), self._clock())
+            record = AttemptRecord(number, uuid4().hex, Holder.this(), self._clock(), run=self._run)
             if self._create(record):
                 return record
+
+    def _takes_over(self, other: AttemptRecord) -> bool:
+        return self._run is not None and other.run == self._run and not other.holder.is_on_this_machine
 
     def _watch(self, last: AttemptRecord) -> None:
         """Return if the heartbeat of `last`, which is old by our clock, stands still; FolderHeld if it does not."""
@@ -392,6 +401,7 @@ def _superseded(folder: Path, mine: AttemptRecord, number: int) -> str:
         newer = None
     by = f"attempt {newer.number}: {newer.holder}" if newer is not None else "a newer attempt"
     return (
-        f"{folder} was taken over by {by}. This attempt, number {mine.number}, stops and writes nothing more: its heartbeat "
-        f"had stopped for over {STALE_S:.0f} s, or the folder was replaced. What it saved before is kept"
+        f"{folder} was taken over by {by}. This attempt, number {mine.number}, stops and writes nothing more: the run was "
+        f"started again in its cluster, its heartbeat had stopped for over {STALE_S:.0f} s, or the folder was replaced. What it "
+        "saved before is kept"
     )

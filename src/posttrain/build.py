@@ -23,15 +23,18 @@ from posttrain.data.errors import DataError
 from posttrain.data.packing import MicroBatching
 from posttrain.errors import InputError, Superseded, exit_code_of, storage_error
 from posttrain.hardware import peak_flops
+from posttrain.hashing import digest
 from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
 from posttrain.orchestration.sampler_check import CheckedEngine
-from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer, SharedWeights, WeightsOfRanks
+from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
+from posttrain.orchestration.weights import PushedWeights, SharedWeights, WeightsOfRanks
 from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
+from posttrain.policy.weight_files import Handover
 from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
@@ -143,7 +146,7 @@ class Run:
             prepared,
             facts,
             unit=recipe.unit,
-            num_devices=workers.mesh.size,
+            num_devices=config.cluster.num_workers,
             max_steps=max_steps,
             planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",
         )
@@ -153,22 +156,28 @@ class Run:
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
             for reason, count in (rows.noted if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows: {reason}")
+        interruption = Interruption()
+        interruption.tell(workers.engines.request_stop)
         trainer = ShardedTrainer(
             workers,
             train=self._micro_batching("train", train.pack_size),
             score=self._micro_batching("logprob", train.pack_size),
             seed=schedule.seed,
             show_progress=recorder.progress,
+            stop=interruption,
         )
+        engine, weights = self._sampling(workers, trainer)
         algorithm = prepared.algorithm(
             RunParts(
                 trainer,
-                *self._sampling(workers, trainer),
+                engine,
+                weights,
                 recorder.progress,
                 recorder.stage,
                 recorder.warn,
                 max_steps,
                 self._cleanup,
+                interruption.tell,
             )
         )
         return TrainingLoop(
@@ -189,6 +198,7 @@ class Run:
                 ),
             ),
             deadline=SaveDeadline(config.checkpointing.checkpoint_must_save_by),
+            interruption=interruption,
         )
 
     def _workers(self, chat: ChatFormat) -> WorkerGroup:
@@ -206,19 +216,37 @@ class Run:
             config.cluster.gpus_per_node,
             device=config.policy.device,
             num_threads=config.policy.num_threads,
-            mesh=Mesh.over(config.cluster.num_workers, config.policy.dtensor_cfg),
+            mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
+            num_engines=config.num_engines,
         )
-        return start_workers(partial(build_rank, setup), layout, config.cluster.launcher, quiet=self.quiet)
+        return start_workers(
+            partial(build_rank, replace(setup, policy=_without_vllm(setup.policy)) if config.num_engines else setup),
+            layout,
+            config.cluster.launcher,
+            build_engine=partial(build_rank, setup.for_sampling) if config.num_engines else None,
+            quiet=self.quiet,
+        )
 
     def _sampling(self, workers: WorkerGroup, trainer: ShardedTrainer) -> tuple[RoundEngine, WeightSync]:
-        """The engine, and how it gets new weights."""
+        """The engine, and how it gets the weights."""
+        weights: WeightSync
         generation = self.config.policy.generation
-        if generation is None or not generation.uses_vllm:
-            return ShardedEngine(workers), SharedWeights()
+        is_vllm = generation is not None and generation.uses_vllm
+        if workers.engines is workers:
+            # The vLLM of every rank has whole layers, also where the ranks share theirs.
+            engine = ShardedEngine(workers, mesh=Mesh(dp=workers.mesh.size) if is_vllm else None)
+            weights = WeightsOfRanks(workers) if is_vllm else SharedWeights()
+        else:
+            folder = Path(self.config.checkpointing.checkpoint_dir).absolute()
+            handover = Handover(digest(str(folder))[:16], folder, workers.num_nodes == 1)
+            weights = pushed = PushedWeights(workers, handover)
+            self._cleanup.callback(pushed.close)
+            engine = ShardedEngine(workers.engines, pushed.ensure_published)
+        if generation is None or not is_vllm:
+            return engine, weights
         section = generation.vllm_cfg
-        engine = ShardedEngine(workers, Mesh(dp=workers.mesh.size))  # the vLLM of every rank has whole layers
-        checked = CheckedEngine(engine, trainer, section.check_period, section.max_prob_error, generation.temperature)
-        return checked, WeightsOfRanks(workers)
+        limits = section.check_period, section.max_prob_error
+        return CheckedEngine(engine, trainer, *limits, generation.temperature), weights
 
     def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
         """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
@@ -246,7 +274,7 @@ class Run:
             run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir),
             presentation=presentation,
             max_steps=max_steps,
-            num_devices=workers.mesh.size,
+            num_devices=config.cluster.num_workers,
             peak_flops_per_device=peak_flops(facts.device_name) if on_gpu else None,
             flops_per_token=flops_per_token(facts.config, facts.num_parameters),
             config_yaml=self.loaded.to_yaml(),
@@ -257,7 +285,7 @@ class Run:
             title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
-            refit_remark=_refit_remark(config.policy),
+            refit_remark=_refit_remark(config),
             settings=self.loaded.flat(),
             stop_on_error=config.doctor.on_error == "stop",
             attempt=self._access.record,
@@ -316,7 +344,14 @@ def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"model_name": absolute(policy.model_name), "tokenizer": tokenizer})
 
 
-def _refit_remark(policy: PolicyConfig) -> str:
-    if policy.generation is not None and policy.generation.uses_vllm:
+def _refit_remark(config: RunConfig) -> str:
+    if config.policy.generation is not None and config.policy.generation.uses_vllm:
         return "the trainer's weights go to vLLM"
-    return "the sampler shares the trainer's weights"
+    return "" if config.num_engines else "the sampler shares the trainer's weights"
+
+
+def _without_vllm(policy: PolicyConfig) -> PolicyConfig:
+    """Of ranks that do not sample: engines of their own do."""
+    if policy.generation is None:
+        return policy
+    return policy.model_copy(update={"generation": policy.generation.model_copy(update={"backend": "native"})})

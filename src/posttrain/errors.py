@@ -105,6 +105,10 @@ class Terminated(KeyboardInterrupt):
         super().__init__(self.signal.name)
 
 
+class StopRequested(Exception):
+    """The run was asked to stop, and the step has not changed the model yet: it is left undone, and repeated on resume."""
+
+
 class HardwareError(RuntimeError):
     """Memory, network or a machine failed. The message names the rank, the stage, the cause and what to do."""
 

@@ -175,6 +175,15 @@ class Algorithm(Protocol):
     def validate(self, step: int) -> StepReport | None: ...
 
 
+class StopPoints(Protocol):
+    """Where a step may end early because the run was asked to stop: StopRequested is raised, and the step is repeated later."""
+
+    def check(self) -> None: ...
+
+    def commit(self) -> None:
+        """The last such point of a step: the model changes after it."""
+
+
 # "record lost": files of earlier steps were deleted while the run went on; "nothing scored": of no rollout a reward is known.
 Ending = Literal["complete", "record lost", "nothing scored"]
 
@@ -195,10 +204,13 @@ class Recorder(Protocol):
         ...
 
     def record_validation(self, step: int, validation: StepReport) -> None:
-        """A validation that belongs to no training step, such as the one before training."""
+        """A validation that comes without its training step: the one before training, or one that is made up for."""
 
-    def finish(self, reason: str) -> Ending:
-        """Show and write how the run ended. Returns whether its record is complete and says anything."""
+    def finish(self, reason: str, *, is_stopped: bool = False) -> Ending:
+        """Show and write how the run ended. Returns whether its record is complete and says anything.
+
+        `is_stopped`: it was asked to stop, and goes on when it is started again, also after its last step.
+        """
         ...
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Progress]: ...
@@ -210,11 +222,19 @@ class Recorder(Protocol):
     def warn(self, text: str) -> None: ...
 
 
+Finished = tuple[StepReport, StepReport | None]  # a step's report, and that of its validation
+
+
 class Saver(Protocol):
     """Keeps checkpoints of the whole run, in the background where possible, and resumes from the newest one."""
 
     @property
     def is_enabled(self) -> bool: ...
+
+    @property
+    def owes_validation(self) -> bool:
+        """The run was stopped before a validation that was due after the step that it resumes from."""
+        ...
 
     def resume(self) -> int:
         """Load the newest complete checkpoint. Returns the step it was saved after, or 0."""
@@ -227,8 +247,23 @@ class Saver(Protocol):
     def note_validation(self) -> None:
         """The run validates: a checkpoint without a validation, which cannot be ranked by it, gets a warning."""
 
-    def after_step(self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool) -> None:
-        """Save if a checkpoint is due after this step; always after the last one."""
+    def begin_step(self) -> None:
+        """Remember where data and random generators are: a step that is left undone is repeated from here."""
+
+    def after_step(
+        self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool, is_wanted: bool = False
+    ) -> None:
+        """Save if a checkpoint is due after this step; always after the last one, and when one `is_wanted`."""
+
+    def save_and_stop(
+        self, step: int, finished: Finished | None, *, owes_validation: bool, seconds_left: float | None
+    ) -> str:
+        """Save the state after `step`, unless that would take longer than `seconds_left`. Returns why it is not saved; empty
+        if it is.
+
+        `finished` is None if the step after `step` was begun and left undone.
+        """
+        ...
 
     def abandon(self, error: Exception) -> None:
         """The run failed. Finish the checkpoint that is being written if possible; note on `error` if it is lost."""

@@ -26,6 +26,7 @@ from posttrain.redaction import redact
 from posttrain.reporting.run_files import CONFIG_FILE, FILES_OF_A_RUN, FINISHED, archive, config_from_step, read_info
 
 CHECKPOINT_DIR = "checkpointing.checkpoint_dir"
+RUN_VARIABLE = "POSTTRAIN_RUN"  # the name of the run in a cluster, in its pods
 FLAG = "--resume-with-changes"
 RESTART_FLAG = "--restart"
 MAX_NAMED = 20
@@ -94,11 +95,12 @@ class WriteAccess:
         """FolderHeld if another process has it."""
         folder = Path(config.checkpointing.checkpoint_dir)
         log = run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir)
-        checkpoints = Attempt(folder, setting=CHECKPOINT_DIR)
+        run = os.environ.get(RUN_VARIABLE)
+        checkpoints = Attempt(folder, setting=CHECKPOINT_DIR, run=run)
         if os.path.abspath(log) == os.path.abspath(folder):
             return cls(checkpoints, checkpoints)
         try:
-            return cls(checkpoints, Attempt(log, setting="logger.log_dir"))
+            return cls(checkpoints, Attempt(log, setting="logger.log_dir", run=run))
         except BaseException:
             checkpoints.end(InputError.exit_code)
             raise

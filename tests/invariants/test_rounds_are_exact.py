@@ -71,6 +71,6 @@ def test_a_killed_run_with_rounds_equals_the_uninterrupted_one(
     kill_and_compare(lambda folder: rounds(model, data, folder, 2, *extra), whole, tmp_path, num_kills=5, seed=11)
 
 
-def trained_draws(folder: Path) -> list[int]:
-    files = [folder / "rollouts" / f"step_{step}.jsonl.gz" for step in range(1, STEPS + 1)]
+def trained_draws(folder: Path, steps: int = STEPS) -> list[int]:
+    files = [folder / "rollouts" / f"step_{step}.jsonl.gz" for step in range(1, steps + 1)]
     return [json.loads(line)["draw"] for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]

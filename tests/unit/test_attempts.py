@@ -17,6 +17,7 @@ import pytest
 
 from posttrain import attempts
 from posttrain.attempts import STALE_S, Attempt, AttemptRecord, holder_of, read_attempts
+from posttrain.checkpointing import CheckpointStore
 from posttrain.errors import FolderHeld, InputError, StorageError, Superseded
 from posttrain.locks import Holder
 
@@ -36,10 +37,10 @@ def take(folder: Path, **options: Any) -> Attempt:
     return Attempt(folder, beat_s=NEVER, **options)
 
 
-def elsewhere(folder: Path, *, heartbeat: float, number: int = 1) -> AttemptRecord:
+def elsewhere(folder: Path, *, heartbeat: float, number: int = 1, run: str | None = None) -> AttemptRecord:
     """An attempt of a process on another machine."""
     holder = replace(Holder.this(), host="node-7", pid=4242, machine="another boot")
-    record = AttemptRecord(number, f"token{number}", holder, heartbeat)
+    record = AttemptRecord(number, f"token{number}", holder, heartbeat, run=run)
     (folder / "attempts").mkdir(parents=True, exist_ok=True)
     attempts._write(folder / "attempts" / f"{number:04d}.json", record)
     return record
@@ -74,6 +75,43 @@ def test_a_second_process_is_refused_with_the_holder_and_writes_nothing(tmp_path
         assert files(tmp_path) == before
     finally:
         process.communicate("")
+
+
+def test_the_next_attempt_of_a_run_in_a_cluster_takes_over_from_a_live_one(tmp_path: Path) -> None:
+    def no_wait(seconds: float) -> None:
+        raise AssertionError("it does not wait for the heartbeat")
+
+    elsewhere(tmp_path, heartbeat=1000.0, run="grpo-run")
+    new = take(tmp_path, clock=lambda: 1001.0, sleep=no_wait, run="grpo-run")
+    assert new.number == 2
+    assert read_attempts(tmp_path)[-1].run == "grpo-run"
+
+
+@pytest.mark.parametrize("run", [None, "another-run"])
+def test_other_runs_do_not_take_over(run: str | None, tmp_path: Path) -> None:
+    elsewhere(tmp_path, heartbeat=1000.0, run="grpo-run")
+    with pytest.raises(FolderHeld):
+        take(tmp_path, clock=lambda: 1001.0, run=run)
+
+
+def test_an_attempt_that_was_taken_over_stops_before_its_checkpoint_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = take(tmp_path, run="grpo-run")
+    said: list[str] = []
+    store = CheckpointStore(
+        tmp_path, keep_top_k=None, metric_name=None, higher_is_better=True, save_period=1, say=said.append, attempt=old
+    )
+    monkeypatch.setattr(Holder, "is_on_this_machine", False)
+
+    def save() -> None:
+        with store.writing(3) as folder:
+            (folder / "weights").write_text("of the old attempt")
+            take(tmp_path, run="grpo-run")  # in another pod
+
+    with pytest.raises(Superseded, match="started again in its cluster"):
+        save()
+    assert store.steps() == []
 
 
 def test_a_killed_holder_on_this_machine_does_not_block_at_all(tmp_path: Path) -> None:

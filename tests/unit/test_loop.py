@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from loop_scene import scene
 
 from posttrain.attempts import Attempt
 from posttrain.checkpointing import SaveDeadline, StopAtOnce
-from posttrain.errors import CheckpointError, Superseded, Terminated
+from posttrain.errors import CheckpointError, StopRequested, Superseded, Terminated
 from posttrain.roles import Ending
 from posttrain.types import StepReport
 
@@ -142,6 +144,157 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     assert f"{sent.name} after step 3, saved" in run.recorder.reason
 
 
+def stop_within(run: Any, step: int) -> None:
+    """Asks the run to stop while it samples in `step`: some data is drawn already, random numbers are, no update is made."""
+    move_on = run.algorithm.during_step
+
+    def during(number: int) -> None:
+        if number != step:
+            move_on(number)
+            return
+        run.stream.position += 4
+        random.random()
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise StopRequested
+
+    run.algorithm.during_step = during
+
+
+def test_a_step_without_an_update_is_left_undone_and_repeated(tmp_path: Path) -> None:
+    random.seed(5)
+    whole = scene(tmp_path / "whole")
+    whole.loop.run()
+
+    random.seed(5)
+    run = scene(tmp_path / "stopped")
+    stop_within(run, 4)
+    assert run.loop.run() == 85
+    assert run.checkpoints() == ["step_3"]
+    assert list(run.recorder.rows) == [1, 2, 3]
+    assert "after step 3, saved" in run.recorder.reason
+    assert run.info(3)["total_valid_tokens"] == 30
+
+    again = scene(tmp_path / "stopped")
+    assert again.loop.run() == 0
+    assert again.stream.position == whole.stream.position
+    assert again.policy.num_updates == whole.policy.num_updates
+    losses = [row.metrics["loss"] for rows in (run.recorder.rows, again.recorder.rows) for row, _ in rows.values()]
+    assert losses == [row.metrics["loss"] for row, _ in whole.recorder.rows.values()]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_what_is_saved_already_is_not_saved_again(async_save: bool, tmp_path: Path) -> None:
+    run = scene(tmp_path, save_period=1, async_save=async_save)
+    stop_within(run, 3)
+    assert run.loop.run() == 85
+    assert run.checkpoints() == ["step_1", "step_2"]
+    assert [event[1] for event in run.events if event[0] in ("save", "begin")] == ["step_1", "step_2"]
+    resumed = scene(tmp_path, save_period=1)
+    stop_within(resumed, 3)
+    assert resumed.loop.run() == 85
+    assert not resumed.of_kind("save")
+
+
+def test_a_background_save_that_failed_is_made_again_when_the_run_stops(tmp_path: Path) -> None:
+    run = scene(tmp_path, save_period=2, async_save=True)
+
+    def fail(name: str) -> None:
+        raise OSError("the disk is gone")
+
+    run.policy.writing = fail
+    stop_within(run, 3)
+    assert run.loop.run() == 85
+    assert run.checkpoints() == ["step_2"]
+    assert any("the disk is gone" in line for line in run.recorder.warned)
+
+
+def test_a_stop_within_the_first_step_has_nothing_to_save(tmp_path: Path) -> None:
+    run = scene(tmp_path)
+    stop_within(run, 1)
+    assert run.loop.run() == 128 + signal.SIGTERM
+    assert run.checkpoints() == []
+    assert "nothing to save" in run.recorder.reason
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_save_that_takes_longer_than_the_time_left_is_not_begun(
+    within: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_file = tmp_path / "stop.json"
+    stop_file.write_text(json.dumps({"deadline": time.time() + 1000.0}))
+    monkeypatch.setenv("POSTTRAIN_STOP_FILE", str(stop_file))
+    run = scene(tmp_path / "run", save_period=2)
+    if within:
+        stop_within(run, 4)
+    else:
+        run.algorithm.during_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
+    move_on = run.algorithm.during_step
+
+    def after_a_slow_save(step: int) -> None:
+        run.saver._save_s = 2000.0 if step > 2 else None
+        move_on(step)
+
+    run.algorithm.during_step = after_a_slow_save
+    assert run.loop.run() == 128 + signal.SIGTERM, "85 would promise a checkpoint"
+    assert run.checkpoints() == ["step_2"]
+    assert "not saved: the last checkpoint took 2000 s, and " in run.recorder.reason
+    assert "the newest is that of step 2" in run.recorder.reason
+
+
+def test_a_validation_that_was_due_is_made_up_for(tmp_path: Path) -> None:
+    run = scene(tmp_path, val_period=3)
+    run.algorithm.during_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
+    assert run.loop.run() == 85
+    assert not run.of_kind("validate")
+    assert run.checkpoints() == ["step_3"]
+
+    again = scene(tmp_path, val_period=3)
+    assert again.loop.run() == 0
+    assert [event[:2] for event in again.events[:4]] == [
+        ("load", "step_3"),
+        ("validate", 3),
+        ("record", 3),
+        ("step", 4),
+    ]
+    third = scene(tmp_path, val_period=3, max_steps=7)
+    third.loop.run()
+    assert not third.of_kind("validate"), "it is made once"
+
+
+def test_a_validation_after_the_last_step_is_made_up_for(tmp_path: Path) -> None:
+    run = scene(tmp_path, val_at_end=True)
+
+    def interrupted(step: int) -> StepReport | None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise StopRequested
+
+    run.algorithm.validate = interrupted  # type: ignore[method-assign]
+    assert run.loop.run() == 85
+    assert "after step 6, saved" in run.recorder.reason
+    again = scene(tmp_path, val_at_end=True)
+    assert again.loop.run() == 0
+    assert again.of_kind("validate", "step") == [("validate", 6)]
+    assert again.recorder.reason == "finished"
+
+
+def test_a_validation_that_is_made_up_for_may_end_the_run(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"val_period": 3, "stop_metric": "val:accuracy", "stop_threshold": 0.3}
+    run = scene(tmp_path, **settings)
+    run.algorithm.during_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
+    assert run.loop.run() == 85
+    again = scene(tmp_path, **settings)
+    assert again.loop.run() == 0
+    assert not again.of_kind("step")
+    assert "val:accuracy reached 0.3" in again.recorder.reason
+
+
+def test_sigusr1_saves_after_the_step_and_goes_on(tmp_path: Path) -> None:
+    run = scene(tmp_path)
+    run.algorithm.during_step = lambda step: os.kill(os.getpid(), signal.SIGUSR1) if step == 2 else None
+    assert run.loop.run() == 0
+    assert run.checkpoints() == ["step_2", "step_6"]
+
+
 def test_a_signal_before_the_first_step_has_nothing_to_save(tmp_path: Path) -> None:
     run = scene(tmp_path, val_at_start=True)
     validate = run.algorithm.validate
@@ -183,9 +336,9 @@ def test_a_signal_while_the_end_is_written_changes_nothing(tmp_path: Path, monke
     run = scene(tmp_path)
     finish = run.recorder.finish
 
-    def interrupted(reason: str) -> Ending:
+    def interrupted(reason: str, **options: Any) -> Ending:
         os.kill(os.getpid(), signal.SIGTERM)
-        return finish(reason)
+        return finish(reason, **options)
 
     monkeypatch.setattr(run.recorder, "finish", interrupted)
     with StopAtOnce():

@@ -17,6 +17,7 @@ Write = Callable[[Callable[[], bool]], None]  # its argument returns True once t
 CHECKPOINT_THREAD = "checkpoint"
 _PERIOD_S = 0.05
 _GRACE_S = 60.0  # for ranks that may have ended
+_LONGEST_WRITE_S = 3 * 3600.0  # of a checkpoint; ranks have an hour for their parts
 
 
 class BackgroundWrite:
@@ -56,7 +57,8 @@ class BackgroundWrite:
 
     def wait(self) -> BaseException | None:
         """Return when the write is over: what it failed with, once, or None."""
-        self._over.wait()
+        if not self._over.wait(_LONGEST_WRITE_S):
+            return TimeoutError(f"it was not written within {_LONGEST_WRITE_S:.0f} s; does its disk hang?")
         error, self._error = self._error, None
         return error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +19,10 @@ from posttrain.checkpointing.copies import CopyRule, Exporter
 from posttrain.checkpointing.state import capture_rng, load_training_state, restore_rng, save_training_state
 from posttrain.checkpointing.store import CheckpointStore
 from posttrain.errors import CheckpointError
-from posttrain.roles import Recorder, Stateful, Trainer
+from posttrain.roles import Finished, Recorder, Stateful, Trainer
 from posttrain.types import StepReport
 
+OWES_VALIDATION = "owes_validation"  # in a checkpoint: one was due after its step, and the run was stopped before it
 _SAVING = ("checkpointing", "checkpoint_write")  # stages of a report that are no training
 
 
@@ -34,6 +35,16 @@ class SaverSettings:
     steps_per_epoch: float
     metric_name: str | None = None  # "val:accuracy" or "train:reward": what checkpoints are ranked by
     in_background: bool = False
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What a checkpoint holds of the driver: it changes while a step is made, the model only with its updates."""
+
+    stream_state: Mapping[str, object]
+    rng: Mapping[str, object]
+    num_updates: int
+    total_tokens: int
 
 
 @dataclass
@@ -58,6 +69,12 @@ class CheckpointSaver:
     _trained_s: float = 0.0  # since the checkpoint before
     _has_said_why_no_copy: bool = False
     _num_losses: int = 0  # of the folder
+    owes_validation: bool = False  # the checkpoint that was resumed from: its validation is still to be made
+    _saved_step: int = 0  # of the newest checkpoint, complete or being written in the background
+    _save_s: float | None = None  # what the latest save took, to its end
+    _at_start: _Moment | None = None  # of the present step
+    _latest: Finished | None = None  # the step before
+    _is_in_a_hurry: bool = False  # the process is about to be killed
 
     @property
     def is_enabled(self) -> bool:
@@ -79,6 +96,8 @@ class CheckpointSaver:
         self.trainer.load(folder)
         self.trainer.num_updates = int(state.extra["num_updates"])
         self.total_tokens = int(state.extra["total_tokens"])
+        self.owes_validation = bool(state.extra.get(OWES_VALIDATION, 0))
+        self._saved_step = state.step
         restore_rng(state.rng)
         self.recorder.say(f"Resuming from {folder} after step {state.step}")
         return state.step
@@ -93,30 +112,69 @@ class CheckpointSaver:
         if self._blocked_s is not None:
             timings["checkpointing"] = self._blocked_s
         if (write_s := self._background.take_write_s()) is not None:
-            timings["checkpoint_write"] = write_s
+            timings["checkpoint_write"] = self._save_s = write_s
         self._blocked_s = None
         return replace(report, timings_s=timings)
 
     def note_validation(self) -> None:
         self._has_validated = True
 
-    def after_step(self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool) -> None:
-        self.total_tokens += report.num_tokens
-        self._trained_s += sum(seconds for stage, seconds in report.timings_s.items() if stage not in _SAVING)
+    def begin_step(self) -> None:
+        if self.settings.enabled:
+            self._at_start = self._moment()
+
+    def _moment(self) -> _Moment:
+        return _Moment(self.stream.state_dict(), capture_rng(), self.trainer.num_updates, self.total_tokens)
+
+    def save_and_stop(
+        self, step: int, finished: Finished | None, *, owes_validation: bool, seconds_left: float | None
+    ) -> str:
+        if not self.settings.enabled:
+            return "checkpointing is off"
+        if finished is None and step == self._saved_step:
+            if (problem := self._background.wait()) is None:
+                return ""
+            self._stop_saving_in_background(problem)
+        if seconds_left is not None and self._save_s is not None and self._save_s > seconds_left:
+            self._background.wait()  # one that is being written may still be in time
+            took = f"the last checkpoint took {self._save_s:.0f} s, and {max(seconds_left, 0.0):.0f} s are left"
+            return f"{took}; the newest is that of step {self._saved_step}" if self._saved_step else took
+        self._is_in_a_hurry = seconds_left is not None
+        if finished is not None:
+            self._count(*finished)
+            self.owes_validation = owes_validation
+            self._save(step, *finished, self._moment(), is_last=True)
+            return ""
+        assert self._latest is not None, "a step that was resumed from is saved"
+        assert self._at_start is not None
+        assert self._at_start.num_updates == self.trainer.num_updates, "a step that is left undone changes no model"
+        self._save(step, *self._latest, self._at_start, is_last=True)
+        return ""
+
+    def after_step(
+        self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool, is_wanted: bool = False
+    ) -> None:
+        self._count(report, validation)
         if not self.settings.enabled:
             return
         self._check_metric(step, report, validation)
         is_lost = self._lost_checkpoints()
-        if is_last or step % self.settings.period == 0 or self._background.has_failed or is_lost:
+        if is_last or is_wanted or step % self.settings.period == 0 or self._background.has_failed or is_lost:
+            moment = self._moment()
             try:
-                self._save(step, report, validation, is_last=is_last)
+                self._save(step, report, validation, moment, is_last=is_last)
             except Exception:
                 self.store.confirm()
                 if not self._lost_checkpoints():
                     raise
-                self._save(step, report, validation, is_last=is_last)  # the folder was deleted during the save
+                self._save(step, report, validation, moment, is_last=is_last)  # the folder was deleted during the save
         if not is_last:
             self._prepare_background()
+
+    def _count(self, report: StepReport, validation: StepReport | None) -> None:
+        self._latest, self.owes_validation = (report, validation), False
+        self.total_tokens += report.num_tokens
+        self._trained_s += sum(seconds for stage, seconds in report.timings_s.items() if stage not in _SAVING)
 
     def _lost_checkpoints(self) -> bool:
         """Whether the folder was deleted since the last call: then what can be saved is saved now."""
@@ -132,7 +190,9 @@ class CheckpointSaver:
 
     # -- one checkpoint --------------------------------------------------------------------------------------------------
 
-    def _save(self, step: int, report: StepReport, validation: StepReport | None, *, is_last: bool) -> None:
+    def _save(
+        self, step: int, report: StepReport, validation: StepReport | None, moment: _Moment, *, is_last: bool
+    ) -> None:
         start = time.perf_counter()
         problem = self._background.wait()  # one at a time
         if problem is not None:
@@ -146,11 +206,15 @@ class CheckpointSaver:
             save_training_state(
                 folder,
                 step=step,
-                stream_state=self.stream.state_dict(),
-                rng=capture_rng(),
-                extra={"num_updates": self.trainer.num_updates, "total_tokens": self.total_tokens},
+                stream_state=moment.stream_state,
+                rng=moment.rng,
+                extra={
+                    "num_updates": moment.num_updates,
+                    "total_tokens": moment.total_tokens,
+                    **({OWES_VALIDATION: 1} if self.owes_validation else {}),
+                },
             )
-            self.store.save_info(folder, self._training_info(step, report, validation))
+            self.store.save_info(folder, self._training_info(step, report, validation, moment.total_tokens))
             if in_background:
                 write = self.trainer.begin_save(folder, optimizer=self.settings.optimizer)
                 completion = stack.pop_all()  # the folder gets its final name when the thread leaves this
@@ -163,6 +227,7 @@ class CheckpointSaver:
                             self._make_copy(lambda export: export.beside(folder, is_given_up))
 
                 self._background.start(write_and_complete)
+                self._saved_step = step
                 self._is_prepared = self._is_copying = True
             else:
                 begin = time.perf_counter()
@@ -170,11 +235,13 @@ class CheckpointSaver:
                 if self._gets_copy(step, folder, time.perf_counter() - begin, trained_s, blocks=True):
                     self._make_copy(lambda export: export(folder))
         self._add_blocked(time.perf_counter() - start)
+        if not in_background:
+            self._saved_step, self._save_s = step, time.perf_counter() - start
 
     # -- a copy of the model for use ---------------------------------------------------------------------------------------
 
     def _gets_copy(self, step: int, folder: Path, save_s: float, trained_s: float, *, blocks: bool) -> bool:
-        if self.export is None:
+        if self.export is None or self._is_in_a_hurry:
             return False
         saved_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         reason = self.copy_rule.reason_against(
@@ -191,13 +258,15 @@ class CheckpointSaver:
         make(self.export)
         self.copy_rule.measured_s = time.perf_counter() - start
 
-    def _training_info(self, step: int, report: StepReport, validation: StepReport | None) -> dict[str, float]:
+    def _training_info(
+        self, step: int, report: StepReport, validation: StepReport | None, total_tokens: int
+    ) -> dict[str, float]:
         info: dict[str, float] = {
             "current_step": step,
             "total_steps": step,
             "consumed_samples": step * self.settings.samples_per_step,
             "current_epoch": math.floor(step / self.settings.steps_per_epoch),
-            "total_valid_tokens": self.total_tokens,
+            "total_valid_tokens": total_tokens,
         }
         if validation is not None and "accuracy" in validation.metrics:
             info["val_reward"] = validation.metrics["accuracy"]
@@ -269,10 +338,10 @@ def _all_damaged(store: CheckpointStore) -> str:
     )
 
 
-def named_metric(name: str, report: StepReport, validation: StepReport | None) -> float | None:
+def named_metric(name: str, report: StepReport | None, validation: StepReport | None) -> float | None:
     """The value of "val:accuracy" or "train:reward"; None if it was not measured at this step."""
     where, _, metric = name.rpartition(":")
     metric = metric.removeprefix("validation-default_").removeprefix("val_")  # as DPO and SFT name them
     if where == "train":
-        return report.metrics.get(metric)
+        return report.metrics.get(metric) if report is not None else None
     return validation.metrics.get(metric) if validation is not None else None

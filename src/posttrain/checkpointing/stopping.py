@@ -2,14 +2,16 @@
 
 From the start of a command SIGTERM and SIGHUP (the terminal was closed) raise Terminated (`StopAtOnce`). The kernel drops a
 signal without a handler for the first process of a container, so there is no moment without one. Inside the training loop
-they and Ctrl-C are requests (`Interruption`): the loop looks at `Interruption.signal` where the state is complete, saves, and
-ends. The clock of `checkpointing.checkpoint_must_save_by` starts with the training loop; loading the
-model does not count.
+they and Ctrl-C are requests (`Interruption`): a step that has not changed the model is left undone, any other is finished; the
+loop saves, and ends. The sender of SIGTERM may say how much time is left (`POSTTRAIN_STOP_FILE`). The clock of
+`checkpointing.checkpoint_must_save_by` starts with the training loop; loading the model does not count.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import re
 import signal
 import threading
@@ -17,12 +19,14 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import ClassVar
 
-from posttrain.errors import EXIT_SAVED, Terminated
+from posttrain.errors import EXIT_SAVED, StopRequested, Terminated
 
 _EXIT_CODES = {signal.SIGTERM: EXIT_SAVED, signal.SIGHUP: EXIT_SAVED, signal.SIGINT: 130}
+STOP_FILE = "POSTTRAIN_STOP_FILE"  # variable: a file {"deadline": seconds since 1970}, written before SIGTERM is sent
 _FIELD = "checkpointing.checkpoint_must_save_by"
 _FORM = re.compile(r"(\d+):(\d+):(\d+):(\d+)")
 
@@ -74,6 +78,8 @@ class Interruption:
     A second SIGINT raises KeyboardInterrupt at once; further SIGTERMs change nothing, also after it was left. A SIGHUP that is
     ignored, as under `nohup`, stays ignored. Python delivers signals to the main thread only, so in any other thread entering
     does nothing and `active` stays False.
+
+    SIGUSR1 asks for a checkpoint after the present step, and stops nothing.
     """
 
     def __init__(
@@ -89,6 +95,47 @@ class Interruption:
         self._owner = 0
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
         self._outer: StopAtOnce | None = None
+        self._wants_save = False
+        self._is_committed = False
+        self._listeners: list[Callable[[], None]] = []
+        self._happened: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may put, but take no lock
+
+    def tell(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, in a thread of its own, when the run is asked to stop and the step can be left undone."""
+        self._listeners.append(listener)
+
+    def is_asked(self) -> bool:
+        return self.signal is not None
+
+    def check(self) -> None:
+        """StopRequested if the run is asked to stop and the step can be left undone."""
+        if self.is_asked() and not self._is_committed:
+            raise StopRequested
+
+    def commit(self) -> None:
+        """Call before the step changes the model: from here on it is finished. StopRequested as by `check`."""
+        was_committed, self._is_committed = self._is_committed, True  # first: `_tell` must not miss it
+        if self.is_asked() and not was_committed:
+            self._is_committed = False
+            raise StopRequested
+
+    def end_step(self) -> None:
+        """What follows can be left undone again."""
+        self._is_committed = False
+
+    def take_save_request(self) -> bool:
+        """Whether SIGUSR1 has come since the last call."""
+        wanted, self._wants_save = self._wants_save, False
+        return wanted
+
+    @staticmethod
+    def seconds_left() -> float | None:
+        """Until the process is killed; None if nothing is known of it."""
+        try:
+            content = json.loads(Path(os.environ[STOP_FILE]).read_text("utf-8"))
+            return float(content["deadline"]) - time.time()
+        except (KeyError, OSError, ValueError, TypeError):
+            return None
 
     @property
     def exit_code(self) -> int:
@@ -99,19 +146,30 @@ class Interruption:
         if threading.current_thread() is threading.main_thread():
             self._owner = os.getpid()
             self._previous = _install(_heard(self._signals), self._receive)
+            self._previous |= _install({signal.SIGUSR1}, self._receive_save_request)
             self.active = True
             outer = getattr(self._previous.get(signal.SIGTERM), "__self__", None)
             if isinstance(outer, StopAtOnce):
                 self._outer = outer
                 # One that arrived in a destructor was raised there, and lost.
                 self.signal = self.signal or outer.signal
+        if self._listeners:
+            threading.Thread(target=self._tell, name="stopping", daemon=True).start()
+        if self.is_asked():
+            self._happened.put(True)
         return self
+
+    def _tell(self) -> None:
+        if self._happened.get() and not self._is_committed:
+            for listener in self._listeners:
+                listener()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._outer is not None and self.signal is not None:
             self._outer.signal = self.signal  # it is answered
+        self._happened.put(False)
         _put_back(self._previous)
         self._previous = {}
         self.active = False
@@ -127,11 +185,15 @@ class Interruption:
                 raise KeyboardInterrupt
         if self.signal is None:
             self.signal = signal.Signals(number)
+            self._happened.put(True)
         again = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
         # Not print(): the main thread may be inside print() right now, and buffered files refuse to be entered twice.
         line = f"\n{signal.Signals(number).name} received: {self._answer}{again}\n"
         with suppress(OSError):  # the terminal may be gone
             os.write(2, line.encode())
+
+    def _receive_save_request(self, number: int, frame: FrameType | None) -> None:
+        self._wants_save = True
 
 
 def _heard(numbers: AbstractSet[signal.Signals]) -> AbstractSet[signal.Signals]:

@@ -1,16 +1,21 @@
-"""`posttrain launch render`, `check`, `setup` and `values`: a run as Kubernetes manifests."""
+"""`posttrain launch`: a run on Kubernetes or on this machine as one; `render`, `check`, `setup` and `values` write files.
+
+What concerns runs that exist is in launch_runs.py.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.overrides_parser import OverridesParser, Subparsers, add_command
-from posttrain.config import KINDS, ConfigError, guess_kind, load_config
+from posttrain.cli import launch_runs
+from posttrain.cli.overrides_parser import RAW, OverridesParser, Subparsers, add_command
+from posttrain.config import KINDS, ConfigError, LoadedConfig, guess_kind, load_config
 from posttrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,49 +23,90 @@ if TYPE_CHECKING:
     from posttrain.launch.launch_request import LaunchRequest
     from posttrain.launch.lint.check import LintReport
 
-SUMMARY = "a run on Kubernetes: render its manifests, check others, prepare a cluster"
+SUMMARY = "a run on Kubernetes, or on this machine as a cluster: submit, follow, stop; manifests and their checks"
 EPILOG = """\
+actions (each has --help):
+  render --on PROFILE KIND …     write the run's manifests        check FILE…         what a cluster would refuse, or cannot work
+  setup --on PROFILE             machines, queues, storage        values --on …       values for the chart charts/posttrain-ray
+  doctor --on PROFILE            what the cluster lacks           list                runs, here and in the cluster
+  status NAME                    pods, attempts, events           logs NAME           output of a rank
+  checkpoints NAME               steps with metrics               stop NAME           end a run; checkpoints stay
+  interrupt NAME --rank 1        take a machine away: a fire drill
+
 examples:
-  posttrain launch render --on eks.yaml grpo --config my.yaml --to manifests/     the run's objects, checked, as files
-  posttrain launch check manifests/ chart/ other.yaml --crds crds/               what a cluster would refuse, or cannot work
-  posttrain launch setup --on eks.yaml --to admin/                                machines, queues and storage, created once
-  posttrain launch values --on eks.yaml grpo --config my.yaml > values.yaml       values for the chart charts/posttrain-ray
+  posttrain launch --on local grpo --config my.yaml cluster.num_nodes=2           the run's manifests, executed on this machine
+  posttrain launch --on eks.yaml grpo --config my.yaml                            checked, priced, asked for, submitted, followed
+  posttrain launch logs grpo-math --attempt 2 --rank 1                            found by label: no config is needed
+  posttrain launch interrupt grpo-math --rank 1 --notice 120                      what the loss of a Spot machine does
+  posttrain launch render --on eks.yaml grpo --config my.yaml --to manifests/     for kubectl, or another tool
   posttrain plan --on eks.yaml grpo --config my.yaml                              hours and dollars
 
-eks.yaml is a cluster profile (docs/launch.md). No command here talks to a cluster. Exit codes: 0 no errors (there may be
-warnings) · 64 errors, each with its path and remedy.
+PROFILE is a cluster profile (docs/launch.md), or the word local. A run goes on when this command ends. Exit codes: 0 done ·
+64 bad input, with its remedy; nothing was created · 65 the run ended without progress · 69 the cluster cannot be reached ·
+1 the run failed.
 """
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser = add_command(commands, "launch", SUMMARY, epilog=EPILOG)
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True, parser_class=OverridesParser)
-    render = add_command(actions, "render", "write the manifests of a run")
-    _add_run(render)
-    _add_folder(render)
-    render.set_defaults(run=_render)
-    check = add_command(actions, "check", "check manifests, folders of them and Helm charts")
-    check.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML or JSON file, folder, or Helm chart")
-    check.add_argument(
+    parser = add_command(
+        commands,
+        "launch",
+        SUMMARY,
+        epilog=EPILOG,
+        usage="posttrain launch --on PROFILE [KIND] [--config FILE] [--yes] [--detach] [key=value …]\n"
+        "       posttrain launch ACTION …",
+    )
+    for name, (summary, add_arguments, run) in {**_ACTIONS, **launch_runs.ACTIONS}.items():
+        parser.actions[name] = _action_parser(summary, add_arguments, run)
+    _add_run(parser)
+    parser.add_argument("--crds", type=Path, metavar="FOLDER", help="CustomResourceDefinitions, for checking")
+    parser.add_argument("--yes", action="store_true", help="submit without asking")
+    parser.add_argument("--detach", action="store_true", help="submit, and do not follow the run")
+    parser.set_defaults(run=_launch, interrupted="no longer followed; the run goes on (posttrain launch list)")
+
+
+AddArguments = Callable[[argparse.ArgumentParser], None]
+Action = tuple[str, AddArguments, Callable[[argparse.Namespace], int]]
+
+
+def _action_parser(
+    summary: str, add_arguments: AddArguments, run: Callable[[argparse.Namespace], int]
+) -> Callable[[str], argparse.ArgumentParser]:
+    def make(prog: str) -> argparse.ArgumentParser:
+        parser = OverridesParser(prog=prog, description=f"{summary[0].upper()}{summary[1:]}.", formatter_class=RAW)
+        add_arguments(parser)
+        parser.set_defaults(run=run)
+        return parser
+
+    return make
+
+
+def _add_render(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    _add_folder(parser)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="YAML or JSON file, folder, or Helm chart")
+    parser.add_argument(
         "--crds", type=Path, metavar="FOLDER", help="CustomResourceDefinitions of the cluster's operators"
     )
-    check.add_argument(
+    parser.add_argument(
         "--values", type=Path, action="append", default=[], metavar="FILE", help="values for the Helm charts"
     )
-    check.add_argument("--json", action="store_true", help="print the findings as JSON")
-    check.add_argument("--rules", action="store_true", help="list the rules")
-    check.set_defaults(run=_check)
-    setup = add_command(actions, "setup", "write what an administrator creates once: machines, queues, storage")
-    _add_profile(setup)
-    _add_folder(setup)
-    setup.set_defaults(run=_setup)
-    values = add_command(actions, "values", "print values for the chart charts/posttrain-ray")
-    _add_run(values)
-    values.set_defaults(run=_values)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--rules", action="store_true", help="list the rules")
+
+
+def _add_setup(parser: argparse.ArgumentParser) -> None:
+    _add_profile(parser)
+    _add_folder(parser)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--on", type=Path, required=True, metavar="PROFILE", help="cluster profile")
+    parser.add_argument(
+        "--on", required=True, metavar="PROFILE", help="cluster profile; local is this machine, without a file"
+    )
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
@@ -79,32 +125,56 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _profile(path: Path) -> ClusterProfile:
+def load_profile(name: str) -> ClusterProfile:
     from posttrain.config.cluster_profile import ClusterProfile
     from posttrain.config.standalone import load_standalone
 
-    return load_standalone(ClusterProfile, path)
+    if name == "local":
+        return ClusterProfile.model_validate({"cluster": {"kind": "local"}})
+    return load_standalone(ClusterProfile, Path(name))
 
 
-def _request(args: argparse.Namespace) -> LaunchRequest:
+def _request(args: argparse.Namespace) -> tuple[LaunchRequest, LoadedConfig[Any]]:
     from posttrain.launch.launch_request import request_run
 
     words = list(args.words)
     kind = words.pop(0) if words and words[0] in KINDS else None
+    if words and "=" not in words[0]:
+        actions = ", ".join([*_ACTIONS, *launch_runs.ACTIONS])
+        raise InputError(f"{words[0]!r} is no kind of run ({', '.join(KINDS)}), and no action of launch ({actions})")
     if kind is None and args.config is None:
         raise ConfigError(f"give the kind of run ({', '.join(KINDS)}), or --config FILE")
-    profile = _profile(args.on)
+    profile = load_profile(args.on)
     loaded = load_config(kind or guess_kind(args.config), args.config, words)
     request = request_run(loaded, profile, args.name)
     for warning in [*loaded.warnings, *request.warnings]:
         print(f"warning: {warning}", file=sys.stderr)
-    return request
+    return request, loaded
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from posttrain.launch.workloads import render_run
+
+    request, loaded = _request(args)
+    objects = render_run(request)
+    _check_own(args, objects, f"run {request.name}", "nothing was created")
+    cluster = launch_runs.cluster_of(request.profile)
+    if problems := [check.problem for check in cluster.examine(objects) if check.problem]:
+        raise InputError("\n".join([*problems, "nothing was created"]))
+    for line in launch_runs.offer(request, loaded.config, cluster.title):
+        print(line)
+    if not args.yes and not launch_runs.is_confirmed():
+        print("nothing was created")
+        return 0
+    cluster.create(objects)
+    print(f"{objects[-1]['kind']} {request.name} is created; it goes on without this command")
+    return 0 if args.detach else launch_runs.follow(cluster, request.name)
 
 
 def _render(args: argparse.Namespace) -> int:
     from posttrain.launch.workloads import render_run
 
-    request = _request(args)
+    request, _ = _request(args)
     _write(args, render_run(request), f"run {request.name}")
     return 0
 
@@ -112,7 +182,7 @@ def _render(args: argparse.Namespace) -> int:
 def _setup(args: argparse.Namespace) -> int:
     from posttrain.launch.admin_objects import gke_node_pool, render_setup
 
-    profile = _profile(args.on)
+    profile = load_profile(args.on)
     _write(args, render_setup(profile), "setup", {"node-pool.txt": gke_node_pool(profile)})
     return 0
 
@@ -121,16 +191,9 @@ def _write(
     args: argparse.Namespace, objects: list[dict[str, Any]], what: str, texts: dict[str, str | None] | None = None
 ) -> None:
     """Checks the objects as any others, then writes or prints them."""
-    from posttrain.launch.lint.check import CustomSchemas, check_manifests
-    from posttrain.launch.manifest_files import read_text, to_yaml, write_manifests
+    from posttrain.launch.manifest_files import to_yaml, write_manifests
 
-    report = check_manifests(
-        read_text(to_yaml(objects), what), CustomSchemas(args.crds) if args.crds is not None else None
-    )
-    for finding in report.findings:
-        print(finding, file=sys.stderr)
-    if report.errors:
-        raise InputError(f"{what}: {_counts(report)}; nothing was written")
+    _check_own(args, objects, what, "nothing was written")
     others = {name: text for name, text in (texts or {}).items() if text is not None}
     if args.to is None:
         print(to_yaml(objects), end="")
@@ -142,6 +205,19 @@ def _write(
     for name, text in others.items():
         (args.to / name).write_text(text, encoding="utf-8")
         print(args.to / name)
+
+
+def _check_own(args: argparse.Namespace, objects: list[dict[str, Any]], what: str, consequence: str) -> None:
+    from posttrain.launch.lint.check import CustomSchemas, check_manifests
+    from posttrain.launch.manifest_files import read_text, to_yaml
+
+    report = check_manifests(
+        read_text(to_yaml(objects), what), CustomSchemas(args.crds) if args.crds is not None else None
+    )
+    for finding in report.findings:
+        print(finding, file=sys.stderr)
+    if report.errors:
+        raise InputError(f"{what}: {_counts(report)}; {consequence}")
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -176,5 +252,13 @@ def _values(args: argparse.Namespace) -> int:
     from posttrain.launch.chart_values import chart_values
     from posttrain.launch.manifest_files import to_yaml
 
-    print(to_yaml([chart_values(_request(args))]), end="")
+    print(to_yaml([chart_values(_request(args)[0])]), end="")
     return 0
+
+
+_ACTIONS: dict[str, Action] = {
+    "render": ("write the manifests of a run", _add_render, _render),
+    "check": ("check manifests, folders of them and Helm charts", _add_check, _check),
+    "setup": ("write what an administrator creates once: machines, queues, storage", _add_setup, _setup),
+    "values": ("print values for the chart charts/posttrain-ray", _add_run, _values),
+}

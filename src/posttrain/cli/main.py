@@ -77,8 +77,7 @@ Tune language models from preferences and rewards.
   posttrain registry promote NAME VERSION --why …  versions, stages and history; rollback takes production back
   posttrain pipeline run configs/pipelines/demo.yaml
                                                    all of it, from traces to a canary, and again when the data changes
-  posttrain launch render --on eks.yaml --config FILE
-                                                   the same run on Kubernetes: manifests, checks; plan --on has the cost
+  posttrain launch --on eks.yaml --config FILE     the same run on Kubernetes; --on local executes its manifests here
   posttrain serve registry:NAME@production         an OpenAI-compatible server; chat MODEL talks in the terminal
 """
 

@@ -136,6 +136,14 @@ def _gpu_of(profile: ClusterProfile) -> str:
     return name
 
 
+def cost_on_cluster(profile: ClusterProfile, config: RunConfig) -> CostReport:
+    """By the planned time of a step. InputError where it cannot be planned."""
+    from posttrain.planning.plan import estimate_run, find_gpu
+
+    found = estimate_run(config, find_gpu(_gpu_of(profile)), lengths=None, prompt_tokens=None, answer_tokens=None)
+    return _cost_on(profile, config, found, None)
+
+
 def _cost_on(profile: ClusterProfile, config: RunConfig, found: RunEstimate, measured: Measured | None) -> CostReport:
     """By the time of a measured step, else by the planned one."""
     from datetime import date

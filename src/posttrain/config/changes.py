@@ -51,6 +51,8 @@ FREE_TO_CHANGE = (
     "policy.dtensor_cfg.activation_checkpointing",
     "policy.dtensor_cfg.*_parallel_size",
     "policy.dtensor_cfg.dp_replicate_size",
+    "policy.generation.native_cfg.num_speculative_tokens",
+    "policy.generation.colocated.resources.*",
     "policy.generation.native_cfg.page_size",
     "policy.generation.native_cfg.max_batch_size",
     "policy.generation.native_cfg.max_prefill_tokens",

@@ -25,7 +25,8 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
     """Everything in `config` that contradicts itself."""
     if isinstance(config, EvalRunConfig):
         return [*check_eval(config), *check_turn_classes(config.env)]
-    found = [*_data(config), *_optimizer(config), *_parallelism(config), *config.scoring_layer_problems()]
+    found = [*_data(config), *_optimizer(config), *config.scoring_layer_problems()]
+    found += [*_dedicated(config)] or [*_parallelism(config)]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
         found += [*_record(config), *_rounds(config), *_vllm(config)]
@@ -107,15 +108,40 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _dedicated(config: RunConfig) -> Iterator[str]:
+    """GPUs that only sample, as in NeMo RL: some of the only machine, or whole machines."""
+    generation, cluster = config.policy.generation, config.cluster
+    if generation is None or generation.colocated.enabled:
+        return
+    resources, field = generation.colocated.resources, "policy.generation.colocated"
+    if cluster.num_nodes == 1:
+        name, number, limit = "gpus_per_node", resources.gpus_per_node, cluster.gpus_per_node
+        if resources.num_nodes not in (None, 1):
+            yield f"{field}.resources.num_nodes = {resources.num_nodes}, but cluster.num_nodes = 1; set it to null"
+    else:
+        name, number, limit = "num_nodes", resources.num_nodes, cluster.num_nodes
+        if resources.gpus_per_node not in (None, cluster.gpus_per_node):
+            yield (
+                f"{field}.resources.gpus_per_node = {resources.gpus_per_node}: of several machines, whole ones sample; set it to "
+                f"null or cluster.gpus_per_node = {cluster.gpus_per_node}"
+            )
+    if number is None or number >= limit:
+        yield (
+            f"{field}.enabled = false needs {field}.resources.{name}, what only samples of cluster.{name} = {limit}; it is "
+            f"{'null' if number is None else number}, and at least one must be left to train"
+        )
+
+
 def _parallelism(config: RunConfig) -> Iterator[str]:
-    parallel, num_ranks = config.policy.dtensor_cfg, config.cluster.num_workers
+    parallel, num_ranks = config.policy.dtensor_cfg, config.num_ranks
     tp, cp, replicas = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.dp_replicate_size or 1
     if num_ranks % (tp * cp * replicas):
         yield (
             f"policy.dtensor_cfg: tensor_parallel_size {tp} x context_parallel_size {cp} x dp_replicate_size {replicas} = "
-            f"{tp * cp * replicas} must divide the number of ranks, cluster.num_nodes x gpus_per_node = {num_ranks}"
+            f"{tp * cp * replicas} must divide the number of ranks, cluster.num_nodes x gpus_per_node"
+            f"{' less what only samples' if config.num_engines else ''} = {num_ranks}"
         )
-    elif config.cluster.gpus_per_node % tp:
+    elif config.cluster.gpus_per_node % tp and config.cluster.num_nodes > 1:
         yield (
             f"policy.dtensor_cfg.tensor_parallel_size = {tp} must divide cluster.gpus_per_node = {config.cluster.gpus_per_node}: "
             "ranks that share layers exchange sums several times in each, so they are on one machine"
@@ -167,10 +193,11 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         return
     field = "grpo.async_grpo.enabled = true"
     multiple, age = config.grpo.async_grpo.groups_in_flight, config.grpo.async_grpo.max_trajectory_age_steps
-    if multiple is not None and multiple > age + 1:
+    most = age + 1 - config.rounds_ahead
+    if multiple is not None and multiple > most:
+        limit = "max_trajectory_age_steps" if config.rounds_ahead else "max_trajectory_age_steps + 1"
         yield (
-            f"grpo.async_grpo.groups_in_flight = {multiple:g} is more than max_trajectory_age_steps + 1 = {age + 1}: "
-            "some groups would become too old"
+            f"grpo.async_grpo.groups_in_flight = {multiple:g} is more than {limit} = {most}: some groups would become too old"
         )
     if config.grpo.use_dynamic_sampling:
         yield f"{field} and grpo.use_dynamic_sampling = true: groups that wait could become too old; set one of them to false"
@@ -178,13 +205,16 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
     if config.loss_fn.force_on_policy_ratio:
         yield f"{field}: earlier weights sample a part of the tokens; set loss_fn.force_on_policy_ratio=false"
-    is_vllm = config.policy.generation.uses_vllm  # one with whole layers on every rank
-    num_samplers = config.cluster.num_workers // (1 if is_vllm else config.policy.dtensor_cfg.tensor_parallel_size)
+    # A vLLM has whole layers, one on every rank.
+    parts = 1 if config.policy.generation.uses_vllm else config.policy.dtensor_cfg.tensor_parallel_size
+    num_samplers = config.num_engines or config.num_ranks // parts
     if config.grpo.num_prompts_per_step % max(num_samplers, 1):
+        samplers = "ranks that sample (cluster.num_nodes x gpus_per_node / tensor_parallel_size)"
+        if config.num_engines:
+            samplers = "engines (policy.generation.colocated.resources)"
         yield (
             f"{field}: grpo.num_prompts_per_step = {config.grpo.num_prompts_per_step} is not a multiple of the "
-            f"{num_samplers} ranks that sample (cluster.num_nodes x gpus_per_node / tensor_parallel_size), which have equal "
-            "shares of a round"
+            f"{num_samplers} {samplers}, which have equal shares of a round"
         )
 
 
@@ -206,8 +236,7 @@ def _vllm(config: GrpoRunConfig) -> Iterator[str]:
         )
     if size > 1 and config.policy.device != "cpu":
         yield (
-            f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM that shares the GPU of its rank has one GPU; "
-            "set it to 1"
+            f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM has the one GPU of its rank; set it to 1"
         )
 
 

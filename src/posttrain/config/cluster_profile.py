@@ -5,6 +5,7 @@ How many machines and GPUs a run has is in its own config (`cluster:`). Secrets 
 
 from __future__ import annotations
 
+import os
 import re
 from datetime import date
 from pathlib import PurePosixPath
@@ -12,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from posttrain.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from posttrain.redaction import is_secret_key, redact
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -30,8 +31,8 @@ def _subdomain(name: str | None) -> str | None:
 
 
 class ClusterSection(Section):
-    kind: Literal["eks", "gke", "kubernetes"] = Field(
-        description="Who runs the cluster; decides fabric, Spot and storage."
+    kind: Literal["eks", "gke", "kubernetes", "local"] = Field(
+        description="Who runs the cluster; decides fabric, Spot and storage. local is this machine."
     )
     context: str | None = Field(default=None, description="Context of the kubeconfig; null is the current one.")
     namespace: str = Field(default="default", description="Namespace of everything that a run creates.")
@@ -69,7 +70,9 @@ class NodesSection(Section):
     )
     capacity: Literal["spot", "on_demand"] = Field(default="on_demand", description="Spot machines, or on-demand ones.")
     zone: str | None = Field(default=None, description="The one zone of all machines; EFA and RDMA do not cross zones.")
-    gpus: PositiveInt | None = Field(default=None, description="GPUs of a machine that is not in the table.")
+    gpus: NonNegativeInt | None = Field(
+        default=None, description="GPUs of a machine that is not in the table; 0 trains on CPUs."
+    )
     cpu: PositiveFloat | None = Field(default=None, description="Its allocatable CPU cores.")
     memory_gib: PositiveFloat | None = Field(default=None, description="Its allocatable memory, GiB.")
     selector: dict[str, str] = Field(default_factory=dict, description="Labels of nodes, beside those of the type.")
@@ -223,6 +226,25 @@ class ClusterProfile(Section):
     )
     cost: CostSection = Field(default_factory=CostSection, description="What `plan --on` counts with.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_local(cls, values: object) -> object:
+        """This machine needs no description: what the profile leaves out is filled in."""
+        if not isinstance(values, dict) or not isinstance(values.get("cluster"), dict):
+            return values
+        if values["cluster"].get("kind") != "local":
+            return values
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+        usual: dict[str, dict[str, object]] = {
+            "image": {"name": "local:1"},
+            "nodes": {"capacity": "spot", "gpus": 0, "cpu": os.cpu_count() or 1, "memory_gib": memory_bytes / 2**30},
+            "storage": {"claim": "shared"},
+            "env": {"HF_HOME": hub, "HF_HUB_OFFLINE": "1"},  # pods see the files of this machine, and no network
+        }
+        given = {name: values.get(name) or {} for name in usual}
+        return {**values, **{name: {**usual[name], **given[name]} for name in usual if isinstance(given[name], dict)}}
+
     @field_validator("secrets", mode="before")
     @classmethod
     def _name_variables(cls, secrets: object) -> object:
@@ -247,4 +269,6 @@ class ClusterProfile(Section):
     def _fits_together(self) -> ClusterProfile:
         if self.log_image is not None and self.scheduler.kind != "raycluster":
             raise ValueError("log_image is for scheduler.kind raycluster: elsewhere the pod's own output is the log")
+        if self.cluster.kind == "local" and self.nodes.gpus != 0:
+            raise ValueError("nodes: with cluster.kind local pods have no GPUs; leave instance_type and gpus out")
         return self

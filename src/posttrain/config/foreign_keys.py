@@ -153,7 +153,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # policy.generation
     Rule("policy.generation.backend", lambda value: value in ("native", "vllm"), "other engines than native and vllm"),
-    Rule("policy.generation.colocated.enabled", bool, "sampling on GPUs of its own"),
     Rule("policy.generation.bad_words", _off, "forbidden words"),
     Rule("policy.generation.quant_cfg", _off, "quantised sampling"),
     Rule("policy.generation.quant_cfg.*", _nothing, "quantised sampling"),
@@ -161,7 +160,6 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.generation.vllm_*", _anything, _OWN_ENGINE),
     Rule("policy.generation.mcore_generation_config*", _anything, _OWN_ENGINE),
     Rule("policy.generation.refit_*", _anything, _OWN_ENGINE),
-    Rule("policy.generation.colocated.resources*", _anything, _OWN_ENGINE),
     Rule("policy.generation.use_async_rollouts", _anything, _OWN_ENGINE),
     # generation of an evaluation
     Rule("generation.colocated.*", _anything, _NOT_NEEDED),

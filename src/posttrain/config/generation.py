@@ -33,6 +33,11 @@ class NativeConfig(Section):
     num_last_layers_in_bf16: NonNegativeInt = Field(
         default=0, description="Layers at the end that precision fp8 leaves as they are, their cache too."
     )
+    num_speculative_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=15)] = Field(
+        default="auto",
+        description="Tokens that are drafted for each answer from the other answers of its group and checked in one step, "
+        "once no answer waits; 0 is off, auto drafts on a GPU while step times say that it pays. Changes no sample.",
+    )
     page_size: PositiveInt = Field(default=16, description="Tokens in one page of the key-value cache.")
     max_batch_size: PositiveInt = Field(default=256, description="Answers that are decoded at the same time.")
     max_prefill_tokens: PositiveInt = Field(default=8192, description="Prompt tokens computed in one forward pass.")
@@ -97,6 +102,25 @@ class TrainingVllmConfig(VllmConfig):
     )
 
 
+class ResourcesConfig(Section):
+    gpus_per_node: PositiveInt | None = Field(
+        default=None, description="GPUs that only sample, of cluster.gpus_per_node; on several machines null is all."
+    )
+    num_nodes: PositiveInt | None = Field(
+        default=None, description="Machines that only sample, of cluster.num_nodes; null where there is one machine."
+    )
+
+
+class ColocatedConfig(Section):
+    enabled: bool = Field(
+        default=True,
+        description="Samples on the GPUs that train, from the same weights; false: on those that resources names.",
+    )
+    resources: ResourcesConfig = Field(
+        default_factory=ResourcesConfig, description="GPUs that only sample, where enabled is false."
+    )
+
+
 class GenerationConfig(Section):
     backend: str = Field(
         default="native",
@@ -125,6 +149,9 @@ class GenerationConfig(Section):
     native_cfg: NativeConfig = Field(default_factory=NativeConfig, description="Settings of the native engine.")
     vllm_cfg: TrainingVllmConfig = Field(default_factory=TrainingVllmConfig, description="Settings of vLLM.")
     vllm_kwargs: FreeMap = Field(default_factory=dict, description="Passed to `vllm.LLM` as they are.")
+    colocated: ColocatedConfig = Field(
+        default_factory=ColocatedConfig, description="Whether the GPUs that train also sample."
+    )
 
     @property
     def uses_vllm(self) -> bool:

@@ -96,13 +96,9 @@ class AsyncGrpoConfig(Section):
     )
     groups_in_flight: Annotated[float, Field(ge=1)] | None = Field(
         default=None,
-        description="Groups that are sampled at once, in multiples of num_prompts_per_step; null is 1 + max age / 2.",
+        description="Groups that are sampled at once, in multiples of num_prompts_per_step; null is 1 + max age / 2, with "
+        "engines on GPUs of their own (max age + 1) / 2.",
     )
-
-    def num_in_flight(self, num_prompts_per_step: int) -> int:
-        """The mean age of what is trained is this number divided by the prompts of a step, minus 1."""
-        multiple = 1 + self.max_trajectory_age_steps / 2 if self.groups_in_flight is None else self.groups_in_flight
-        return int(multiple * num_prompts_per_step)
 
 
 class GrpoConfig(Section):
@@ -218,6 +214,21 @@ class GrpoRunConfig(RunConfig):
     @property
     def uses_recorded_answers(self) -> bool:
         return any(entry.holds_recorded_groups for entry in self.data.train_sets())
+
+    @property
+    def rounds_ahead(self) -> int:
+        """1: the round of a step samples while the step before it trains; 0: when the step begins."""
+        section = self.grpo.async_grpo
+        return int(section.enabled and section.max_trajectory_age_steps > 0 and self.num_engines > 0)
+
+    @property
+    def num_groups_in_flight(self) -> int:
+        """The mean age of what is trained is this number divided by the prompts of a step, minus 1, plus `rounds_ahead`."""
+        section = self.grpo.async_grpo
+        multiple = section.groups_in_flight
+        if multiple is None:
+            multiple = 1 + (section.max_trajectory_age_steps - self.rounds_ahead) / 2
+        return int(multiple * self.grpo.num_prompts_per_step)
 
     @property
     def needs_reference(self) -> bool:

@@ -65,6 +65,22 @@ class RunConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines.")
 
     @property
+    def num_engines(self) -> int:
+        """GPUs that only sample: the last of all that the cluster has. 0: those that train sample too."""
+        generation, cluster = self.policy.generation, self.cluster
+        if generation is None or generation.colocated.enabled:
+            return 0
+        resources = generation.colocated.resources
+        if cluster.num_nodes == 1:
+            return resources.gpus_per_node or 0
+        return (resources.num_nodes or 0) * cluster.gpus_per_node
+
+    @property
+    def num_ranks(self) -> int:
+        """GPUs that train."""
+        return self.cluster.num_workers - self.num_engines
+
+    @property
     def schedule(self) -> Schedule:
         """The algorithm's own section."""
         section: Schedule = getattr(self, self.kind)

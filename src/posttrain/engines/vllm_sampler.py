@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.vllm import allowed_rank, request_seed, sampling_arguments, vllm_options
 from posttrain.engines.vllm_process import Limits, VllmError, VllmProcess
 from posttrain.engines.vllm_side.posttrain_weights import digest, handle_of, layout, lots, padded, views
-from posttrain.errors import InputError
+from posttrain.errors import InputError, StopRequested
 from posttrain.models.lora import is_adapted
 from posttrain.policy.checkpoint.contents import is_stored_otherwise, named_adapters, named_weights
 from posttrain.policy.runtime import shareable_memory
@@ -57,6 +57,7 @@ class VllmSampler:
                 "model, and such weights cannot be handed over yet. Use backend native"
             )
         self.version: int | None = None  # of the weights that it holds
+        self.should_stop: Callable[[], bool] = lambda: False  # asked at every sign of life; True ends the call
         self._is_ready = True  # to sample; otherwise its memory has to be brought back first
         self._is_awake = True
         self._num_adapters = 0
@@ -241,6 +242,8 @@ class VllmSampler:
         sampled = self.process.stream("generate", requests=requests, sampling=shared, asks=quota is not None)
         while sampled.rest is None:
             finished = sampled.next_finished()
+            if self.should_stop():
+                raise StopRequested
             for place, *answer in finished:
                 at, sample = places[place]
                 answers[at][sample] = self._completion(answers[at][sample], *answer)

@@ -54,6 +54,12 @@ class PooledReward:
         self.pool.close()
 
 
+def interrupt(environment: Environment) -> None:
+    """Make an environment give up what it scores. One that has no worker processes finishes it."""
+    if isinstance(environment, PooledReward | WeightedRewards):
+        environment.interrupt()
+
+
 def scoring_item(task: Task, completion: Completion) -> ScoringItem:
     own = tuple(token for token, mine in zip(completion.token_ids, completion.trained, strict=True) if mine)
     return ScoringItem(
@@ -97,6 +103,10 @@ class WeightedRewards:
                     reward.interrupt()
                 raise
         return [self._add_up({name: found[name][row] for name in self.rewards}) for row in range(len(tasks))]
+
+    def interrupt(self) -> None:
+        for reward in self.rewards.values():
+            interrupt(reward)
 
     def close(self) -> None:
         for reward in self.rewards.values():

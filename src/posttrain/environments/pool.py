@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from posttrain.environments.settings import RewardSettings
 from posttrain.environments.worker_process import START_LIMIT_S, WorkerProcess, wait_for
+from posttrain.errors import StopRequested
 from posttrain.json_files import JsonObject
 from posttrain.redaction import redact
 from posttrain.roles import Progress
@@ -28,7 +29,7 @@ _MAX_SHOWN_LINES = 100
 _LONGEST_WAIT_S = 0.5  # also how soon the death of a worker is seen when its children keep its pipes open
 
 
-class ScoringInterrupted(Exception):
+class ScoringInterrupted(StopRequested):
     """The scores are no longer needed."""
 
 

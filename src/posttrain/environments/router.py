@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain.environments.combined import build_environment
+from posttrain.environments.combined import build_environment, interrupt
 from posttrain.environments.settings import read_settings
 from posttrain.errors import InputError
 from posttrain.roles import Environment, Progress
@@ -44,6 +44,11 @@ class ScoringRouter:
             )
             scores.update(zip(rows, found, strict=True))
         return [scores[row] for row in range(len(tasks))]
+
+    def interrupt(self) -> None:
+        """From any thread: a `score` that runs ends with StopRequested within half a second."""
+        for environment in self.environments.values():
+            interrupt(environment)
 
     def close(self) -> None:
         for environment in self.environments.values():

@@ -1,4 +1,4 @@
-"""From the config of a run to Kubernetes: manifests, their lint, and what the run costs.
+"""From the config of a run to Kubernetes: manifests, their lint, what the run costs, and the run itself.
 
 | file | what |
 |---|---|
@@ -10,6 +10,10 @@
 | `lint/` | checks of manifests, from here or elsewhere, in layers |
 | `cost.py` | hours, dollars, interruptions |
 | `node/` | `posttrain node`, the first process of every pod |
+| `runs.py` | runs in a cluster: phase, attempts, pods by rank; the Protocol of clusters |
+| `kubernetes_cluster.py`, `cluster_checks.py` | a cluster of Kubernetes, the only file with its client; what a run needs of it |
+| `local/` | this machine as a cluster |
+| `run_checkpoints.py` | checkpoints of a run, with metrics |
 
-Nothing here imports torch, and nothing talks to a cluster.
+Nothing here imports torch.
 """

@@ -38,7 +38,7 @@ class LaunchRequest:
     profile: ClusterProfile
     instance: Instance
     num_nodes: int
-    gpus_per_node: int
+    gpus_per_node: int  # 0: ranks are processes on CPUs
     config_text: str
     files: Mapping[str, bytes]  # path below CONFIG_FOLDER -> content
 
@@ -74,7 +74,7 @@ def request_run(loaded: LoadedConfig[Any], profile: ClusterProfile, name: str | 
     _check_on_mount("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir, mount)
     if config.logger.log_dir is not None:
         _check_on_mount("logger.log_dir", config.logger.log_dir, mount)
-    if config.cluster.gpus_per_node > instance.gpus:
+    if instance.gpus and config.cluster.gpus_per_node > instance.gpus:
         raise InputError(
             f"cluster.gpus_per_node = {config.cluster.gpus_per_node}: {instance.name or 'a machine of the profile'} has "
             f"{instance.gpus} GPUs; set cluster.gpus_per_node={instance.gpus} and more nodes, or another nodes.instance_type"
@@ -86,7 +86,7 @@ def request_run(loaded: LoadedConfig[Any], profile: ClusterProfile, name: str | 
         profile=profile,
         instance=instance,
         num_nodes=config.cluster.num_nodes,
-        gpus_per_node=config.cluster.gpus_per_node,
+        gpus_per_node=config.cluster.gpus_per_node if instance.gpus else 0,
         config_text=text,
         files=files,
     )

@@ -98,7 +98,9 @@ def node_selector(request: LaunchRequest) -> dict[str, str]:
 
 def tolerations(request: LaunchRequest) -> list[Object]:
     """Taints of GPU and Spot nodes. Never that of a node which is about to end."""
-    found: list[Object] = [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}]
+    found: list[Object] = []
+    if request.gpus_per_node:
+        found.append({"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"})
     if request.profile.nodes.capacity == "spot":
         key = {"gke": "cloud.google.com/gke-spot", "eks": "karpenter.sh/capacity-type"}.get(
             request.profile.cluster.kind
@@ -111,7 +113,7 @@ def tolerations(request: LaunchRequest) -> list[Object]:
 
 def resources_of(request: LaunchRequest) -> Object:
     instance = request.instance
-    devices: Object = {GPU_RESOURCE: request.gpus_per_node}
+    devices: Object = {GPU_RESOURCE: request.gpus_per_node} if request.gpus_per_node else {}
     if instance.efa and request.num_nodes > 1:
         devices[EFA_RESOURCE] = instance.efa
     amounts = {"cpu": str(instance.cpu_request), "memory": f"{instance.memory_request_gib}Gi", **devices}
@@ -145,7 +147,7 @@ def _container(request: LaunchRequest, head_host: str | None, role: str | None, 
 
 def environment(request: LaunchRequest, *, head_host: str | None, role: str | None, rank_offset: int) -> list[Object]:
     profile, instance = request.profile, request.instance
-    notice = {"eks": "aws", "gke": "gce"}.get(profile.cluster.kind, "none")
+    notice = {"eks": "aws", "gke": "gce", "local": "aws"}.get(profile.cluster.kind, "none")
     own = {
         "POSTTRAIN_RUN": request.name,
         "POSTTRAIN_KIND": request.kind,
@@ -204,7 +206,9 @@ def _one_pod_per_machine(request: LaunchRequest) -> Object:
             "requiredDuringSchedulingIgnoredDuringExecution": [{**selector, "topologyKey": "kubernetes.io/hostname"}]
         }
     }
-    if request.profile.nodes.zone is None:  # the fabric does not cross zones: follow the first pod
+    if (
+        request.profile.nodes.zone is None and request.gpus_per_node
+    ):  # the fabric does not cross zones: follow the first pod
         affinity["podAffinity"] = {
             "requiredDuringSchedulingIgnoredDuringExecution": [
                 {**selector, "topologyKey": "topology.kubernetes.io/zone"}

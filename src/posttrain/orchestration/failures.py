@@ -32,6 +32,7 @@ class Where:
     num_ranks: int
     operation: str
     waited_s: float
+    unit: str = "rank"
 
     @property
     def stage(self) -> str:
@@ -40,7 +41,7 @@ class Where:
 
     @property
     def prefix(self) -> str:
-        return f"rank {self.rank} of {self.num_ranks}"
+        return f"{self.unit} {self.rank} of {self.num_ranks}"
 
     @property
     def when(self) -> str:
@@ -60,6 +61,8 @@ _STAGES = {
     "begin_save": "saving",
     "write_save": "saving",
     "load": "loading a checkpoint",
+    "send_weights": "handing over weights",
+    "receive_weights": "handing over weights",
 }
 
 _GPU_MEMORY = re.compile(
@@ -197,7 +200,7 @@ def _died(text: str, where: Where) -> WorkerDiedError:
             f"({NCCL_TIMEOUT_VARIABLE}); its last lines are in Ray's log folder, session_latest/logs, of its node"
         )
     resume = "" if where.operation == "build" else ". The same command continues from what was saved"
-    return WorkerDiedError(f"rank {where.rank} died {where.when}: {cause}{resume}")
+    return WorkerDiedError(f"{where.unit} {where.rank} died {where.when}: {cause}{resume}")
 
 
 def _first_line(text: str) -> str:

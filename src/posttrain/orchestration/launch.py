@@ -13,23 +13,28 @@ from posttrain.policy.parallel import Mesh
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How many ranks there are, on how many nodes, and what each of them gets."""
+    """How many ranks there are, on how many nodes, and what each of them gets. Engines of their own take the last places."""
 
     num_nodes: int = 1
-    ranks_per_node: int = 1
+    ranks_per_node: int = 1  # engines included
     gpus_per_rank: int = 1  # where there are GPUs
     device: str = "auto"  # of the config: auto, cpu or cuda
     num_threads: int | None = None  # of each rank; None: its share of the node's cores
     is_process_group: bool = True  # False: ranks that know nothing of each other
     mesh: Mesh | None = None  # how the ranks are arranged; None: data parallel
+    num_engines: int = 0
 
     @property
     def arrangement(self) -> Mesh:
         return self.mesh or Mesh(dp=self.num_ranks)
 
     @property
-    def num_ranks(self) -> int:
+    def num_places(self) -> int:
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_places - self.num_engines
 
     @property
     def gpus_per_node(self) -> int:
@@ -37,10 +42,15 @@ class RankLayout:
 
 
 def start_workers(
-    build: Callable[[], object], layout: RankLayout, launcher: str, *, quiet: bool = False
+    build: Callable[[], object],
+    layout: RankLayout,
+    launcher: str,
+    *,
+    build_engine: Callable[[], object] | None = None,
+    quiet: bool = False,
 ) -> WorkerGroup:
-    """`build` makes a rank, in the process that it will run in; it is picklable."""
-    size = layout.num_ranks
+    """`build` makes a rank, `build_engine` one that only samples, in the process that it will run in; they are picklable."""
+    size = layout.num_places
     if launcher == "local" and size > 1:
         raise InputError(
             f"cluster.launcher: local is one process, but num_nodes x gpus_per_node is {size}; use ray or auto"
@@ -51,10 +61,10 @@ def start_workers(
         from posttrain.orchestration.ray_workers import RayWorkers
     except ImportError as error:
         raise InputError(
-            f"cluster: {size} ranks need Ray, which is not installed: pip install 'posttrain[ray]'; "
+            f"cluster: {size} processes need Ray, which is not installed: pip install 'posttrain[ray]'; "
             "or set cluster.num_nodes=1 cluster.gpus_per_node=1"
         ) from error
-    workers = RayWorkers(build, layout, _warn)
+    workers = RayWorkers(build, layout, _warn, build_engine)
     if not quiet:
         _warn(workers.summary)
     return workers

@@ -1,5 +1,7 @@
 """One rank: a trainer and an engine on one device. The operations that a driver calls on it, here or behind an actor.
 
+An engine on a device of its own is a rank whose trainer has no optimizer: it only samples, with weights that it receives.
+
 Arguments and results are picklable, except for `progress`, which is for ranks in the driver's process. It decides
 which of the two holds the device's memory; which engine it is, `engines/choose_engine.py` decides.
 """
@@ -18,6 +20,7 @@ from posttrain.engines.native import NativeEngine
 from posttrain.engines.vllm_sampler import UNKNOWN, VllmSampler
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
+from posttrain.policy.weight_files import Handover, SentWeights, WeightReceiver, WeightSender
 from posttrain.roles import Objective, Progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch
 
@@ -54,6 +57,12 @@ class Rank:
         self.trainer = trainer
         self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config, trainer.device)
         self._lease = DeviceLease(trainer.device, self.engine)
+        self._is_asked_to_stop = False
+        if isinstance(self.engine, VllmSampler):
+            self.engine.should_stop = lambda: self._is_asked_to_stop
+        elif self.engine is not None:
+            self.engine.should_stop = trainer.agreed(lambda: self._is_asked_to_stop)
+        self._sender, self._receiver = WeightSender(trainer.model), WeightReceiver(trainer.model)
 
     def facts(self) -> ModelFacts:
         return self.trainer.facts()
@@ -130,10 +139,27 @@ class Rank:
         if self.engine is not None:
             self.engine.release()
 
+    def request_stop(self) -> None:
+        """From another thread: sampling, now or later, ends with StopRequested."""
+        self._is_asked_to_stop = True
+
     def close(self) -> None:
         """End processes that the rank has started."""
         if isinstance(self.engine, VllmSampler):
             self.engine.close()
+
+    # -- weights of engines on devices of their own --------------------------------------------------------------------
+
+    def send_weights(self, to: Handover) -> SentWeights | None:
+        return self._sender.send(to)
+
+    def receive_weights(self, sent: SentWeights) -> None:
+        self._receiver.receive(sent)
+        if isinstance(self.engine, VllmSampler):
+            self.engine.take_weights(UNKNOWN)
+
+    def remove_weights(self) -> None:
+        self._sender.remove_file()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -171,9 +171,9 @@ def _about_token(address: str) -> str:
 
 
 def _start_private(layout: RankLayout) -> None:
-    num_ranks = layout.num_ranks
+    num_places = layout.num_places
     num_gpus = torch.cuda.device_count() if layout.device != "cpu" else 0
-    needed = num_ranks * layout.gpus_per_rank
+    needed = num_places * layout.gpus_per_rank
     if 0 < num_gpus < needed:
         raise InputError(
             f"cluster.gpus_per_node={needed}, but this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''} and no Ray "
@@ -186,7 +186,7 @@ def _start_private(layout: RankLayout) -> None:
     # Ranks share the cores even where there are fewer cores than ranks.
     _init(
         address="local",
-        num_cpus=max(num_ranks, os.cpu_count() or 1),
+        num_cpus=max(num_places, os.cpu_count() or 1),
         num_gpus=num_gpus,
         include_dashboard=False,
     )

@@ -7,6 +7,7 @@ weights, another number format or another model, and training on such answers wo
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,8 @@ class CheckedEngine:
     def _compare(self, pairs: Sequence[tuple[Task, Completion]], sampling: Sampling, step: int) -> None:
         plain = sampling.temperature == self.temperature and sampling.top_p == 1 and sampling.top_k == 0
         is_due = self._last_step is None or step >= self._last_step + self.period
+        if threading.current_thread() is not threading.main_thread():
+            return  # a round that is sampled while the trainer makes other weights
         pairs = [(task, answer) for task, answer in pairs if answer.token_ids][:_NUM_ANSWERS]
         if not (plain and is_due and pairs):
             return

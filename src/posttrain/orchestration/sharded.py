@@ -16,11 +16,19 @@ from posttrain.orchestration.rank import MicroBatches, Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all, deadline_s, gather
 from posttrain.policy.objectives.reduce import combine_metrics
 from posttrain.policy.parallel import Mesh
-from posttrain.roles import Objective, Progress, ShowProgress, no_progress
+from posttrain.roles import Objective, Progress, ShowProgress, StopPoints, no_progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch, UpdateReport
 
 # Equal on every rank, so not to be added up.
 _SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr")
+
+
+class NeverStops:
+    """`StopPoints` of a program that is not asked to stop."""
+
+    def check(self) -> None: ...
+
+    def commit(self) -> None: ...
 
 
 class ShardedTrainer:
@@ -31,8 +39,10 @@ class ShardedTrainer:
         score: MicroBatching,
         seed: int,
         show_progress: ShowProgress = no_progress,
+        stop: StopPoints | None = None,
     ) -> None:
         self.group = group
+        self.stop = stop or NeverStops()
         self.show_progress = show_progress
         self.train = train  # micro-batches of updates
         self.score = score  # of passes without gradients, which need less memory
@@ -40,6 +50,7 @@ class ShardedTrainer:
         self.num_updates = 0
 
     def update(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
+        self.stop.commit()
         shards, num_tokens, packing = self._shards(batch, self.train, objective.keeps_groups_whole)
         seed = (self.seed * 1_000_003 + self.num_updates) % 2**63
         with self.show_progress("training", len(shards[0])) as progress:
@@ -60,6 +71,7 @@ class ShardedTrainer:
         return UpdateReport({**combine_metrics(sums), **same, **packing}, num_tokens)
 
     def evaluate(self, batch: TokenBatch, objective: Objective) -> UpdateReport:
+        self.stop.check()
         shards, num_tokens, _ = self._shards(batch, self.score, objective.keeps_groups_whole)
         with self.show_progress("validation", len(shards[0])) as progress:
             local = self._local(progress)
@@ -132,6 +144,7 @@ class ShardedTrainer:
     def _token_column(
         self, batch: TokenBatch, operation: Callable[[Rank, MicroBatches], list[Tensor | None]]
     ) -> Tensor:
+        self.stop.check()
         plan = plan_micro_batches(batch, self.score, self.group.mesh.dp)
         shards = self._by_rank(batch, plan)
         with self.show_progress("logprobs", len(shards[0])) as progress:
@@ -165,8 +178,11 @@ class ShardedEngine:
     Ranks that share layers get the same groups and draw the same tokens.
     """
 
-    def __init__(self, group: WorkerGroup, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, group: WorkerGroup, prepare: Callable[[], None] = lambda: None, *, mesh: Mesh | None = None
+    ) -> None:
         self.group = group
+        self.prepare = prepare  # called before anything is sampled
         self.mesh = mesh or group.mesh.for_sampling
 
     def generate(
@@ -177,6 +193,7 @@ class ShardedEngine:
         key: NoiseKey,
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
+        self.prepare()
         mesh = self.mesh
         callback = progress if self.group.in_process else None  # it cannot be sent to another process
         results = gather(
@@ -187,6 +204,7 @@ class ShardedEngine:
                 )
                 for rank, worker in enumerate(self.group.workers)
             ],
+            self.group.unit,
         )
         if progress is not None and callback is None:
             progress(len(tasks) * num_samples)
@@ -204,6 +222,7 @@ class ShardedEngine:
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
         """Each data-parallel rank has its share of the groups and of the quota, and ends its round on its own."""
+        self.prepare()
         mesh = self.mesh
         own = None
         if quota is not None:
@@ -218,6 +237,7 @@ class ShardedEngine:
                 )
                 for rank, worker in enumerate(self.group.workers)
             ],
+            self.group.unit,
         )
         merged = list(groups)
         for shard, sampled in enumerate(mesh.one_per_shard(results)):
@@ -226,20 +246,3 @@ class ShardedEngine:
 
     def release(self) -> None:
         call_all(self.group, Rank.release)
-
-
-class SharedWeights:
-    """`WeightSync` of an engine that samples from the trainer's own tensors: an update is published as it is made."""
-
-    def publish(self, version: int) -> None:
-        pass
-
-
-class WeightsOfRanks:
-    """`WeightSync` of engines that have a copy of the weights and share the device of a rank, which hands them over."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group = group
-
-    def publish(self, version: int) -> None:
-        call_all(self.group, Rank.publish, version)

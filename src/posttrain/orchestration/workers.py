@@ -31,6 +31,8 @@ _DEADLINES_S = {
     "begin_save": _FILES_S,
     "prepare_save": _FILES_S,
     "load": _FILES_S,
+    "send_weights": _FILES_S,
+    "receive_weights": _FILES_S,
     "reference_fingerprint": _FILES_S,
     "update": _COMPUTE_S,
     "evaluate": _COMPUTE_S,
@@ -39,6 +41,10 @@ _DEADLINES_S = {
     "publish": _FILES_S,
     "generate": _COMPUTE_S,
     "sample_round": _COMPUTE_S,
+}
+_HANGS = {
+    "rank": "A rank may hang in a collective that another one has left",
+    "engine": "Its device or its machine may hang; the same command continues from what was saved",
 }
 _GRACE_S = 10.0  # after the first error, for the rank that caused it: others often fail in a collective with it
 
@@ -54,9 +60,21 @@ class WorkerGroup(Protocol):
 
     mesh: Mesh
     in_process: bool  # callbacks reach it
+    unit: str  # what its members are called in messages: rank, engine
+
+    @property
+    def num_nodes(self) -> int: ...
 
     @property
     def workers(self) -> Sequence[Worker]: ...
+
+    @property
+    def engines(self) -> WorkerGroup:
+        """Those that sample: itself, or engines on devices of their own."""
+        ...
+
+    def request_stop(self) -> None:
+        """From any thread: ranks that sample, now or later, end that with StopRequested."""
 
     def close(self) -> None: ...
 
@@ -66,6 +84,8 @@ class LocalWorker:
 
     mesh = Mesh()
     in_process = True
+    unit = "rank"
+    num_nodes = 1
 
     def __init__(self, rank: Any) -> None:
         self.rank = rank  # anything that has the operations which are called on it
@@ -79,8 +99,15 @@ class LocalWorker:
     def workers(self) -> Sequence[Worker]:
         return [self]
 
+    @property
+    def engines(self) -> WorkerGroup:
+        return self
+
     def submit(self, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return _outcome(partial(getattr(self.rank, operation.__name__), *args, **kwargs))
+
+    def request_stop(self) -> None:
+        self.rank.request_stop()
 
     def close(self) -> None:
         if isinstance(self.rank, Rank):
@@ -100,10 +127,11 @@ def call_all(
     group: WorkerGroup, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> list[T]:
     """The same call on every rank; results by rank."""
-    return gather(operation.__name__, [worker.submit(operation, *args, **kwargs) for worker in group.workers])
+    pending = [worker.submit(operation, *args, **kwargs) for worker in group.workers]
+    return gather(operation.__name__, pending, group.unit)
 
 
-def gather(operation: str, pending: Sequence[Future[T]]) -> list[T]:
+def gather(operation: str, pending: Sequence[Future[T]], unit: str = "rank") -> list[T]:
     """Results by rank. An error names the rank that failed, died or did not answer, the operation and the time waited."""
     limit_s = deadline_s(operation)
     start = time.monotonic()
@@ -117,18 +145,18 @@ def gather(operation: str, pending: Sequence[Future[T]]) -> list[T]:
         error = errors[first]
         if isinstance(error, InputError):
             raise error
-        known = explain(error, Where(first, len(pending), operation, waited_s))
+        known = explain(error, Where(first, len(pending), operation, waited_s, unit))
         if known is not None:
             raise known from error
-        error.add_note(f"rank {first}, during {operation}, {waited_s:.0f} s after the call")
+        error.add_note(f"{unit} {first}, during {operation}, {waited_s:.0f} s after the call")
         raise error
     if missing:
         late = ", ".join(str(rank) for rank, future in enumerate(pending) if future in missing)
         raise WorkerTimeoutError(
-            f"rank {late} of {len(pending)} has not finished {operation} within {limit_s:.0f} s. A rank may hang in a collective "
-            f"that another one has left. If it is only slow, set {DEADLINE_VARIABLE} to more seconds"
+            f"{unit} {late} of {len(pending)} has not finished {operation} within {limit_s:.0f} s. {_HANGS[unit]}. If it is only "
+            f"slow, set {DEADLINE_VARIABLE} to more seconds"
         )
-    return [future.result() for future in pending]
+    return [future.result(timeout=0) for future in pending]
 
 
 def deadline_s(operation: str) -> float:

@@ -70,6 +70,7 @@ class Calibration:
     row_host_s: float = 0.5e-6  # per token: laying out a packed row; estimate
     decode_layer_s: float = 50e-6  # a layer of a decode step in a CUDA graph: start and end of ten kernels
     decode_row_s: float = 40e-9  # of that layer, for each row
+    drafted_tokens_per_step: float = 1.5  # of an answer, where tokens are drafted; depends on the texts; estimate
     foreach_bytes: float = 84.0  # moved per weight by torch's foreach AdamW, counted from its operations
 
 

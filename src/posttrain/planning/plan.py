@@ -8,7 +8,7 @@ from posttrain.config import RunConfig
 from posttrain.config.checkpointing import CheckpointingConfig
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
-from posttrain.planning.calibration import GPUS, MEASURED_ON, Gpu
+from posttrain.planning.calibration import CALIBRATION, GPUS, MEASURED_ON, Gpu
 from posttrain.planning.memory import MemoryPlan, plan_memory
 from posttrain.planning.timing import StepTime, TimeModel
 from posttrain.planning.workload import MeanLengths, Workload, workload_of
@@ -83,7 +83,7 @@ def estimate_run(
         settings = run_settings(
             config.policy,
             has_reference=config.needs_reference,
-            ranks=config.cluster.num_nodes * config.cluster.gpus_per_node,
+            ranks=config.num_ranks,
             scores_answers=config.scores_answers,
             checkpointing=recomputes,
             checkpoint_copy=_checkpoint_copy(config.checkpointing),
@@ -120,6 +120,10 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
             else "answers end with the same probability at every token"
         )
         lines.append(f"{spread}, {workload.max_new_tokens} tokens at most")
+        engine = found.settings.engine
+        if engine is not None and engine.num_drafts != 0 and not workload.fixed_length:
+            tokens = CALIBRATION.drafted_tokens_per_step
+            lines.append(f"where tokens are drafted for the last answers, a step draws {tokens:g} of each")
     if not shape.fused:
         lines.append(
             f"layers of {shape.family} are not fused: their time and activations are scaled from one measurement"
@@ -132,6 +136,8 @@ def assumptions(found: RunEstimate, config: RunConfig) -> list[str]:
         lines.append(f"{found.settings.ranks} ranks share weights and state; communication between them is not counted")
     if config.policy.dtensor_cfg.tensor_parallel_size * config.policy.dtensor_cfg.context_parallel_size > 1:
         lines.append("activations and decoding are counted as of ranks that share no layers and rows: upper bounds")
+    if config.num_engines:
+        lines.append("sampling is counted as done by the ranks that train, not beside them: upper bounds")
     if workload.num_scorings and step.caches_reference:
         lines.append("the reference is scored in every step; from the second epoch on it is looked up instead")
     beside = "tools and turns of a conversation, " if step.max_turns > 1 else ""

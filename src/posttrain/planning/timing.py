@@ -14,7 +14,7 @@ from posttrain.planning.memory import CachePlan
 from posttrain.planning.workload import Workload
 from posttrain.policy.memory.layer_bytes import FP32, LayerBytes, Pass
 from posttrain.policy.memory.rank import RankMemory
-from posttrain.policy.memory.settings import OptimizerSettings
+from posttrain.policy.memory.settings import OptimizerSettings, draft_length
 
 _NUM_RUNS_PER_CAPTURE = 2  # engines/native/cuda_graph_cache.py: one to warm up, one to capture
 
@@ -202,9 +202,17 @@ class TimeModel:
         for stretch in stretches(lengths, max_rows):
             size = next(size for size in sizes if size >= stretch.rows)
             used.add(size)
-            decoding += stretch.steps * self.decode_step_s(
-                size, stretch.rows, prompt, stretch.own_tokens, workload.num_sampled
-            )
+            own, group_size = stretch.own_tokens, workload.num_sampled
+            step = self.decode_step_s(size, stretch.rows, prompt, own, group_size)
+            if (
+                stretch.none_waits
+                and not workload.fixed_length
+                and (width := 1 + draft_length(size, engine.num_drafts)) > 1
+            ):
+                drafted = self.decode_step_s(width * size, width * stretch.rows, prompt, own, group_size)
+                drafted /= CALIBRATION.drafted_tokens_per_step
+                step = drafted if engine.num_drafts is not None else min(step, drafted)
+            decoding += stretch.steps * step
             num_steps += stretch.steps
         recordings = 0 if cache.is_kept else len(used)
         recording = recordings * _NUM_RUNS_PER_CAPTURE * shape.layers * CALIBRATION.forward_host_s

@@ -152,7 +152,7 @@ def workload_of(
     """The step that a config asks for. `lengths` are measured ones; the two numbers are the user's, and win."""
     policy = config.policy
     step = config.step_sizes()
-    ranks = config.cluster.num_nodes * config.cluster.gpus_per_node
+    ranks = config.num_ranks
     max_new = policy.generation.max_new_tokens if policy.generation else policy.max_total_sequence_length
     known = _lengths(policy, lengths, prompt_tokens, answer_tokens)
     fixed = bool(policy.generation and policy.generation.ignore_eos) or known.answer >= 0.98 * max_new

@@ -51,8 +51,24 @@ def allocate(num_bytes: int) -> Tensor:
     return buffer
 
 
+def map_file(file: Path, num_bytes: int) -> Tensor:
+    """The bytes of a file, as every process has them that maps it; pinned where there is CUDA."""
+    with file.open("r+b") as opened:
+        mapped = _Mapping(opened.fileno(), num_bytes)
+    buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+    _mappings[buffer.data_ptr()] = mapped
+    if torch.cuda.is_available():
+        register(buffer)
+    return buffer
+
+
+def flush(buffer: Tensor) -> None:
+    """Write memory from `map_file` to its file, for other machines."""
+    _mappings[buffer.data_ptr()].flush()
+
+
 def register(buffer: Tensor) -> bool:
-    """Pin memory from `allocate`, until it is freed. False if CUDA refuses: copies then work, but block the caller.
+    """Pin memory from `allocate` or `map_file`, until it is freed. False if CUDA refuses: copies then work, but block the caller.
 
     Not while another thread captures a CUDA graph: capturing forbids this call.
     """

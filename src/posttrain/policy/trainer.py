@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -49,6 +49,7 @@ from posttrain.policy.tensor_parallel import split_over_ranks
 from posttrain.roles import Objective, Progress
 from posttrain.types import TokenBatch
 
+CALLS_PER_AGREEMENT = 16  # tokens between two votes of ranks that share layers
 Forward = TokenLogprobs | SequenceScores  # a packed row in, one number per response token out
 
 
@@ -63,6 +64,14 @@ class RankSetup:
     trains: bool = True  # False: no optimizer, for sampling and evaluation only
     reward_model: bool = False  # a score for each answer, instead of a log-probability for each token
     answer_ends: tuple[int, ...] = ()  # tokens that an answer may end with
+
+    @property
+    def for_sampling(self) -> RankSetup:
+        """Of an engine on a device of its own: the whole model, which is not trained."""
+        alone = {"tensor_parallel_size": 1, "context_parallel_size": 1, "dp_replicate_size": None}
+        parallel = self.policy.dtensor_cfg.model_copy(update=alone)
+        policy = self.policy.model_copy(update={"dtensor_cfg": parallel})
+        return replace(self, policy=policy, needs_reference=False, trains=False)
 
 
 @dataclass(frozen=True)
@@ -289,6 +298,25 @@ class PolicyTrainer:
         """The model as an engine needs it: parameters whole on every rank, the memory of the phase measured."""
         with self.peak_memory.during("sampling"), whole_parameters(self.forward):
             yield
+
+    def agreed(self, is_so: Callable[[], bool]) -> Callable[[], bool]:
+        """`is_so`, on all ranks that share this one's layers at the same call: they run one schedule while sampling."""
+        layers = self._axes.layers
+        if layers is None:
+            return is_so
+        group = layers.get_group()
+        num_calls = 0
+
+        def is_so_everywhere() -> bool:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls % CALLS_PER_AGREEMENT:
+                return False
+            votes = torch.tensor([float(is_so())])
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group)
+            return bool(votes.item())
+
+        return is_so_everywhere
 
     def load(self, folder: Path) -> None:
         reshard(self.forward)

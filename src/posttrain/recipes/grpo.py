@@ -25,6 +25,7 @@ from posttrain.recipes.recipe import Prepared, Recipe, RunParts, first_rows, loa
 from posttrain.reporting.presentation import ChartSpec, Headline, Presentation, ShownMetric
 from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.fresh import FixedTasks, FreshRollouts
+from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.recorded import RecordedRollouts
 from posttrain.rollouts.turn_taking import build_turns
 from posttrain.types import Sampling, Task
@@ -107,7 +108,7 @@ class GrpoRecipe(Recipe):
                 build_credit(config),
                 parts.policy,
                 with_dynamic_sampling(config, source, position),
-                parts.weights,
+                source if isinstance(source, PipelinedRollouts) else parts.weights,
                 validation_source if held_out else None,
                 parts.announce,
             )
@@ -122,6 +123,7 @@ class GrpoRecipe(Recipe):
         environments = self._environments()
         environment = build_environments(environments, base_folder=Path.cwd())
         parts.cleanup.callback(environment.close)
+        parts.when_stopped(environment.interrupt)
         turns = build_turns(
             environments,
             chat,
@@ -129,6 +131,7 @@ class GrpoRecipe(Recipe):
             max_total_tokens=config.policy.max_total_sequence_length,
             warn=parts.warn,
             cleanup=parts.cleanup,
+            when_stopped=parts.when_stopped,
         )
         rollouts = FreshRollouts(
             stream,

@@ -6,11 +6,13 @@ from posttrain.algorithms.advantages import ESTIMATORS, Spread, Whitening
 from posttrain.algorithms.credit import Credit, KlInReward
 from posttrain.algorithms.reward_shaping import CutOffPenalty, OverlongPenalty, RewardScaling, RewardStep
 from posttrain.config import AdvEstimatorConfig, GrpoRunConfig
+from posttrain.orchestration.workers import deadline_s
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.recipes.recipe import RunParts
 from posttrain.roles import RolloutSource, Stateful
 from posttrain.rollouts.dynamic_sampling import DynamicSampling
 from posttrain.rollouts.fresh import FreshRollouts
+from posttrain.rollouts.pipelined import PipelinedRollouts
 from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
 from posttrain.rollouts.surplus import StreamAndSurplus
 
@@ -26,15 +28,19 @@ def with_rounds(config: GrpoRunConfig, fresh: FreshRollouts, position: Stateful,
     """`fresh` itself where every step samples its own groups."""
     if not isinstance(position, StreamAndOpenGroups):
         return fresh
-    section = config.grpo.async_grpo
-    return RoundRollouts(
+    rounds = RoundRollouts(
         fresh,
         parts.engine,
         position,
-        section.max_trajectory_age_steps,
-        section.num_in_flight(config.grpo.num_prompts_per_step),
+        config.grpo.async_grpo.max_trajectory_age_steps,
+        config.num_groups_in_flight,
         parts.max_steps,
     )
+    if not config.rounds_ahead:
+        return rounds
+    # A round makes one call for each turn, and each call has a deadline of its own, which names the engine.
+    limit_s = deadline_s("sample_round") * (config.grpo.max_rollout_turns + 1)
+    return PipelinedRollouts.start(rounds, parts.weights, limit_s, parts.cleanup)
 
 
 def with_dynamic_sampling(config: GrpoRunConfig, source: RolloutSource, position: Stateful) -> RolloutSource:

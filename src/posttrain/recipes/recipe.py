@@ -47,6 +47,9 @@ class RunParts:
     warn: Callable[[str], None]
     max_steps: int  # of the run
     cleanup: ExitStack  # closed when the run ends
+    when_stopped: Callable[[Callable[[], None]], None] = lambda listener: (
+        None
+    )  # what to call when the run is asked to stop
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ from posttrain.reporting.run_files import (
     UNSCORED_FILE,
     Row,
     append_rows,
+    complete_row,
     config_files,
     config_from_step,
     open_run,
@@ -212,16 +213,18 @@ class RunRecorder:
         return self._problem if self._stop_on_error else None
 
     def record_validation(self, step: int, validation: StepReport) -> None:
-        """A validation that belongs to no training step, such as the one before training (step 0)."""
-        row = self._write(validation_row(step, validation), train_groups=(), validation_groups=validation.groups)
+        """A validation that comes without its training step: the one before training (step 0), or one that was left out when
+        the run was stopped, and completes the row of its step."""
+        row = self._write(validation_row(step, validation), train_groups=None, validation_groups=validation.groups)
         self._display.validation(row, validation)
         for warning in validation.warnings:
             self.warn(warning)
         self._examine(row, ())
         self._refresh_report()
 
-    def finish(self, reason: str) -> Ending:
+    def finish(self, reason: str, *, is_stopped: bool = False) -> Ending:
         """Write the final state of the run and show how it ended."""
+        is_finished = self._step >= self._max_steps and not is_stopped
         if not self._is_complete:
             self._confirm_folder()
         rows = load_run(self.folder).rows
@@ -236,11 +239,11 @@ class RunRecorder:
             ending = "record lost"
             reason += f", but {self.folder} was deleted meanwhile, and the record of the steps up to {self._lost_step} is lost"
         if not self._is_complete:
-            if self._step >= self._max_steps:
+            if is_finished:
                 self._examine(None, ())
-            self._write_info(FINISHED if self._step >= self._max_steps else "ended early", reason)
+            self._write_info(FINISHED if is_finished else "ended early", reason)
             self._refresh_report(now=True)
-            if self._step >= self._max_steps:
+            if is_finished:
                 text = f"Max number of steps has been reached ({self._max_steps}), stopping training"
                 self._display.long_form([Line(text)])
         repeated = [row for row in self._warnings.values() if row["count"] > 1]
@@ -308,8 +311,11 @@ class RunRecorder:
 
     # ------------------------------------------------------------------ files
 
-    def _write(self, row: Row, *, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> Row:
-        """Write everything of one step, the row of metrics last. Returns the row as written."""
+    def _write(self, row: Row, *, train_groups: tuple[Group, ...] | None, validation_groups: tuple[Group, ...]) -> Row:
+        """Write everything of one step, the row of metrics last. Returns the row as written.
+
+        `train_groups` None: a validation alone, which is added to the row of its step if there is one.
+        """
         assert self._started is not None, "start() was not called"
         row, non_finite = without_non_finite(row)
         for is_last_try in (False, False, True):
@@ -326,7 +332,9 @@ class RunRecorder:
                 self.warn(f"{key} is {value} at step {row['step']}; {METRICS_FILE} holds null for it")
         return row
 
-    def _write_files(self, row: Row, train_groups: tuple[Group, ...], validation_groups: tuple[Group, ...]) -> None:
+    def _write_files(
+        self, row: Row, train_groups: tuple[Group, ...] | None, validation_groups: tuple[Group, ...]
+    ) -> None:
         step = row["step"]
         for name, stage, groups in (
             ("step", "train", train_groups),
@@ -335,7 +343,10 @@ class RunRecorder:
             if groups:
                 write_rollouts(self._rollouts_file(name, step), groups)
                 self._write_unscored(step, stage, groups)
-        append_rows(self.folder / METRICS_FILE, [row])
+        if train_groups is None:
+            complete_row(self.folder / METRICS_FILE, row)
+        else:
+            append_rows(self.folder / METRICS_FILE, [row])
         self._has_rows = True
 
     def _rollouts_file(self, name: str, step: int) -> Path:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 TOTAL_STEP = "total_step_time"
 TOTAL_VALIDATION = "total_validation_time"
 PEAK_MEMORY = "peak_gib_"  # a property of the machine: not under `train/`
-BACKGROUND = ("checkpoint_write",)  # times of background threads
+# Times of background threads, and of the step before
+BACKGROUND = ("checkpoint_write", "generation_ahead", "generation_ahead_wait")
 LOGPROB_STAGES = ("policy_and_reference_logprobs", "policy_logprobs", "reference_logprobs", "previous_logprobs")
 
 
@@ -114,7 +115,8 @@ def performance(report: StepReport, hardware: Hardware) -> dict[str, float]:
     add("policy_and_reference_logprobs_tokens_per_sec_per_gpu", tokens, logprobs_s)
     add("training_worker_group_tokens_per_sec_per_gpu", tokens, training_s + logprobs_s if training_s else 0.0)
     sampled_tokens = tokens * _sampled_by_trained(report)
-    add("generation_tokens_per_sec_per_gpu", sampled_tokens, float(timings_s.get("generation", 0.0)))
+    sampling_s = float(timings_s.get("generation", timings_s.get("generation_ahead", 0.0)))
+    add("generation_tokens_per_sec_per_gpu", sampled_tokens, sampling_s)
     if report.num_samples > 0 and tokens > 0:
         rates["mean_total_tokens_per_sample"] = tokens / report.num_samples
     if hardware.flops_per_token:

@@ -83,6 +83,16 @@ def append_rows(path: Path, rows: Sequence[JsonMapping]) -> None:
         os.fsync(file.fileno())
 
 
+def complete_row(path: Path, row: JsonMapping) -> None:
+    """Add `row` to the last one if that is of the same step, in one move; append it else."""
+    *earlier, (_, last) = list(parse_lines(path)) or [(b"", None)]
+    if last is None or last.get("step") != row["step"]:
+        append_rows(path, [row])
+        return
+    line = json.dumps({**last, **row}, allow_nan=False) + "\n"
+    write_whole(path, b"".join(line + b"\n" for line, _ in earlier) + redact(line).encode())
+
+
 def append_log(folder: Path, lines: Sequence[str]) -> None:
     """Add lines, without credentials, to the log of a run that has not opened it."""
     (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)

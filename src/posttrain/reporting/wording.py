@@ -203,7 +203,12 @@ def _unscored_lines(row: Row, groups: Sequence[Group]) -> list[Line]:
 
 
 # A save follows the row of its step, so its time is in the next row.
-_OUTSIDE_A_STEP = {"checkpointing": "after the step before", "checkpoint_write": "in the background"}
+_OUTSIDE_A_STEP = {
+    "checkpointing": "after the step before",
+    "checkpoint_write": "in the background",
+    "generation_ahead": "beside the step before",
+    "generation_ahead_wait": "at the end of the step before",
+}
 
 
 def _timing_lines(row: Row, eta_s: float | None, refit_remark: str) -> list[Line]:

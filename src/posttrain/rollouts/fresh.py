@@ -119,12 +119,12 @@ class FreshRollouts:
     def begin(self, tasks: Sequence[Task], step: int) -> list[OpenGroup]:
         return [OpenGroup(task, step, (Unfinished(),) * self.num_samples) for task in tasks]
 
-    def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine) -> list[OpenGroup]:
-        """Sample until `quota` is met."""
+    def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine, version: int) -> list[OpenGroup]:
+        """Sample until `quota` is met, with the engine's weights, which are those of `version`."""
         total = quota.num_groups * self.num_samples
         with self.show_progress(self.label, total) as progress:
             after = engine.sample_round(groups, self.sampling, self.seed, quota, _up_to(total, progress))
-        return [_with_version(old, new, quota.step - 1) for old, new in zip(groups, after, strict=True)]
+        return [_with_version(old, new, version) for old, new in zip(groups, after, strict=True)]
 
     def unscored(self, group: OpenGroup) -> list[UnscoredRollout]:
         """The answers of a whole group."""

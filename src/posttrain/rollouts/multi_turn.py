@@ -161,7 +161,7 @@ class MultiTurnRollouts(FreshRollouts):
         self._reset([dialogues for group in groups if (dialogues := _dialogues(group))])
         return groups
 
-    def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine) -> list[OpenGroup]:
+    def advance(self, groups: Sequence[OpenGroup], quota: Quota, engine: RoundEngine, version: int) -> list[OpenGroup]:
         """Turn after turn until `quota` is met. Answers without turns are sampled to their ends."""
 
         def sample(requests: Sequence[OpenGroup]) -> list[list[Completion]]:
@@ -172,7 +172,7 @@ class MultiTurnRollouts(FreshRollouts):
         groups = list(groups)
         born = [group.born for group in groups]
         while not quota.is_met(born, [group.is_whole for group in groups]):
-            groups = self._take_turn(groups, sample, quota.step - 1)
+            groups = self._take_turn(groups, sample, version)
         return groups
 
     def unscored(self, group: OpenGroup) -> list[UnscoredRollout]:

@@ -76,25 +76,45 @@ class RoundRollouts:
         self.position.tasks = self.fresh.stream
 
     def take(self, num_groups: int, step: int) -> TakenGroups:
-        fresh, clock = self.fresh, StageClock()
+        clock = StageClock()
+        num_tokens = self.sample(num_groups, step, version=step - 1, clock=clock)
+        taken = self.hand_out(num_groups, step, clock)
+        return replace(taken, metrics={**taken.metrics, "num_generated_tokens": float(num_tokens)})
+
+    def sample(self, num_groups: int, step: int, version: int, clock: StageClock) -> int:
+        """The round whose groups `step` trains on, with the engine's weights, which are those of `version`. Returns how many
+        tokens were sampled."""
         with clock("data_processing"):
-            tasks = self._new_tasks(num_groups, step)
+            tasks = self.fresh.stream.take(self._num_missing(num_groups, step))
         with clock("generation"):
-            before = [*self.position.open, *fresh.begin(tasks, step)]
+            before = [*self.position.open, *self.fresh.begin(tasks, version + 1)]
             num_before = _num_tokens(before)
-            after = fresh.advance(before, Quota(num_groups, step, self.max_age), self.engine)
-            whole = [place for place, group in enumerate(after) if group.is_whole][:num_groups]
-            chosen = [after[place] for place in whole]
-            self.position.open = [group for place, group in enumerate(after) if place not in set(whole)]
+            self.position.open = self.fresh.advance(before, self._quota(num_groups, step), self.engine, version)
+        return _num_tokens(self.position.open) - num_before
+
+    def hand_out(self, num_groups: int, step: int, clock: StageClock) -> TakenGroups:
+        """Whole groups, the oldest first, scored."""
+        fresh = self.fresh
+        whole = [place for place, group in enumerate(self.position.open) if group.is_whole][:num_groups]
+        chosen = [self.position.open[place] for place in whole]
+        self.position.open = [group for place, group in enumerate(self.position.open) if place not in set(whole)]
         with clock("reward_calculation"):
             groups = tuple(fresh.score([group.task for group in chosen], [fresh.unscored(group) for group in chosen]))
-        metrics = self._metrics(step, chosen) | {"num_generated_tokens": float(_num_tokens(after) - num_before)}
-        return TakenGroups(groups, groups, clock.spans, metrics)
+        return TakenGroups(groups, groups, clock.spans, self._metrics(step, chosen))
 
-    def _new_tasks(self, num_groups: int, step: int) -> Sequence[Task]:
-        """No more than the rest of the run trains on."""
+    def is_sampled(self, num_groups: int, step: int) -> bool:
+        """Whether the round of `step` has ended: its groups are open, and meet its quota."""
+        groups, quota = self.position.open, self._quota(num_groups, step)
+        is_met = quota.is_met([group.born for group in groups], [group.is_whole for group in groups])
+        return self._num_missing(num_groups, step) == 0 and is_met
+
+    def _quota(self, num_groups: int, step: int) -> Quota:
+        return Quota(num_groups, step, self.max_age)
+
+    def _num_missing(self, num_groups: int, step: int) -> int:
+        """Groups to begin in the round of `step`: no more than the rest of the run trains on."""
         wanted = min(self.num_in_flight, (self.max_steps - step + 1) * num_groups)
-        return self.fresh.stream.take(max(wanted - len(self.position.open), 0))
+        return max(wanted - len(self.position.open), 0)
 
     def _metrics(self, step: int, chosen: Sequence[OpenGroup]) -> dict[str, float]:
         ages = [step - group.born for group in chosen]

@@ -55,6 +55,7 @@ def build_turns(
     max_total_tokens: int,
     warn: Callable[[str], None],
     cleanup: ExitStack,
+    when_stopped: Callable[[Callable[[], None]], None] = lambda listener: None,
 ) -> TurnTaking | None:
     """None if no environment in use takes turns."""
     settings = read_turns(environments, base_folder=Path.cwd())
@@ -65,6 +66,7 @@ def build_turns(
         warn(renderer.caution)
     router = TurnRouter(settings)
     cleanup.callback(router.close)
+    when_stopped(router.interrupt)
     return TurnTaking(
         router,
         renderer,

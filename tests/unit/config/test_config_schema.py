@@ -104,6 +104,7 @@ GRPO_DEFAULTS = {
 POSTTRAIN_DEFAULTS = {
     "policy.generation.backend": "native",
     "policy.generation.ignore_eos": False,
+    "policy.generation.native_cfg.num_speculative_tokens": "auto",
     "policy.generation.native_cfg.page_size": 16,
     "policy.generation.native_cfg.max_batch_size": 256,
     "policy.generation.native_cfg.max_prefill_tokens": 8192,

@@ -31,7 +31,6 @@ REFUSED = [
     "policy.router_replay.enabled=true",
     "policy.generation.backend=sglang",
     "policy.generation.backend=megatron",
-    "policy.generation.colocated.enabled=false",
     "policy.generation.bad_words=[never]",
     "policy.generation.quant_cfg=FP8",
     "policy.generation.real_quant=true",
@@ -163,7 +162,6 @@ def test_where_vllm_samples_its_settings_are_read_and_its_answers_corrected() ->
         "policy.generation.vllm_cfg.expert_parallel_size=2",
         "policy.generation.vllm_cfg.expose_http_server=true",
         "policy.generation.vllm_cfg.zmq_refit_server_port=5000",
-        "policy.generation.colocated.enabled=false",
     ],
 )
 def test_what_vllm_cannot_do_in_training_is_refused_by_name(override: str) -> None:
@@ -174,7 +172,7 @@ def test_what_vllm_cannot_do_in_training_is_refused_by_name(override: str) -> No
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "tensor_parallel_size = 2: .* has one GPU"),
+        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "tensor_parallel_size = 2: .* one GPU of its rank"),
         (["policy.generation.vllm_cfg.max_model_len=100"], "max_model_len = 100 is less than policy.max_total_seq"),
         (["grpo.async_grpo.enabled=true", "policy.generation.stop_strings=[x]"], "would overlook a stop string"),
     ],

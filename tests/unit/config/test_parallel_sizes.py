@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.config import ConfigError, load_config
+from posttrain.config import ConfigError, GrpoRunConfig, load_config
 
 TP, CP = "policy.dtensor_cfg.tensor_parallel_size", "policy.dtensor_cfg.context_parallel_size"
 REPLICAS = "policy.dtensor_cfg.dp_replicate_size"
@@ -46,3 +46,69 @@ def test_ranks_that_share_layers_count_as_one_sampler_of_a_round() -> None:
     with pytest.raises(ConfigError, match="not a multiple of the 8 ranks that sample"):
         load_config("grpo", None, words)
     load_config("grpo", None, [*words, f"{TP}=2"])
+
+
+# -- GPUs that only sample ---------------------------------------------------------------------------------------------
+
+ASYNC = "grpo.async_grpo.enabled=true"
+DEDICATED = "policy.generation.colocated.enabled=false"
+GPUS, NODES = (f"policy.generation.colocated.resources.{name}" for name in ("gpus_per_node", "num_nodes"))
+
+
+def grpo_config(*words: str) -> GrpoRunConfig:
+    sizes = ["grpo.num_prompts_per_step=12", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=48"]
+    config = load_config("grpo", None, [EIGHT, "data.default.env_name=math", *sizes, *words]).config
+    assert isinstance(config, GrpoRunConfig)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("words", "num_ranks", "num_engines"),
+    [
+        ([], 8, 0),
+        ([DEDICATED, f"{GPUS}=2"], 6, 2),
+        ([DEDICATED, f"{GPUS}=2", f"{NODES}=1"], 6, 2),
+        ([DEDICATED, "cluster.num_nodes=3", f"{NODES}=1"], 16, 8),
+        ([DEDICATED, "cluster.num_nodes=3", f"{NODES}=2", f"{GPUS}=8"], 8, 16),
+        ([DEDICATED, f"{GPUS}=2", f"{TP}=2"], 6, 2),
+    ],
+)
+def test_engines_take_gpus_of_the_only_machine_or_whole_machines(
+    words: list[str], num_ranks: int, num_engines: int
+) -> None:
+    config = grpo_config(*words)
+    assert (config.num_ranks, config.num_engines) == (num_ranks, num_engines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([DEDICATED], "needs .*resources.gpus_per_node, .*cluster.gpus_per_node = 8; it is null"),
+        ([DEDICATED, f"{GPUS}=8"], "it is 8, and at least one must be left to train"),
+        ([DEDICATED, f"{GPUS}=2", f"{NODES}=2"], "resources.num_nodes = 2, but cluster.num_nodes = 1"),
+        ([DEDICATED, "cluster.num_nodes=2"], "needs .*resources.num_nodes"),
+        ([DEDICATED, "cluster.num_nodes=2", f"{NODES}=1", f"{GPUS}=4"], "of several machines, whole ones sample"),
+        ([DEDICATED, f"{GPUS}=2", f"{TP}=4"], "must divide the number of ranks, .* less what only samples = 6"),
+        ([DEDICATED, f"{GPUS}=5", ASYNC], "not a multiple of the 5 engines"),
+        ([DEDICATED, f"{GPUS}=2", ASYNC, "grpo.async_grpo.groups_in_flight=2"], "max_trajectory_age_steps = 1"),
+    ],
+)
+def test_places_that_do_not_add_up_are_refused_by_name(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        grpo_config(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "ahead", "num_in_flight"),
+    [
+        ([ASYNC, f"{GPUS}=4"], 1, 12),
+        ([ASYNC, f"{GPUS}=4", "grpo.async_grpo.max_trajectory_age_steps=2"], 1, 18),
+        ([ASYNC, f"{GPUS}=4", "grpo.async_grpo.max_trajectory_age_steps=0"], 0, 12),
+        ([f"{GPUS}=4"], 0, 18),
+    ],
+)
+def test_rounds_run_ahead_where_engines_have_gpus_of_their_own_and_the_age_allows_it(
+    words: list[str], ahead: int, num_in_flight: int
+) -> None:
+    config = grpo_config(DEDICATED, *words)
+    assert (config.rounds_ahead, config.num_groups_in_flight) == (ahead, num_in_flight)

@@ -15,6 +15,7 @@ import torch
 from kernel_references import (
     CASES,
     Case,
+    assert_drafts_like_torch,
     assert_equal_to_rounding,
     assert_steps_like_torch,
     in_fp8,
@@ -448,3 +449,11 @@ def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPat
     engine._keeps_workspace = engine._use_graphs = True
     assert_same(engine.generate(tasks, 2, sampling, key), expected)
     assert set(used) == {"places", "move_on", "write_kv_rope", "paged_attention"}
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_and_their_acceptance_equal_the_reference(seed: int) -> None:
+    assert_drafts_like_torch(seed, torch.device("cpu"))

@@ -90,6 +90,15 @@ def test_stepping_kernels_compile(compiled: Compiled) -> None:
     assert set(compiled) == {"_places", "_move_on"}
 
 
+def test_drafting_kernels_compile(compiled: Compiled) -> None:
+    from posttrain.engines.native import kernels
+
+    text, state = torch.zeros(100, dtype=torch.int32), torch.zeros(7, 9, dtype=torch.int64)[:, :8]
+    rows = kernels.plan_rows(text, state, torch.zeros(8, 4, dtype=torch.int32), 6, 16, 3)
+    kernels.accept(text, state, rows, torch.zeros(48, dtype=torch.int64), torch.zeros(48))
+    assert set(compiled) == {"_plan_rows", "_accept"}
+
+
 def test_rotation_and_draw_compile(compiled: Compiled) -> None:
     from posttrain.engines.native import kernels
 

@@ -269,7 +269,7 @@ def test_values_are_for_a_raycluster(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"nodes": {"instance_typ": "p5en.48xlarge"}}, "did you mean"),
-        ({"cluster": {"kind": "aks"}}, "'eks', 'gke' or 'kubernetes'"),
+        ({"cluster": {"kind": "aks"}}, "'eks', 'gke', 'kubernetes' or 'local'"),
         ({"secrets": {"HF_TOKEN": "hf_abcdef"}}, "must be a map of settings"),
         ({"secrets": {"HF-TOKEN": {"secret": "a", "key": "b"}}}, "cannot name an environment variable"),
         ({"env": {"WANDB_API_KEY": "abc"}}, "looks like a secret"),

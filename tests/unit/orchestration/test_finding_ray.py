@@ -19,8 +19,8 @@ from posttrain.checkpointing import StopAtOnce
 from posttrain.errors import InputError, Terminated
 from posttrain.orchestration import ray_cluster
 from posttrain.orchestration.launch import RankLayout, start_workers
+from posttrain.orchestration.ray_actor import _collective_timeout
 from posttrain.orchestration.ray_cluster import find_cluster, token_source
-from posttrain.orchestration.ray_workers import _collective_timeout
 
 GONE = "127.0.0.1:9"  # the discard port: no process listens
 

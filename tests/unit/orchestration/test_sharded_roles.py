@@ -42,7 +42,7 @@ class Ranks:
         self.log: list[tuple[str, tuple[Any, ...]]] = []
         self.workers = [FakeWorker(rank, self.log) for rank in ranks]
         self.mesh = mesh or Mesh(dp=len(ranks))
-        self.in_process = False
+        self.in_process, self.unit = False, "rank"
 
     @property
     def calls(self) -> list[tuple[str, list[tuple[Any, ...]]]]:

@@ -132,6 +132,18 @@ def test_answer_lengths_have_the_requested_mean(mean: float, longest: int) -> No
     assert first == pytest.approx(second, rel=0.03), "the queue has no trend"
 
 
+def test_drafts_shorten_the_tail_where_reading_weights_takes_the_time() -> None:
+    def decoding_s(num_drafts: int | None, answer: float = 300.0, fixed: bool = False) -> float:
+        settings = replace(PLAIN, engine=replace(PLAIN.engine, num_drafts=num_drafts))
+        work = replace(workload(), lengths=MeanLengths(128, answer, "test"), max_new_tokens=772, fixed_length=fixed)
+        memory = plan_memory(RankMemory(LLAMA, settings), work, H200)
+        return TimeModel(RankMemory(LLAMA, settings), H200).step(work, memory.cache).decoding_s
+
+    assert decoding_s(None) < decoding_s(0)
+    assert decoding_s(15) > decoding_s(None), "drafts that are always made cost where they do not pay"
+    assert decoding_s(None, fixed=True) == decoding_s(0, fixed=True), "equal answers have no tail"
+
+
 @pytest.mark.parametrize("max_rows", [1, 7, 8, 9, 100, 256, 257, 512, 1000])
 def test_graph_sizes_are_those_of_the_engine(max_rows: int) -> None:
     assert batch_sizes(max_rows) == graphs.batch_sizes(max_rows)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain.config.changes import ConfigChange
-from posttrain.reporting.run_files import append_rows, open_run, parse_lines, read_rows
+from posttrain.reporting.run_files import append_rows, complete_row, open_run, parse_lines, read_rows
 from posttrain.types import Score
 
 FILES = ("metrics.jsonl", "config.yaml", "run.json", "report.html")
@@ -205,3 +205,16 @@ def test_a_damaged_run_file_does_not_keep_a_run_from_going_on(content: str, benc
     assert json.loads((bench.folder / "run.json").read_text())["status"] == "finished"
     if not content.startswith("{"):
         assert "run.json is damaged" in bench.output
+
+
+def test_a_later_validation_completes_the_row_of_its_step(tmp_path: Any) -> None:
+    path = tmp_path / "metrics.jsonl"
+    complete_row(path, {"step": 0, "validation/accuracy": 0.1})
+    append_rows(path, [{"step": 1, "train/loss": 1.0}, {"step": 2, "train/loss": 0.5}])
+    for _ in range(2):  # a run that is stopped again validates again
+        complete_row(path, {"step": 2, "validation/accuracy": 0.25})
+    assert read_rows(path) == [
+        {"step": 0, "validation/accuracy": 0.1},
+        {"step": 1, "train/loss": 1.0},
+        {"step": 2, "train/loss": 0.5, "validation/accuracy": 0.25},
+    ]

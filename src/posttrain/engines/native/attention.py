@@ -114,6 +114,10 @@ class DenseDecode:
         self.places = torch.tensor([row * self.row_length + position for row, position in enumerate(positions)])
         self.masks: dict[int | None, Tensor] = {}
 
+    def forget_rows(self) -> None:
+        """Fill all rows from the pages again."""
+        self.admissions = []
+
     def attend(
         self,
         layer: int,
@@ -143,7 +147,7 @@ class DenseDecode:
             roomy = max(length + _HEADROOM_TOKENS, self.row_length * 3 // 2)
             self.row_length = pages_for(min(roomy, self.max_length), page_size) * page_size
         self.num_rows = max(num_rows, self.num_rows)
-        self.admissions = []  # all rows are filled again from the pages
+        self.forget_rows()
         for layer, shape in self.cache.layers.items():
             size = (self.num_rows, self.row_length, shape.num_heads)
             self.keys.pop(layer, None)

@@ -29,7 +29,7 @@ class Decoding(Protocol):
         """[samples, vocabulary], valid until the next call. `adapter` is active."""
 
     def drop_copies(self) -> None:
-        """Drop copies of pages that were cleared."""
+        """Drop copies of pages that were cleared, or written without the copy."""
 
 
 @dataclass
@@ -43,7 +43,8 @@ class SingleBackend:
         return self.forward.next_logits(self.backend, samples)
 
     def drop_copies(self) -> None:
-        pass  # after NaN logits `generate` raises and drops the backend
+        if isinstance(self.backend, DenseDecode):
+            self.backend.forget_rows()
 
 
 class BackendPerAdapter:

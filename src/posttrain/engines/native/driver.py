@@ -6,6 +6,9 @@ draws one more token for every active sample; the two alternate while samples wa
 With `DecodeGraphs` the device is one step ahead of the host: a step is launched before the tokens of the previous one are
 read. A sample that drew a stop token then takes part in one more step, whose token is discarded.
 
+With `Speculation` the last samples are decoded with drafts: a step then draws one token or more for each. It begins when no
+sample waits, and ends when it no longer pays or pages run short; between the two the host reads all tokens.
+
 A sample may be added with tokens that it drew earlier: they are prefilled, as after a preemption. So a caller can stop
 stepping, keep the tokens of unfinished samples, and continue them in another driver.
 """
@@ -27,6 +30,7 @@ from posttrain.engines.native.graphs import DecodeGraphs, Drawn, ModelLogprobs
 from posttrain.engines.native.kv_cache import PagedKvCache
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import Admission, Prefill, PromptGroup, Sample, Scheduler
+from posttrain.engines.native.speculation import DrawnWithDrafts, Speculation
 from posttrain.engines.native.stopping import StopRules
 from posttrain.types import FinishReason
 
@@ -41,10 +45,15 @@ class Request:
     stop: StopRules
     adapter: str = ""  # "": the model as the caller has set it up
     num_top_logprobs: int | None = None  # None: the model's own log-probabilities are not needed
+    earlier: Sequence[Sequence[int]] = ()  # other answers to the prompt, to draft from
     unfinished: dict[int, Sample] = field(init=False)  # by index
 
     def __post_init__(self) -> None:
         self.unfinished = {sample.index: sample for sample in self.samples}
+
+    def finished_texts(self) -> Iterator[Sequence[int]]:
+        yield from self.earlier
+        yield from (sample.token_ids for sample in self.samples if sample.finish_reason is not None)
 
 
 class NewToken(NamedTuple):
@@ -65,8 +74,9 @@ Update = NewToken | NanLogits
 
 
 class Driver:
-    """`graphs` requires that all requests have equal sampling settings and no adapter. `activate` is called with the name
-    of the adapter whose samples come next, whenever it changes. `max_admitted_tokens` limits the prefill of one step."""
+    """`graphs` and `speculation` require that all requests have equal sampling settings and no adapter. `activate` is called
+    with the name of the adapter whose samples come next, whenever it changes. `max_admitted_tokens` limits the prefill of one
+    step."""
 
     def __init__(
         self,
@@ -77,6 +87,7 @@ class Driver:
         max_prefill_tokens: int,
         *,
         graphs: DecodeGraphs | None = None,
+        speculation: Speculation | None = None,
         activate: Callable[[str], None] | None = None,
         max_admitted_tokens: int | None = None,
     ) -> None:
@@ -85,6 +96,7 @@ class Driver:
         self.scheduler = scheduler
         self.decoding = decoding
         self.graphs = graphs
+        self.speculation = speculation
         self._max_prefill_tokens = max_prefill_tokens
         self._max_admitted_tokens = max_admitted_tokens
         self._activate = activate
@@ -127,6 +139,8 @@ class Driver:
         The two alternate, so that neither a stream of arrivals nor one of long answers holds up the other.
         """
         scheduler = self.scheduler
+        if (num_drafts := self._num_drafts()) is not None:
+            return self._step_with_drafts(num_drafts)
         if scheduler.waiting and not (self._prefilled_last and scheduler.active):
             admission = scheduler.admit(self._max_admitted_tokens)
             if admission.samples:
@@ -145,13 +159,68 @@ class Driver:
                 warn_without_graphs(error)
                 assert self.graphs is not None
                 self.graphs.give_up()
-                self.graphs = None
+                self.graphs = self.speculation = None
                 return updates  # the next step computes these tokens without graphs
+            if self.speculation is not None:
+                self.speculation.launched_without(len(samples))
             updates += self._read_all()  # of the previous step, while the device computes this one
             self._in_flight = [launched]
             if self.graphs is None:
                 updates += self._read_all()
         return updates
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
+
+    def _num_drafts(self) -> int | None:
+        """Tokens to draft for each sample in this step; 0: stop drafting; None: a step without drafts."""
+        speculation, scheduler = self.speculation, self.scheduler
+        if speculation is None or not (scheduler.active or speculation.is_active):
+            return None
+        possible = not scheduler.waiting and bool(scheduler.active)
+        wanted = speculation.drafts_for(len(scheduler.active)) if possible else 0
+        if speculation.is_active:
+            return wanted
+        return wanted if wanted and scheduler.has_room_for(2 * (1 + wanted)) else None
+
+    def _step_with_drafts(self, num_drafts: int) -> list[Update]:
+        speculation, scheduler, updates = self.speculation, self.scheduler, list[Update]()
+        assert speculation is not None
+        if num_drafts and not speculation.is_active:
+            updates += self._read_all()  # texts are laid out on the host
+            if not scheduler.active:
+                return updates
+            speculation.begin(scheduler.active, lambda group: self._requests[group].finished_texts())
+        width = 1 + num_drafts
+        if num_drafts and speculation.is_active and scheduler.reserve_ahead(width):
+            samples = list(scheduler.active)
+            sampler = self._requests[samples[0].group].sampler
+            try:
+                launched = speculation.step(samples, sampler, num_drafts)
+            except GraphCaptureError as error:
+                warn_without_graphs(error)
+                return updates + self._without_drafts(for_good=True)
+            for sample in samples:
+                sample.in_flight += width
+            updates += self._read_all()
+            self._in_flight = [launched]
+            return updates if self.graphs is not None else updates + self._read_all()
+        # It does not pay; or pages run short, and a step without drafts preempts a sample; or the texts are too long.
+        return updates + self._without_drafts(for_good=not speculation.is_active)
+
+    def _without_drafts(self, *, for_good: bool) -> list[Update]:
+        """Go on without drafts, until they pay again or `for_good`. The host reads all tokens."""
+        updates = self._read_all()
+        assert self.speculation is not None
+        self.speculation.is_active = False
+        if for_good:
+            self.speculation = None
+        self.decoding.drop_copies()
+        if self.graphs is not None:
+            self.graphs.forget_rows()
+            self.graphs.join(self.scheduler.active)
+        return updates
+
+    # -- prompts and adapters ------------------------------------------------------------------------------------------
 
     def _by_adapter(self, samples: list[Sample]) -> Iterator[list[Sample]]:
         """The samples of each adapter, with that adapter active. The currently active one comes first."""
@@ -168,8 +237,6 @@ class Driver:
                 self._adapter = adapter
             yield groups[adapter]
 
-    # -- prompts -------------------------------------------------------------------------------------------------------
-
     def _start(self, admission: Admission) -> list[Update]:
         for samples in self._by_adapter(admission.samples):
             groups = dict.fromkeys(sample.group for sample in samples)
@@ -179,8 +246,7 @@ class Driver:
         for samples in self._by_adapter(admission.samples):
             self._prefill([admission.resumed[sample] for sample in samples if sample in admission.resumed])
             if self.graphs is not None and (known := [sample for sample in samples if sample.token_ids]):
-                last = torch.tensor([sample.token_ids[-1] for sample in known], dtype=torch.long)
-                self.graphs.join(known, last.to(self.cache.device))
+                self.graphs.join(known)
             if fresh := [sample for sample in samples if not sample.token_ids]:
                 self._in_flight.append(self._draw(fresh, first_logits(self.forward, fresh), joins=True))
             if self.graphs is None or not self.scheduler.active:  # no decode step follows that could hide the wait
@@ -242,6 +308,9 @@ class Driver:
         """Wait for the tokens in flight and append them; finished samples leave the batch."""
         updates: list[Update] = []
         for drawn in self._in_flight:
+            if isinstance(drawn, DrawnWithDrafts):
+                updates += self._read_drafts(drawn)
+                continue
             tokens, logprobs = drawn.read()
             if self.graphs is None:  # samples with NaN logits keep their pages until those are cleared
                 rows = zip(drawn.samples, logprobs, strict=True)
@@ -250,19 +319,30 @@ class Driver:
                 sample.in_flight -= 1
                 if sample.is_cancelled or sample.finish_reason is not None:
                     continue  # drawn before the end of the sample was known
-                request = self._requests[sample.group]
-                if math.isnan(logprob):
-                    self._fail(request)
-                    updates.append(NanLogits(sample))
-                    continue
-                sample.token_ids.append(token)
-                sample.logprobs.append(logprob)
-                reason = request.stop.reason(sample.token_ids, sample.group.max_new_tokens, sample.scanner)
-                updates.append(NewToken(sample, token, logprob, reason, drawn.model_logprobs.get(row)))
-                if reason is not None:
-                    self._finish(request, sample, reason)
+                updates.append(self._append(sample, token, logprob, drawn.model_logprobs.get(row)))
         self._in_flight = []
         return updates
+
+    def _read_drafts(self, drawn: DrawnWithDrafts) -> Iterator[Update]:
+        assert self.speculation is not None
+        for sample, tokens in zip(drawn.samples, self.speculation.read(drawn), strict=True):
+            sample.in_flight -= 1 + drawn.num_drafts
+            for token, logprob in tokens:
+                if sample.is_cancelled or sample.finish_reason is not None:
+                    break
+                yield self._append(sample, token, logprob, None)
+
+    def _append(self, sample: Sample, token: int, logprob: float, model_logprobs: ModelLogprobs | None) -> Update:
+        request = self._requests[sample.group]
+        if math.isnan(logprob):
+            self._fail(request)
+            return NanLogits(sample)
+        sample.token_ids.append(token)
+        sample.logprobs.append(logprob)
+        reason = request.stop.reason(sample.token_ids, sample.group.max_new_tokens, sample.scanner)
+        if reason is not None:
+            self._finish(request, sample, reason)
+        return NewToken(sample, token, logprob, reason, model_logprobs)
 
     def _finish(self, request: Request, sample: Sample, reason: FinishReason) -> None:
         sample.finish_reason = reason

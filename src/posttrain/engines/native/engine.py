@@ -27,10 +27,12 @@ from posttrain.engines.native.kv_cache import PagedKvCache, num_pages_for_call
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.native.sampler import TokenSampler
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for, pages_needed
+from posttrain.engines.native.speculation import Speculation
 from posttrain.engines.native.stopping import StopRules
-from posttrain.errors import InputError
+from posttrain.errors import InputError, StopRequested
 from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.layers import fuse_layers
+from posttrain.policy.memory.settings import MAX_DRAFTED_ROWS
 from posttrain.policy.runtime import evaluation_mode
 from posttrain.roles import Progress
 from posttrain.types import (
@@ -69,6 +71,7 @@ class Workspace:
     max_length: int  # of a sequence, in tokens
     decode: DenseDecode | PagedDecode
     graphs: DecodeGraphs | None = None
+    speculation: Speculation | None = None
     fp8: Fp8Weights | None = None
 
     def fits(self, wanted: int, least: int, longest: int) -> bool:
@@ -81,6 +84,12 @@ class Workspace:
             self.decode.forget_rows()
         if self.graphs is not None:
             self.graphs.begin(groups, num_samples)
+        if self.speculation is not None:
+            self.speculation.forget_call()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.num_bytes + sum(part.num_bytes for part in (self.fp8, self.speculation) if part is not None)
 
 
 class NativeEngine:
@@ -99,10 +108,16 @@ class NativeEngine:
         num_fused = fuse_layers(self.forward.head.decoder, may_join=not sharded)
         check_fp8(self.forward, self.settings, num_fused=num_fused, is_sharded=sharded)
         self._keeps_workspace = self.forward.device.type != "cpu"
+        self._is_sharded = sharded
         self._use_graphs = not sharded and self.forward.device.type == "cuda"  # until a capture fails
         self._workspace: Workspace | None = None
+        self.should_stop: Callable[[], bool] = lambda: (
+            False
+        )  # asked at every token; True ends the call with StopRequested
         self._largest = (0, 0)  # pages, and tokens of one sequence, that calls have needed so far
         self.num_preemptions = 0  # in the last call: many of them mean that the KV cache is too small
+        # In the last call: tokens drawn in steps with drafts, and how often a sample took part in one.
+        self.drafted = (0, 0)
         # Ids up to the tokenizer's highest may be drawn; the rest of the output head is padding.
         self.vocab_size = min(max(tokenizer.get_vocab().values()) + 1, self.forward.head.vocab_size)
 
@@ -160,7 +175,8 @@ class NativeEngine:
                 if isinstance(answer, Unfinished)
             ]
             if samples:
-                requests[place] = Request(prompt, samples, sampler, stop)
+                earlier = [answer.token_ids for answer in group.answers if isinstance(answer, Completion)]
+                requests[place] = Request(prompt, samples, sampler, stop, earlier=earlier)
         born = [group.born for group in groups]
 
         def is_over() -> bool:
@@ -171,7 +187,7 @@ class NativeEngine:
         if requests and not is_over():
             with evaluation_mode(self.model):
                 largest = max(len(request.samples) for request in requests.values())
-                self._run(list(requests.values()), largest, progress, is_over)
+                self._run(list(requests.values()), largest, progress, is_over if quota is not None else None)
         return [self._group_after(group, requests[at]) if at in requests else group for at, group in enumerate(groups)]
 
     def _rules(self, sampling: Sampling) -> tuple[StopRules, TokenSampler]:
@@ -200,9 +216,7 @@ class NativeEngine:
     @property
     def num_held_bytes(self) -> int:
         """Memory that `release` would free, without that of CUDA graphs."""
-        if (held := self._workspace) is None:
-            return 0
-        return held.cache.num_bytes + (0 if held.fp8 is None else held.fp8.num_bytes)
+        return 0 if self._workspace is None else self._workspace.num_bytes
 
     def _group(self, task: Task, max_new_tokens: int) -> PromptGroup:
         length, limit = len(task.prompt_ids), self.settings.max_total_tokens
@@ -239,11 +253,15 @@ class NativeEngine:
             decoding,
             self.settings.max_prefill_tokens,
             graphs=workspace.graphs,
+            # Where a round ends, and so which weights draw a token, must not depend on how many drafts were right.
+            speculation=workspace.speculation if is_over is None else None,
         )
         for request in requests:
             driver.add(request)
         try:
             while driver.unfinished:
+                if self.should_stop():
+                    raise StopRequested
                 num_finished = _num_finished(driver.step())
                 if num_finished and is_over is not None and is_over():
                     num_finished += _num_finished(driver.interrupt())
@@ -253,8 +271,10 @@ class NativeEngine:
             self._workspace = self.forward.fp8 = None  # steps may still be running in it
             raise
         self.num_preemptions = scheduler.num_preemptions
+        if (drafts := workspace.speculation) is not None:
+            self.drafted = drafts.num_tokens, drafts.num_sample_steps
         if workspace.graphs is not None and driver.graphs is None:
-            self._use_graphs, workspace.graphs = False, None
+            self._use_graphs, workspace.graphs, workspace.speculation = False, None, None
 
     def _workspace_for(self, groups: Sequence[PromptGroup], num_samples: int, longest: int) -> Workspace:
         """That of the previous call, if it is large enough or as large as memory allows; else a new one."""
@@ -284,14 +304,30 @@ class NativeEngine:
                 "kv_cache_gib, or lower max_batch_size"
             )
         cache = new_cache(self.forward, settings, num_pages)
-        if not self._keeps_workspace:
-            return Workspace(cache, num_pages, num_pages < wanted, longest, DenseDecode(cache, longest))
         width = pages_for(longest, settings.page_size)
+        if not self._keeps_workspace:
+            dense, speculation = DenseDecode(cache, longest), self._speculation(cache, width, None)
+            return Workspace(cache, num_pages, num_pages < wanted, longest, dense, speculation=speculation)
         decode = PagedDecode(cache, settings.max_batch_size, width, num_heads=self.forward.num_heads)
         graphs = DecodeGraphs(self.forward, decode) if self._use_graphs else None
-        workspace = Workspace(cache, num_pages, num_pages < wanted, width * settings.page_size, decode, graphs, fp8)
+        speculation = self._speculation(cache, width, graphs)
+        workspace = Workspace(
+            cache, num_pages, num_pages < wanted, width * settings.page_size, decode, graphs, speculation, fp8
+        )
         self._workspace, self.forward.fp8 = workspace, fp8
         return workspace
+
+    def _speculation(self, cache: PagedKvCache, width: int, graphs: DecodeGraphs | None) -> Speculation | None:
+        """None where it is off, or its choice by step times could change the bits of a run that must repeat."""
+        wanted, on_gpu = self.settings.num_speculative_tokens, cache.device.type == "cuda"
+        if wanted == 0 or self._is_sharded or self.forward.head.tensor_group is not None:
+            return None  # ranks that compute together would have to decide together
+        if wanted == "auto" and (not on_gpu or graphs is None or self.settings.deterministic):
+            return None
+        return Speculation(
+            self.forward, cache, self.settings.max_batch_size, width,
+            graphs=None if graphs is None else graphs.cache, num_drafts=None if wanted == "auto" else wanted,
+        )  # fmt: skip
 
     def _completion(self, sample: Sample) -> Completion:
         assert sample.finish_reason is not None
@@ -325,10 +361,11 @@ def _num_finished(updates: Sequence[Update]) -> int:
 
 def num_pages_for(forward: ForwardPass, settings: NativeSettings, wanted: int, least: int) -> int:
     """Pages for sequences that memory allows: `wanted` at most, `least` at least."""
+    num_drafted = 0 if settings.num_speculative_tokens == 0 or forward.device.type == "cpu" else MAX_DRAFTED_ROWS
     return num_pages_for_call(
         cache_layers(forward, settings), settings.page_size, settings.kv_cache_gib, forward.device, wanted=wanted, least=least,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        reserve=forward.working_bytes(settings.max_prefill_tokens, settings.max_batch_size),
+        reserve=forward.working_bytes(settings.max_prefill_tokens, max(settings.max_batch_size, num_drafted)),
     )  # fmt: skip
 
 

@@ -167,14 +167,13 @@ class DecodeGraphs:
         self._staged_rows, self._staged_table = Staging(self._new_rows), Staging(self.table)
         self._order: list[int] = []  # admissions of the samples in the rows
         self._fresh = FreshTokens()
-        self._cache = CudaGraphCache(device)
+        self.cache = CudaGraphCache(device)
         self._prefixes = SharedPrefixes(decode)
         self._model_state: int | None = None
 
     def begin(self, groups: Sequence[PromptGroup], num_samples: int) -> None:
         """Forget the rows of the previous call. `groups` with `num_samples` each will be decoded."""
-        self._order = []
-        self._fresh.clear()
+        self.forget_rows()
         self._model_state = None
         self._prefixes.begin(groups, num_samples)
 
@@ -182,9 +181,17 @@ class DecodeGraphs:
         """Stop sharing prefixes: without graphs their tiles are not updated."""
         self.decode.shared = None
 
-    def join(self, samples: Sequence[Sample], tokens: Tensor) -> None:
-        """Samples that take part from the next step on, with their last tokens."""
+    def join(self, samples: Sequence[Sample], tokens: Tensor | None = None) -> None:
+        """Samples that take part from the next step on, with their last tokens; None: those that the host has read."""
+        if tokens is None:
+            last = torch.tensor([sample.token_ids[-1] for sample in samples], dtype=torch.long)
+            tokens = last.to(self.state.device)
         self._fresh.add(samples, tokens)
+
+    def forget_rows(self) -> None:
+        """All samples join anew: other steps have moved them on."""
+        self._order = []
+        self._fresh.clear()
 
     def step(self, samples: Sequence[Sample], sampler: TokenSampler) -> Drawn:
         """Launch one more token for each sample. Does not synchronise with the device."""
@@ -197,7 +204,7 @@ class DecodeGraphs:
         settings = (drawing.temperature, drawing.top_p, drawing.top_k)
         key = (size, *settings, self._prefixes.samples_per_tile, self._model_state)
         # Warm-up does not harm the KV cache: it writes the same keys and values to the same places.
-        drawn = self._cache.run(key, lambda: self._compute(size, sampler), changes=self.state)
+        drawn = self.cache.run(key, lambda: self._compute(size, sampler), changes=self.state)
         self._fresh.clear()
         return Drawn.to_host(samples, drawn[:, : len(samples)])
 

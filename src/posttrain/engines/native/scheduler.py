@@ -94,7 +94,7 @@ class Sample:
     pages: list[int] = field(default_factory=list)
     scanner: StopStringScanner | None = None  # state of the search for stop strings
     admission: int = -1  # number of its admission while it is active, else -1; the latest admission has the largest
-    in_flight: int = 0  # tokens drawn on the device that the host has not read yet
+    in_flight: int = 0  # tokens drawn on the device that the host has not read yet; with drafts the most that it can be
     is_cancelled: bool = False  # tokens that are still in flight are discarded
 
     @property
@@ -249,6 +249,24 @@ class Scheduler:
                     sample.pages += self.pages.take(1)
                 else:
                     self._make_room()
+
+    def has_room_for(self, num_tokens: int) -> bool:
+        """Whether every active sample could have pages for `num_tokens` more."""
+        return self.pages.num_free >= len(self.active) * (pages_for(num_tokens, self.page_size) + 1)
+
+    def reserve_ahead(self, num_tokens: int) -> bool:
+        """Give every active sample pages for `num_tokens` more, but not beyond its limit. Preempts none: False, and nothing
+        changes, if there are not enough pages."""
+        missing: list[int] = []
+        for sample in self.active:
+            longest = sample.group.prompt_length + sample.group.max_new_tokens
+            wanted = pages_for(min(sample.num_cached + num_tokens, longest), self.page_size)
+            missing.append(max(0, wanted - len(sample.pages)))
+        if sum(missing) > self.pages.num_free:
+            return False
+        for sample, count in zip(self.active, missing, strict=True):
+            sample.pages += self.pages.take(count)
+        return True
 
     def _make_room(self) -> None:
         if self._drop_prompt(idle=True):

@@ -73,6 +73,11 @@ class TurnRouter:
             raise InputError(f"env.{name}.turns cannot be used: {outcome.error}")
         return outcome.tools
 
+    def interrupt(self) -> None:
+        """From any thread: an `ask` that runs ends with StopRequested within half a second."""
+        for pool in self._pools.values():
+            pool.interrupt()
+
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()

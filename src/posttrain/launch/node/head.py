@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from posttrain.checkpointing.stopping import STOP_FILE
+from posttrain.errors import EXIT_ERROR_FOUND
 from posttrain.launch.node.contract import NodeSettings
 from posttrain.launch.node.control import Link, Listener, Message, port_is_open
 from posttrain.launch.node.member import BAD_INPUT, CRASHED, DONE, INTERRUPTED, JOIN_S, NO_PROGRESS, RAY, Member
@@ -31,11 +33,13 @@ from posttrain.launch.node.notices import Notice
 from posttrain.launch.node.progress import why_no_progress
 
 DRIVER = "driver"
-STOP_FILE = "POSTTRAIN_STOP_FILE"  # variable of the driver: where it finds how much time is left
 MARGIN_S = 2.0  # of the time that is left: for the gang to end after the driver has
 _GOODBYE_S = 1.0  # for members to take leave
 _RAY_START_S = 120.0
 _POLL_S = 0.2
+# Codes of a driver that schedulers need not know: stopped by the doctor, which a restart does not mend; stopped by a signal
+# with nothing to save.
+_MEANINGS = {EXIT_ERROR_FOUND: NO_PROGRESS, 129: INTERRUPTED, 143: INTERRUPTED}
 
 
 class Head(Member):
@@ -231,7 +235,8 @@ class Head(Member):
 
 def exit_code(code: int, *, is_stopping: bool) -> int:
     """Of a gang whose driver ended with `code`. An interruption that did not let it save is no crash."""
-    return INTERRUPTED if is_stopping and code not in (DONE, BAD_INPUT, NO_PROGRESS) else code
+    known = _MEANINGS.get(code, code)
+    return INTERRUPTED if is_stopping and known not in (DONE, BAD_INPUT, NO_PROGRESS) else known
 
 
 def driver_command(settings: NodeSettings) -> list[str]:

@@ -21,6 +21,7 @@ from posttrain.policy import host_memory
 
 _SEGMENT_BYTES = 4 * 2**30
 _POLL_S = 0.002
+_LONGEST_ALLOCATION_S = 900.0  # a hundred gigabytes take half a minute
 _LONGEST_COPY_S = 120.0  # a hundred gigabytes take a few seconds
 
 
@@ -58,7 +59,7 @@ class StagingArea:
         if not self.is_made_for(tensors):
             self._start_allocating(tensors)
         if self._allocating is not None:
-            self._allocating.join()
+            self._wait_for_allocation(self._allocating)
             self._allocating = None
         if self._error is not None:
             error, self._error, self._layout = self._error, None, []
@@ -72,13 +73,18 @@ class StagingArea:
     def _start_allocating(self, tensors: Mapping[str, Tensor]) -> None:
         if self._allocating is not None:
             # The tensors have changed since it began: an optimizer has its state from its first update on.
-            self._allocating.join()
+            self._wait_for_allocation(self._allocating)
             self._error = None
         self._layout, self._is_registered = _layout_of(tensors), False
         self._segments, self._views = [], {}  # free the old memory before the new is allocated
         shapes = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in tensors.items()}
         self._allocating = threading.Thread(target=self._allocate, args=(shapes,), daemon=True)
         self._allocating.start()
+
+    def _wait_for_allocation(self, thread: threading.Thread) -> None:
+        thread.join(_LONGEST_ALLOCATION_S)
+        if thread.is_alive():
+            raise RuntimeError(f"memory for a checkpoint was not allocated within {_LONGEST_ALLOCATION_S:g} s")
 
     def _allocate(self, shapes: Mapping[str, Tensor]) -> None:
         try:
@@ -141,7 +147,8 @@ class HostCopy:
 
     def wait(self) -> None:
         """Return once the tensors may change."""
-        self._is_done.wait()
+        if not self._is_done.wait(2 * _LONGEST_COPY_S):
+            raise RuntimeError(f"the copy of a checkpoint has not ended within {2 * _LONGEST_COPY_S:g} s")
 
 
 def _layout_of(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:

@@ -108,7 +108,7 @@ class RankMemory:
         engine, s = self.settings.engine, self.shape
         assert engine is not None
         per_token = 4 * s.hidden * FP32 + 4 * max(s.inner, s.hidden) * self.settings.element
-        working = engine.max_prefill_tokens * per_token + 3 * engine.rows * s.vocab * FP32
+        working = engine.max_prefill_tokens * per_token + 3 * engine.most_rows * s.vocab * FP32
         whole = {"whole weights": self.weights / self.settings.layer_shares} if self.settings.ranks > 1 else {}
         return {**self.resident(), **whole, **self.fp8_weights(), "working memory": working}
 

@@ -9,7 +9,19 @@ from posttrain.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
 
 AdamKind = Literal["foreach", "fused", "single", "compact"]
 CheckpointCopy = Literal["none", "weights", "with optimizer"]  # in host memory, to be written in the background
+# Rows of a decode step, drafts included: beyond that products are bound by computing, for models of every size.
+MAX_DRAFTED_ROWS = 512
+MOST_DRAFTED_SAMPLES = 128
 _ALL_LINEARS = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+
+
+def draft_length(size: int, wanted: int | None) -> int:
+    """Tokens that the native engine may draft for each answer in a batch of `size`; `wanted` None: where that pays."""
+    if size > MOST_DRAFTED_SAMPLES:
+        return 0
+    if wanted is None:
+        wanted = 7 if size <= MAX_DRAFTED_ROWS // 8 else 3
+    return min(wanted, MAX_DRAFTED_ROWS // size - 1)
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,12 @@ class EngineSettings:
     in_fp8: bool = False
     cache_in_fp8: bool = False
     layers_in_bf16: int = 0  # of a sampler in FP8
+    num_drafts: int | None = 0  # tokens drafted for each answer; None: where that pays
+
+    @property
+    def most_rows(self) -> int:
+        """Of one step."""
+        return self.rows if self.num_drafts == 0 else max(self.rows, MAX_DRAFTED_ROWS)
 
     def fp8_share(self, num_layers: int) -> float:
         """Of the layers."""
@@ -96,6 +114,9 @@ def run_settings(
             in_fp8=native.precision == "fp8",
             cache_in_fp8=native.precision == "fp8" and native.kv_cache_dtype != "bfloat16",
             layers_in_bf16=native.num_first_layers_in_bf16 + native.num_last_layers_in_bf16,
+            num_drafts=_num_drafts(native.num_speculative_tokens, may_time=not policy.deterministic)
+            if ranks == 1
+            else 0,
         )
     setting, lora = policy.dtensor_cfg.activation_checkpointing, policy.dtensor_cfg.lora_cfg
     return RunSettings(
@@ -111,6 +132,12 @@ def run_settings(
         checkpoint_copy=checkpoint_copy,
         layer_shares=policy.dtensor_cfg.tensor_parallel_size,
     )
+
+
+def _num_drafts(setting: Literal["auto"] | int, *, may_time: bool) -> int | None:
+    if setting == "auto":
+        return None if may_time else 0
+    return setting
 
 
 def counts_too_many_adapters(lora: LoraConfig) -> bool:

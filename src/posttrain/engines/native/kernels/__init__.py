@@ -6,6 +6,7 @@
 | `shared_prefix.py` | the same where samples of a group share their prompt's pages: those are read once per group |
 | `attend.py` | the kernels of both, in Triton |
 | `rope_write.py` | head norm, rotation, and keys and values into their slots, in one launch |
+| `drafting.py` | the rows of a step with drafts, and which of them were right |
 | `stepping.py` | slots of new tokens, and the state for the next step |
 | `sampling.py` | the draw of `sampler.py` with one pass over the logits |
 | `shapes.py` | tile sizes and the number of splits: they may be tuned, and change results by rounding only |
@@ -14,6 +15,7 @@ No function here synchronises with the device, so all of them can be captured in
 groups may change between replays, shapes may not.
 """
 
+from posttrain.engines.native.kernels.drafting import accept, plan_rows
 from posttrain.engines.native.kernels.paged import paged_attention, runs_here, supports
 from posttrain.engines.native.kernels.rope_write import write_kv_rope
 from posttrain.engines.native.kernels.sampling import sample_rows
@@ -32,11 +34,13 @@ __all__ = [
     "AttentionTile",
     "DecodeShape",
     "PrefixTiles",
+    "accept",
     "attention_tile",
     "move_on",
     "num_splits",
     "paged_attention",
     "places",
+    "plan_rows",
     "runs_here",
     "sample_rows",
     "samples_per_tile",

@@ -1,0 +1,387 @@
+"""Runs that are in a cluster, or on their way there: `launch list`, `status`, `logs`, `checkpoints`, `stop`, `interrupt`,
+`doctor`, and following a run. They are found by label, here and in the cluster of the kubeconfig; no config is needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.errors import InputError
+
+if TYPE_CHECKING:
+    from posttrain.config import RunConfig
+    from posttrain.config.cluster_profile import ClusterProfile
+    from posttrain.launch.launch_request import LaunchRequest
+    from posttrain.launch.pod_template import Object
+    from posttrain.launch.runs import Cluster, RunPod
+
+_NOT_STARTING = (
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+)
+_SHOWN_EVENTS = 12
+
+
+# -- which cluster -------------------------------------------------------------------------------------------------------
+
+
+def cluster_of(profile: ClusterProfile) -> Cluster:
+    if profile.cluster.kind == "local":
+        from posttrain.launch.local.local_cluster import LocalCluster
+
+        return LocalCluster()
+    return _kubernetes(profile.cluster.context, profile.cluster.namespace)
+
+
+def _kubernetes(context: str | None, namespace: str | None) -> Cluster:
+    try:
+        from posttrain.launch.kubernetes_cluster import KubernetesCluster
+    except ImportError as error:
+        raise InputError(
+            f"talking to a cluster needs the package kubernetes: pip install 'posttrain[k8s]' ({error}). render, check, "
+            "setup, values and --on local work without it"
+        ) from error
+    return KubernetesCluster(context, namespace)
+
+
+def _clusters(args: argparse.Namespace) -> list[Cluster]:
+    """Where to look for runs: what the arguments name, else this machine, and the cluster of the kubeconfig if there is one."""
+    from posttrain.cli.launch_command import load_profile
+    from posttrain.launch.local.local_cluster import LocalCluster
+
+    if args.on is not None:
+        return [cluster_of(load_profile(args.on))]
+    if args.context is not None or args.namespace is not None:
+        return [_kubernetes(args.context, args.namespace)]
+    clusters: list[Cluster] = [LocalCluster()]
+    configured = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    if any(Path(path).is_file() for path in configured.split(os.pathsep)):
+        clusters.append(_kubernetes(None, None))
+    return clusters
+
+
+def _find(args: argparse.Namespace) -> tuple[Cluster, Object]:
+    """A run on this machine is found although the cluster of the kubeconfig does not answer."""
+    from posttrain.launch.runs import find_run
+
+    return find_run(_clusters(args), args.name)
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--on", metavar="PROFILE", help="look there: a cluster profile, or local")
+    parser.add_argument("--context", help="look in the cluster of this context of the kubeconfig")
+    parser.add_argument("--namespace", help="look in this namespace")
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="name of the run (launch list)")
+    _add_place(parser)
+
+
+# -- before a run --------------------------------------------------------------------------------------------------------
+
+
+def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
+    """What is about to be submitted, and what it costs."""
+    profile = request.profile
+    machine = request.instance.name or "machines of the profile"
+    count = f"{request.num_nodes} pod{'s' if request.num_nodes > 1 else ''}"
+    if profile.cluster.kind == "local":
+        from posttrain.launch.local.local_cluster import claim_folder
+
+        place = claim_folder(profile.storage.claim)
+        return [
+            f"{request.name}: {count} on this machine, as a {profile.scheduler.kind}; {profile.storage.mount} is {place}"
+        ]
+    gpus = f" with {request.gpus_per_node} GPUs" if request.gpus_per_node else ""
+    capacity = profile.nodes.capacity.replace("_", "-")
+    lines = [
+        f"{request.name}: {count}{gpus} on {machine} ({capacity}), as a {profile.scheduler.kind} in namespace "
+        f"{profile.cluster.namespace} of {where}"
+    ]
+    return lines + _price_lines(request, config)
+
+
+def _price_lines(request: LaunchRequest, config: RunConfig) -> list[str]:
+    from posttrain.cli.plan_command import cost_on_cluster
+    from posttrain.launch.prices import price_of
+
+    try:
+        return cost_on_cluster(request.profile, config).lines()
+    except InputError as error:
+        unknown = str(error).splitlines()[0]
+    try:
+        prices = price_of(request.instance.name, request.profile.cost.price).range_of(request.profile.nodes.capacity)
+    except InputError as error:
+        return [f"  price: {error}"]
+    if prices is None:
+        return [f"  price: none is known for {request.profile.nodes.capacity} machines of this type; give cost.price"]
+    hourly = "–".join(dict.fromkeys(f"{price * request.num_nodes:,.2f}" for price in prices))
+    return [f"  price: ${hourly} an hour; for how many hours is not known ({unknown})"]
+
+
+def is_confirmed() -> bool:
+    if not sys.stdin.isatty():
+        raise InputError("there is no terminal to ask at: give --yes to submit. Nothing was created")
+    return input("go? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def follow(cluster: Cluster, name: str) -> int:
+    """Print what rank 0 prints, attempt after attempt, until the run is over. Its exit code becomes ours."""
+    from posttrain.launch.runs import ENDED, pods_by_rank, state_of
+
+    shown: set[str] = set()
+    told = ""
+    while True:
+        found = cluster.workloads(name)
+        if not found:
+            raise InputError(f"{name} was removed by another command")
+        state, pods = state_of(found[0]), pods_by_rank(cluster.pods(found[0]))
+        if problem := _start_problem(pods):
+            cluster.delete(found[0])
+            raise InputError(f"{problem}. What was created is removed")
+        for pod in pods:
+            if pod.rank != 0 or pod.name_and_attempt in shown or pod.phase == "Pending":
+                continue
+            shown.add(pod.name_and_attempt)
+            print(f"-- attempt {pod.attempt}, rank 0: pod {pod.name}", file=sys.stderr, flush=True)
+            for text in cluster.log(pod.body, follow=True):
+                print(text, end="", flush=True)
+            break
+        else:
+            if state.phase in (*ENDED, "Lost"):
+                print(f"-- {name}: {state.phase}{f': {state.message}' if state.message else ''}", file=sys.stderr)
+                return _exit_code(state.phase, pods)
+            waiting = "; ".join(f"rank {pod.rank}: {pod.waits_for}" for pod in pods if pod.waits_for)
+            if waiting and waiting != told:
+                told = waiting
+                print(f"-- waiting: {waiting}", file=sys.stderr, flush=True)
+            time.sleep(cluster.poll_s)
+
+
+def _start_problem(pods: list[RunPod]) -> str:
+    """Why pods can never start; waiting would change nothing."""
+    for pod in pods:
+        reason = pod.waits_for.partition(":")[0]
+        if reason in _NOT_STARTING:
+            return f"pod {pod.name} cannot start ({pod.waits_for}): see image.name, image.pull_secret and secrets"
+        if "executable file not found" in pod.end_message:
+            return f"pod {pod.name} could not start `posttrain` ({pod.end_message}): the image lacks it; see Dockerfile"
+    return ""
+
+
+def _exit_code(phase: str, pods: list[RunPod]) -> int:
+    if phase == "Succeeded":
+        return 0
+    last = max((pod.attempt for pod in pods), default=0)
+    codes = {pod.exit_code for pod in pods if pod.attempt == last}
+    return next((code for code in (64, 65) if code in codes), 1)
+
+
+# -- actions -------------------------------------------------------------------------------------------------------------
+
+
+def _add_list(parser: argparse.ArgumentParser) -> None:
+    _add_place(parser)
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def _list(args: argparse.Namespace) -> int:
+    from posttrain.launch.runs import ClusterUnreachable, name_of, state_of
+
+    rows, unreachable = [], None
+    for cluster in _clusters(args):
+        try:
+            found = cluster.workloads()
+        except ClusterUnreachable as error:
+            unreachable = error
+            continue
+        for workload in found:
+            state = state_of(workload)
+            row = {
+                "name": name_of(workload),
+                "kind": workload["kind"],
+                "phase": state.phase,
+                "restarts": state.restarts,
+            }
+            rows.append({**row, "namespace": workload["metadata"]["namespace"], "cluster": cluster.title})
+    if unreachable is not None:
+        if not rows:
+            raise unreachable
+        print(f"warning: {unreachable}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    if not rows:
+        print("no runs; `posttrain launch --on PROFILE KIND --config FILE` starts one")
+    for row in [
+        {"name": "NAME", "kind": "KIND", "phase": "PHASE", "restarts": "RESTARTS", "cluster": "CLUSTER"},
+        *rows,
+    ]:
+        if rows:
+            print(f"{row['name']:<32}{row['kind']:<12}{row['phase']:<11}{row['restarts']:<10}{row['cluster']}")
+    return 0
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def _status(args: argparse.Namespace) -> int:
+    from posttrain.launch.runs import pods_by_rank, state_of
+
+    cluster, workload = _find(args)
+    state, pods = state_of(workload), pods_by_rank(cluster.pods(workload))
+    events = cluster.events(workload)
+    if args.json:
+        rows = [
+            {"rank": pod.rank, "attempt": pod.attempt, "pod": pod.name, "phase": pod.phase, "exit_code": pod.exit_code}
+            for pod in pods
+        ]
+        result = {"name": args.name, "phase": state.phase, "restarts": state.restarts, "message": state.message}
+        print(json.dumps({**result, "pods": rows, "events": events}, indent=2))
+        return 0
+    about = f": {state.message}" if state.message else ""
+    print(f"{args.name}: {workload['kind']} in {cluster.title}, {state.phase}, {state.restarts} restarts{about}")
+    for pod in pods:
+        code = "" if pod.exit_code is None else f", exit code {pod.exit_code}"
+        waits = f", waits: {pod.waits_for}" if pod.waits_for else ""
+        print(f"  attempt {pod.attempt}, rank {pod.rank}: {pod.phase}{code}{waits} ({pod.name})")
+    for event in events[-_SHOWN_EVENTS:]:
+        print(f"  {event}")
+    return 0
+
+
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    parser.add_argument("--rank", type=int, default=0, help="whose output (default 0, where the driver is)")
+    parser.add_argument("--attempt", type=int, help="of which attempt, from 1; else of the newest")
+    parser.add_argument("--follow", action="store_true", help="go on while the pod lives")
+
+
+def _logs(args: argparse.Namespace) -> int:
+    from posttrain.launch.runs import choose_pod, pods_by_rank
+
+    cluster, workload = _find(args)
+    pod = choose_pod(pods_by_rank(cluster.pods(workload)), args.rank, args.attempt)
+    for text in cluster.log(pod.body, args.follow):
+        print(text, end="", flush=True)
+    return 0
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the run (launch list)")
+    _add_place(parser)
+    parser.add_argument("--folder", type=Path, help="of checkpoints that are on this machine, instead of a run's name")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of its metrics, if they are elsewhere")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def _checkpoints(args: argparse.Namespace) -> int:
+    from posttrain.launch.run_checkpoints import checkpoint_rows
+
+    if (args.name is None) == (args.folder is None):
+        raise InputError("give the name of a run, or --folder")
+    if args.folder is not None:
+        rows = checkpoint_rows(args.folder, args.logs or args.folder)
+    else:
+        cluster, workload = _find(args)
+        rows = cluster.checkpoints(workload)
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    if not rows:
+        print("no complete checkpoint yet")
+    for row in rows:
+        metrics = "  ".join(f"{key} {value:.4g}" for key, value in row["metrics"].items())
+        print(f"step {row['step']:<8}{row['saved']}  {row['bytes'] / 2**20:>10,.1f} MiB  {metrics}")
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    cluster, workload = _find(args)
+    cluster.delete(workload)
+    print(f"{args.name} is stopped and removed from {cluster.title}; its checkpoints are kept")
+    return 0
+
+
+def _add_interrupt(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    parser.add_argument("--rank", type=int, default=0, help="whose machine (default 0)")
+    parser.add_argument(
+        "--notice", type=_seconds, default=120.0, metavar="S", help="seconds from the notice to the end (default 120)"
+    )
+    parser.add_argument(
+        "--evict", action="store_true", help="send SIGTERM, as a drain does, with the pod's own grace period"
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 86400:
+        raise argparse.ArgumentTypeError(f"{text!r}: seconds from 0 on are accepted; 0 gives no notice")
+    return seconds
+
+
+def _interrupt(args: argparse.Namespace) -> int:
+    from posttrain.launch.runs import choose_pod, pods_by_rank
+
+    cluster, workload = _find(args)
+    pod = choose_pod(pods_by_rank(cluster.pods(workload)), args.rank, None)
+    if not pod.is_alive:
+        raise InputError(f"rank {args.rank} does not run (pod {pod.name} has ended with {pod.exit_code})")
+    print(f"pod {pod.name}: {cluster.interrupt(workload, pod.body, args.notice, args.evict)}")
+    return 0
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--on", required=True, metavar="PROFILE", help="cluster profile, or local")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Asks for what a run on one machine of the profile would need."""
+    from posttrain.cli.launch_command import load_profile
+    from posttrain.config import load_config
+    from posttrain.launch.instances import find_instance
+    from posttrain.launch.launch_request import request_run
+    from posttrain.launch.workloads import render_run
+
+    profile = load_profile(args.on)
+    gpus = find_instance(profile.nodes, profile.cluster.kind).gpus
+    settings = [f"checkpointing.checkpoint_dir={profile.storage.mount}/doctor", f"cluster.gpus_per_node={gpus or 1}"]
+    objects = render_run(request_run(load_config("grpo", None, settings), profile, "doctor"))
+    cluster = cluster_of(profile)
+    checks = cluster.examine(objects)
+    print(f"{args.on}: {cluster.title}")
+    for check in checks:
+        mark = "missing" if check.problem else "unknown" if check.unknown else "ok"
+        print(f"  {mark:<9}{check.problem or check.what}{f' ({check.unknown})' if check.unknown else ''}")
+    missing = sum(bool(check.problem) for check in checks)
+    print(f"{missing} of {len(checks)} are missing" if missing else "nothing is missing")
+    return InputError.exit_code if missing else 0
+
+
+AddArguments = Callable[[argparse.ArgumentParser], None]
+
+ACTIONS: dict[str, tuple[str, AddArguments, Callable[[argparse.Namespace], int]]] = {
+    "doctor": ("ask a cluster what a run of this profile would miss; creates nothing", _add_doctor, _doctor),
+    "list": ("list runs, on this machine and in the cluster of the kubeconfig", _add_list, _list),
+    "status": ("show the pods of a run, its attempts and events", _add_status, _status),
+    "logs": ("print the output of a rank", _add_logs, _logs),
+    "checkpoints": ("list the checkpoints of a run, with metrics", _add_checkpoints, _checkpoints),
+    "stop": ("end a run and remove what was created for it; checkpoints are kept", _add_name, _stop),
+    "interrupt": ("take the machine of a rank away, with or without notice: a fire drill", _add_interrupt, _interrupt),
+}

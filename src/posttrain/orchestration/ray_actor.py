@@ -1,0 +1,134 @@
+"""One rank or engine as a Ray actor: its process, its place, and calls to it as futures."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import ray
+import torch
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from transformers.utils import logging
+
+from posttrain.errors import InputError
+from posttrain.orchestration.failures import NCCL_TIMEOUT_VARIABLE, WorkerDiedError
+from posttrain.orchestration.launch import RankLayout
+from posttrain.orchestration.rank import Rank
+from posttrain.orchestration.ray_cluster import Places
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CONTROL = "control"  # calls that do not wait for the operation that the rank is busy with
+
+
+class RankActor:
+    """The process of a rank. It joins the process group first, then builds the rank, which shards over that group."""
+
+    def __init__(self, index: int, layout: RankLayout) -> None:
+        self.index, self.layout = index, layout
+        torch.set_num_threads(layout.num_threads or max(1, (os.cpu_count() or 1) // layout.ranks_per_node))
+        logging.set_verbosity_error()  # progress bars and advice would break up the driver's console
+        logging.disable_progress_bar()
+        self.rank: Any = None
+
+    def node(self) -> tuple[str, str]:
+        """The IP and the id of the node that the rank is on."""
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+
+    def address(self) -> tuple[str, int]:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.util.get_node_ip_address(), int(free.getsockname()[1])
+
+    def build(self, build: Callable[[], object], address: tuple[str, int]) -> None:
+        os.environ["LOCAL_RANK"] = "0"  # Ray shows each actor only its own GPU
+        if self.layout.is_process_group and self.layout.num_ranks > 1:
+            cuda = torch.cuda.is_available() and self.layout.device != "cpu"
+            torch.distributed.init_process_group(
+                "cuda:nccl,cpu:gloo" if cuda else "gloo",
+                init_method=f"tcp://{address[0]}:{address[1]}",
+                rank=self.index,
+                world_size=self.layout.num_ranks,
+                timeout=_collective_timeout(),
+            )
+        self.rank = build()
+
+    @ray.method(concurrency_group=CONTROL)
+    def request_stop(self) -> None:
+        """Runs beside the operation that samples."""
+        if self.rank is not None:
+            self.rank.request_stop()
+
+    def run(self, operation: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        return getattr(self.rank, operation)(*args, **kwargs)
+
+
+class RayWorker:
+    """One rank behind an actor."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self.actor = actor
+
+    def submit(self, operation: Callable[Concatenate[Rank, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return future_of(self.actor.run.remote(operation.__name__, args, kwargs))
+
+
+def start_actor(place: int, layout: RankLayout, places: Places) -> ActorHandle:
+    """On the `place`-th place of the run; the last ones are those of engines."""
+    return (
+        ray.remote(concurrency_groups={CONTROL: 1})(RankActor)
+        .options(
+            num_cpus=1,
+            num_gpus=layout.gpus_per_rank if places.use_gpu else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                places.group, placement_group_bundle_index=place // layout.ranks_per_node
+            ),
+        )
+        .remote(place, layout)
+    )
+
+
+def _collective_timeout() -> timedelta | None:
+    """None: that of torch, 10 minutes with NCCL and 30 with gloo."""
+    chosen = os.environ.get(NCCL_TIMEOUT_VARIABLE)
+    if not chosen:
+        return None
+    if not chosen.isdigit() or int(chosen) == 0:
+        raise InputError(f"{NCCL_TIMEOUT_VARIABLE} is {chosen!r}; accepted: a number of seconds above 0")
+    return timedelta(seconds=int(chosen))
+
+
+def future_of(reference: ray.ObjectRef[T]) -> Future[T]:
+    """The result of a remote call. The error of a rank is raised as it was there."""
+    outcome: Future[T] = Future()
+
+    def pass_on(done: Future[T]) -> None:
+        error = done.exception()
+        cause = getattr(error, "cause", None)
+        if error is None:
+            with suppress(InvalidStateError):
+                outcome.set_result(done.result(timeout=0))
+        elif isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
+            settle(outcome, WorkerDiedError(str(error)))
+        elif isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, Exception):
+            if not isinstance(cause, InputError):
+                cause.__cause__ = error  # whose text is the traceback of the rank
+            settle(outcome, cause)
+        else:
+            settle(outcome, error)
+
+    reference.future().add_done_callback(pass_on)
+    return outcome
+
+
+def settle(outcome: Future[Any], error: BaseException) -> None:
+    """Unless it has its result or another error."""
+    with suppress(InvalidStateError):
+        outcome.set_exception(error)

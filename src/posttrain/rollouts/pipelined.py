@@ -1,0 +1,83 @@
+"""The round of a step samples while the step before it trains, on engines of their own.
+
+`take` hands out the groups of the round that has ended and begins the next one, with the weights that the engines have.
+`publish` waits for that round, then hands over new weights: these change only between rounds. So at every checkpoint no
+round is running, and what was sampled ahead is among the open groups that it holds. A resumed run repeats the
+uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+
+from posttrain.algorithms.step_reports import StageClock
+from posttrain.errors import HardwareError
+from posttrain.roles import Progress, ShowProgress, WeightSync, no_progress
+from posttrain.rollouts.rounds import RoundRollouts
+from posttrain.types import TakenGroups
+
+
+@dataclass
+class PipelinedRollouts:
+    """A `RolloutSource`, and the `WeightSync` of its engines."""
+
+    rounds: RoundRollouts
+    weights: WeightSync
+    limit_s: float  # for one round
+    thread: ThreadPoolExecutor
+    _running: Future[float] | None = None
+    _timings_s: dict[str, float] = field(default_factory=dict)  # of the round that ended last
+
+    @classmethod
+    def start(cls, rounds: RoundRollouts, weights: WeightSync, limit_s: float, cleanup: ExitStack) -> PipelinedRollouts:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="round")
+        cleanup.callback(thread.shutdown, wait=False, cancel_futures=True)  # the engines are closed after it
+        quiet = replace(rounds.fresh, show_progress=_only_of_main_thread(rounds.fresh.show_progress))
+        return cls(replace(rounds, fresh=quiet), weights, limit_s, thread)
+
+    def take(self, num_groups: int, step: int) -> TakenGroups:
+        clock = StageClock()
+        if not self.rounds.is_sampled(num_groups, step):  # the first step of a run
+            self.rounds.sample(num_groups, step, version=step - 1, clock=clock)
+        taken = self.rounds.hand_out(num_groups, step, clock)
+        timings_s, self._timings_s = {**taken.timings_s, **self._timings_s}, {}
+        if step < self.rounds.max_steps:
+            self._running = self.thread.submit(self._sample, num_groups, step + 1, step - 1)
+        return replace(taken, timings_s=timings_s)
+
+    def _sample(self, num_groups: int, step: int, version: int) -> float:
+        """Returns the seconds that it took."""
+        start = time.perf_counter()
+        self.rounds.sample(num_groups, step, version, StageClock())
+        return time.perf_counter() - start
+
+    def publish(self, version: int) -> None:
+        if self._running is not None:
+            start = time.perf_counter()
+            try:
+                round_s = self._running.result(timeout=self.limit_s)
+            except TimeoutError as error:
+                if self._running.done():
+                    raise  # of the round itself
+                raise HardwareError(
+                    f"the round for step {version + 1} has not ended within {self.limit_s:.0f} s. The same command continues "
+                    "from what was saved"
+                ) from error
+            self._running = None
+            self._timings_s = {"generation_ahead": round_s, "generation_ahead_wait": time.perf_counter() - start}
+        self.weights.publish(version)
+
+
+def _only_of_main_thread(show: ShowProgress) -> ShowProgress:
+    """The bar of training is shown meanwhile, and there is one at a time."""
+
+    def shown(label: str, total: int) -> AbstractContextManager[Progress]:
+        if threading.current_thread() is threading.main_thread():
+            return show(label, total)
+        return no_progress(label, total)
+
+    return shown

@@ -1,0 +1,259 @@
+"""The local cluster in real namespaces: what a pod finds, how it ends, and what is left of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from local_runs import ProgramRun, skip_without_namespaces, wait_for
+
+from posttrain.cli.main import main
+from posttrain.launch.local.local_cluster import local_folder
+
+TOKEN = "hf_plantedTokenOfThisTest0123456789abcd"
+SOURCES = Path(__file__).parents[2] / "src"
+
+# What a pod finds, into a file on the shared file system.
+LOOK = """
+import hashlib, json, os, socket, time
+head = os.environ["POSTTRAIN_HEAD_HOST"]
+while True:
+    try:
+        address = socket.gethostbyname(head)
+        break
+    except OSError:
+        time.sleep(0.05)
+try:
+    open("/etc/posttrain/config.yaml", "a")
+    writable = True
+except OSError:
+    writable = False
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=20)
+    reached = "connected"
+except OSError as error:
+    reached = type(error).__name__
+open("/tmp/mine", "x").close()
+open("/dev/shm/mine", "x").close()
+found = dict(pid=os.getpid(), user=os.getuid(), host=socket.gethostname(), own=socket.gethostbyname(socket.gethostname()),
+             head=address, writable=writable, reached=reached, config=open("/etc/posttrain/config.yaml").read(),
+             token=hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest(),
+             gpus=os.environ["CUDA_VISIBLE_DEVICES"], host_variable=os.environ.get("OF_THE_HOST"))
+with open(f"/shared/{os.environ['JOB_COMPLETION_INDEX']}.new", "w") as file:
+    json.dump(found, file)
+os.rename(file.name, file.name.replace(".new", ".json"))
+while not os.path.exists("/shared/1.json"):  # the end of rank 0 is the end of the run
+    time.sleep(0.05)
+"""
+
+# Ends with 85 when its machine is about to end, or SIGTERM comes; with 0 in the second attempt.
+SPOT = """
+import os, signal, sys, time, urllib.error, urllib.request
+index = os.environ.get("JOB_COMPLETION_INDEX", "0")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))
+count = sum(name.startswith(f"{index}-") for name in os.listdir("/shared"))
+if count and index == "0":
+    sys.exit(0)
+def ask(path, method="GET", **headers):
+    request = urllib.request.Request(f"http://169.254.169.254{path}", method=method, headers=headers)
+    try:
+        return urllib.request.urlopen(request, timeout=20).read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code
+token = ask("/latest/api/token", "PUT", **{"X-aws-ec2-metadata-token-ttl-seconds": "60"})
+print("without a token", ask("/latest/meta-data/spot/instance-action"), flush=True)
+open(f"/shared/{index}-{count}", "x").close()
+told = {}
+while True:
+    action = ask("/latest/meta-data/spot/instance-action", **{"X-aws-ec2-metadata-token": token})
+    preempted = ask("/computeMetadata/v1/instance/preempted", **{"Metadata-Flavor": "Google"})
+    if told != (action, preempted):
+        told = (action, preempted)
+        print(*told, flush=True)
+    if action != 404:
+        sys.exit(85)
+    time.sleep(0.05)
+"""
+
+DEAF = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("/shared/ready", "a").close()
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_namespaces()
+    monkeypatch.setenv("POSTTRAIN_LOCAL", str(tmp_path / "local"))
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def runs() -> Iterator[list[ProgramRun]]:
+    started: list[ProgramRun] = []
+    yield started
+    for run in started:
+        run.close()
+
+
+def begin(runs: list[ProgramRun], folder: Path, scheduler: str, program: str, *overrides: str) -> ProgramRun:
+    run = ProgramRun(folder, scheduler, [sys.executable, "-c", program], *overrides)
+    runs.append(run)
+    run.start()
+    return run
+
+
+def test_a_pod_finds_what_its_manifest_says(
+    tmp_path: Path, runs: list[ProgramRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("OF_THE_HOST", "1")
+    run = begin(runs, tmp_path, "jobset", LOOK, "nodes.grace_s=2", "secrets={HF_TOKEN: {secret: hf, key: token}}")
+    assert run.wait_for_end() == "Succeeded"
+    first, second = (json.loads((run.claim / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert (first["pid"], first["user"]) == (1, 1000)
+    assert [found["host"] for found in (first, second)] == ["grpo-math-node-0-0", "grpo-math-node-0-1"]
+    assert first["own"] != second["own"]
+    assert first["head"] == second["head"] == first["own"]
+    assert not first["writable"]
+    assert first["reached"] == "OSError"  # no route, at once
+    assert first["config"] == run.objects[0]["data"]["config.yaml"]
+    assert first["gpus"] == ""
+    assert first["host_variable"] is None
+    assert first["token"] == hashlib.sha256(TOKEN.encode()).hexdigest()
+    assert not Path("/dev/shm/mine").exists()
+    for path in local_folder().rglob("*"):
+        assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("scheduler", ["job", "jobset"])
+def test_a_notice_of_the_metadata_service_becomes_a_second_attempt(
+    tmp_path: Path, runs: list[ProgramRun], scheduler: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(runs, tmp_path, scheduler, SPOT, "nodes.grace_s=2")
+    wait_for(lambda: len(list(run.claim.glob("*-0"))) == 2, "both ranks have begun")
+    assert main(["launch", "interrupt", run.name, "--rank", "0", "--notice", "600"]) == 0
+    assert run.wait_for_end() == "Succeeded"
+    ended = [(pod.attempt, pod.rank, pod.exit_code) for pod in run.pods() if pod.rank == 0]
+    assert ended == [(1, 0, 85), (2, 0, 0)]
+    log = run.log(run.pods()[0])
+    assert "without a token 401" in log
+    assert "404 FALSE" in log
+    assert '"action": "terminate"' in log
+    assert "TRUE" in log
+
+
+def test_sigterm_comes_first_and_sigkill_when_the_grace_period_is_over(tmp_path: Path, runs: list[ProgramRun]) -> None:
+    run = begin(runs, tmp_path, "job", DEAF, "nodes.grace_s=1")
+    wait_for((run.claim / "ready").exists, "a rank has begun")
+    pod = next(pod for pod in run.pods() if pod.rank == 1)
+    run.cluster.interrupt(run.workload, pod.body, 0, evict=True)
+    wait_for(lambda: any(p.rank == 1 and p.exit_code == 137 for p in run.pods()), "rank 1 is killed")
+    told = [event for event in run.cluster.events(run.workload) if "Evicted" in event or "Killed" in event]
+    assert [("Evicted" in event, "Killed" in event) for event in told] == [(True, False), (False, True)]
+    wait_for(lambda: any(p.rank == 1 and p.attempt == 2 for p in run.pods()), "the index is created again")
+
+
+def test_a_machine_that_is_lost_without_notice_is_an_end_with_137(tmp_path: Path, runs: list[ProgramRun]) -> None:
+    run = begin(runs, tmp_path, "volcano", DEAF, "nodes.grace_s=1")
+    wait_for((run.claim / "ready").exists, "a rank has begun")
+    run.cluster.interrupt(run.workload, run.pods()[1].body, 0, evict=False)
+    wait_for(lambda: len(run.pods()) == 4, "the gang is started again")
+    assert [pod.exit_code for pod in run.pods()][:2] == [137, 137]
+
+
+def test_stop_ends_the_pods_and_keeps_the_claim(tmp_path: Path, runs: list[ProgramRun]) -> None:
+    run = begin(runs, tmp_path, "rayjob", DEAF, "nodes.grace_s=1")
+    wait_for((run.claim / "ready").exists, "a rank has begun")
+    assert main(["launch", "stop", run.name]) == 0
+    assert run.cluster.workloads(run.name) == []
+    assert (run.claim / "ready").exists()
+    assert not (local_folder() / "runs" / run.name).exists()
+
+
+def test_a_run_whose_process_was_killed_is_lost_and_leaves_no_pod(
+    tmp_path: Path, runs: list[ProgramRun], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(runs, tmp_path, "job", DEAF, "nodes.grace_s=1")
+    wait_for((run.claim / "ready").exists, "a rank has begun")
+    marker = str(local_folder() / "runs" / run.name).encode()
+    process = next(pid for pid in _pids() if marker in _command_line(pid))
+    pods = [pid for pid in _pids() if b"/shared/ready" in _command_line(pid)]
+    assert pods
+    os.kill(process, signal.SIGKILL)
+    run.wait_for_phase("Lost")
+    wait_for(lambda: not any(b"/shared/ready" in _command_line(pid) for pid in pods), "its pods are gone")
+    assert main(["launch", "status", run.name]) == 0
+    assert "Lost" in capfd.readouterr().out
+    assert main(["launch", "stop", run.name]) == 0
+
+
+def _pids() -> list[int]:
+    return sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_run_goes_on_when_the_command_that_follows_it_is_killed(tmp_path: Path, runs: list[ProgramRun]) -> None:
+    run = ProgramRun(tmp_path, "jobset", [sys.executable, "-c", SPOT], "nodes.grace_s=2")
+    runs.append(run)
+    script = tmp_path / "laptop.py"
+    script.write_text(
+        "import json, sys\n"
+        "from posttrain.cli.launch_runs import follow\n"
+        "from posttrain.launch.local.local_cluster import LocalCluster\n"
+        "cluster = LocalCluster()\n"
+        "cluster.create(json.load(open(sys.argv[1])))\n"
+        "follow(cluster, sys.argv[2])\n"
+    )
+    objects = tmp_path / "objects.json"
+    objects.write_text(json.dumps(run.objects))
+    laptop = subprocess.Popen(
+        [sys.executable, str(script), str(objects), run.name],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        start_new_session=True,
+    )
+    assert laptop.stdout is not None
+    assert b"without a token" in laptop.stdout.readline()  # it follows rank 0
+    os.killpg(laptop.pid, signal.SIGKILL)
+    laptop.wait()
+    wait_for(lambda: len(list(run.claim.glob("*-0"))) == 2, "both ranks have begun")
+    run.cluster.interrupt(run.workload, run.pods()[1].body, 0, evict=True)
+    assert run.wait_for_end() == "Succeeded"
+
+
+def test_a_kernel_that_forbids_namespaces_is_a_message_and_nothing_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("posttrain.launch.local.local_cluster.namespaces.__file__", "/nonexistent")
+    words = ["grpo", "checkpointing.checkpoint_dir=/shared/run", "policy.model_name=/shared/model"]
+    assert main(["launch", "--on", "local", "--yes", *words]) == 64
+    assert "does not let users make namespaces" in capfd.readouterr().err
+    assert not local_folder().exists()
+
+
+def test_a_secret_that_this_machine_does_not_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    profile = tmp_path / "p.yaml"
+    profile.write_text("cluster: {kind: local}\nsecrets: {HF_TOKEN: {secret: hf, key: token}}\n")
+    words = ["grpo", "checkpointing.checkpoint_dir=/shared/run", "policy.model_name=/shared/model"]
+    assert main(["launch", "--on", str(profile), "--yes", *words]) == 64
+    assert "secrets.HF_TOKEN" in capfd.readouterr().err

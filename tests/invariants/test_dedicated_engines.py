@@ -1,0 +1,172 @@
+"""Engines on places of their own: what they sample, what is left of a run when they die, and how it resumes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_local_equals_ray import assert_same_curves, copy_until
+from test_rounds_are_exact import trained_draws
+from tiny_runs import LORA, grpo, results_of, run, save_data, save_model, weights_of
+
+from posttrain.orchestration import workers
+
+ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
+
+from ray.actor import ActorHandle  # noqa: E402
+
+from posttrain.orchestration.ray_actor import RayWorker  # noqa: E402
+
+STEPS = 4
+LOCAL = ["cluster.launcher=local"]
+DEDICATED = ["cluster.gpus_per_node=2", "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"]
+AGE_2 = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2"]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray() -> Iterator[None]:
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(
+        num_cpus=4,
+        num_gpus=0,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        address="local",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_data(tmp_path_factory.mktemp("data"))
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A run whose rounds sample ahead, and the arguments of others like it."""
+
+    model: Path
+    data: Path
+    whole: Path
+
+    def arguments(self, folder: Path) -> list[str]:
+        return [*grpo(self.model, self.data, folder, steps=STEPS), *DEDICATED, *AGE_2]
+
+
+@pytest.fixture(scope="module")
+def ahead(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Ahead:
+    found = Ahead(model, data, tmp_path_factory.mktemp("ahead") / "whole")
+    assert run(found.arguments(found.whole)) == 0
+    return found
+
+
+def assert_same_run(folder: Path, expected: Path) -> None:
+    assert results_of(folder) == results_of(expected)
+    assert weights_of(folder / f"step_{STEPS}") == weights_of(expected / f"step_{STEPS}")
+
+
+@pytest.mark.parametrize("adapters", [[], LORA], ids=["all weights", "adapters"])
+def test_a_synchronous_run_has_the_bits_of_a_colocated_one(
+    adapters: list[str], model: Path, data: Path, tmp_path: Path
+) -> None:
+    def arguments(name: str) -> list[str]:
+        return [*grpo(model, data, tmp_path / name, steps=STEPS), *adapters]
+
+    assert run([*arguments("colocated"), *LOCAL]) == 0
+    assert run([*arguments("dedicated"), *DEDICATED]) == 0
+    assert_same_run(tmp_path / "dedicated", tmp_path / "colocated")
+
+
+def test_a_run_that_samples_ahead_resumes_with_the_same_bits(ahead: Ahead, tmp_path: Path) -> None:
+    ages = [row["train/trajectory_age_max"] for row in results_of(ahead.whole) if "train/loss" in row]
+    assert ages[0] == 0
+    assert min(ages[1:]) >= 1, "sampled while the step before was trained"
+    assert max(ages) <= 2
+    assert sorted(trained_draws(ahead.whole, STEPS)) == list(range(STEPS * 4))
+    copy_until(2, ahead.whole, tmp_path / "resumed")
+    assert run(ahead.arguments(tmp_path / "resumed")) == 0
+    assert_same_run(tmp_path / "resumed", ahead.whole)
+
+
+def test_two_ranks_and_two_engines_make_the_curves_of_one_process(model: Path, data: Path, tmp_path: Path) -> None:
+    places = ["cluster.gpus_per_node=4", "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 2}}"]
+    assert run([*grpo(model, data, tmp_path / "local", steps=STEPS), *LOCAL]) == 0
+    assert run([*grpo(model, data, tmp_path / "four", steps=STEPS), *places]) == 0
+    assert_same_curves(tmp_path / "four", tmp_path / "local")
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fault_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Callable[[ActorHandle], None]], None]:
+    """Lets a fault happen to the engine when an operation is called on it for the n-th time."""
+
+    def prepare(operation: str, count: int, fault: Callable[[ActorHandle], None]) -> None:
+        calls: list[str] = []
+
+        def submit(self: RayWorker, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+            pending = own_submit(self, called, *args, **kwargs)
+            if threading.current_thread().name.startswith("engine"):
+                calls.append(called.__name__)
+                if called.__name__ == operation and calls.count(operation) == count:
+                    fault(self.actor)
+            return pending
+
+        own_submit = RayWorker.submit
+        monkeypatch.setattr(RayWorker, "submit", submit)
+
+    return prepare
+
+
+def test_an_engine_that_is_killed_is_replaced_and_the_run_has_the_same_bits(
+    fault_at: Callable[..., None], ahead: Ahead, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fault_at("receive_weights", 2, ray.kill)
+    fault_at("sample_round", 3, ray.kill)
+    assert run(ahead.arguments(tmp_path / "killed")) == 0
+    error = capfd.readouterr().err
+    assert "engine 0 died during receive_weights: another one is started" in error
+    assert "engine 0 died during sample_round: another one is started" in error
+    assert_same_run(tmp_path / "killed", ahead.whole)
+
+
+def test_an_engine_that_hangs_is_named_within_the_deadline(
+    fault_at: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: Ahead,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def prepare(actor: ActorHandle) -> None:
+        """For the next round, which has not begun: earlier ones may take longer."""
+        pids.append(pid_of(actor))
+        monkeypatch.setitem(workers._DEADLINES_S, "sample_round", 3.0)
+
+    pids: list[int] = []
+    fault_at("receive_weights", 2, prepare)
+    fault_at("sample_round", 3, lambda actor: os.kill(pids[0], signal.SIGSTOP))
+    assert run(ahead.arguments(tmp_path / "run")) == 1
+    error = capfd.readouterr().err
+    assert "engine 0 of 1 has not finished sample_round within 3 s" in error
+
+
+def pid_of(actor: ActorHandle) -> int:
+    return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60))

@@ -1,0 +1,88 @@
+"""Engines that die: replaced a few times, with the newest weights, then the run ends. Without Ray processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+ray_engines = pytest.importorskip("posttrain.orchestration.ray_engines", reason="Ray is not installed (posttrain[ray])")
+
+from posttrain.orchestration.failures import WorkerDiedError, WorkerTimeoutError  # noqa: E402
+from posttrain.orchestration.launch import RankLayout  # noqa: E402
+from posttrain.orchestration.rank import Rank  # noqa: E402
+from posttrain.orchestration.workers import DEADLINE_VARIABLE  # noqa: E402
+
+
+class Method:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def remote(self, *args: Any) -> Future[Any]:
+        outcome: Future[Any] = Future()
+        try:
+            outcome.set_result(self.call(*args))
+        except WorkerDiedError as error:
+            outcome.set_exception(error)
+        return outcome
+
+
+class FakeActor:
+    def __init__(self, number: int, dies_at: set[str], log: list[tuple[int, str]]) -> None:
+        self.number, self.dies_at, self.log = number, dies_at, log
+        self.build, self.run = Method(lambda *args: self._note("build")), Method(lambda name, *args: self._note(name))
+
+    def _note(self, operation: str) -> int:
+        self.log.append((self.number, operation))
+        if operation in self.dies_at:
+            raise WorkerDiedError("gone")
+        return self.number
+
+
+class Actors:
+    """Each start is the next of these."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *dies_at: set[str]) -> None:
+        self.log: list[tuple[int, str]] = []
+        self.said: list[str] = []
+        actors = iter(FakeActor(number, operations, self.log) for number, operations in enumerate(dies_at))
+        monkeypatch.setattr(ray_engines, "start_actor", lambda place, layout, places: next(actors))
+        monkeypatch.setattr(ray_engines, "future_of", lambda outcome: outcome)
+        monkeypatch.setattr("posttrain.orchestration.ray_actor.future_of", lambda outcome: outcome)
+        self.engine = ray_engines.RayEngine(
+            0, object, RankLayout(1, 2, num_engines=1), cast(Any, None), self.said.append
+        )
+
+
+def test_a_replacement_gets_the_newest_weights_and_repeats_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors(monkeypatch, {"sample_round"}, set())
+    actors.engine.submit(Rank.receive_weights, cast(Any, "weights")).result(timeout=10)
+    assert actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10) == 1
+    assert actors.log == [
+        (0, "build"),
+        (0, "receive_weights"),
+        (0, "sample_round"),
+        (1, "build"),
+        (1, "receive_weights"),
+        (1, "sample_round"),
+    ]
+    assert actors.said == ["engine 0 died during sample_round: another one is started, and repeats it"]
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors(monkeypatch, {"sample_round"}, {"sample_round"}, {"sample_round"})
+    with pytest.raises(WorkerDiedError):
+        actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
+    assert len(actors.said) == ray_engines.MAX_REPLACEMENTS
+
+
+def test_an_engine_that_hangs_does_not_hold_its_thread_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors(monkeypatch, set())
+    monkeypatch.setenv(DEADLINE_VARIABLE, "0.01")
+    monkeypatch.setattr(ray_engines, "_GRACE_S", 0.01)
+    monkeypatch.setattr(actors.engine.worker.actor, "run", Method(lambda *args: None))
+    monkeypatch.setattr(actors.engine.worker.actor.run, "remote", lambda *args: Future())
+    with pytest.raises(WorkerTimeoutError, match="engine 0 has not finished sample_round"):
+        actors.engine.submit(cast(Any, Rank.sample_round)).result(timeout=10)
