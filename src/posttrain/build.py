@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -341,7 +342,12 @@ def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
         return str(Path(name).absolute()) if Path(name).is_dir() else name
 
     tokenizer = policy.tokenizer.model_copy(update={"name": absolute(policy.tokenizer.name)})
-    return policy.model_copy(update={"model_name": absolute(policy.model_name), "tokenizer": tokenizer})
+    changes: dict[str, object] = {"model_name": absolute(policy.model_name), "tokenizer": tokenizer}
+    if policy.generation is not None and policy.generation.vllm_cfg.python is not None:
+        python = str(Path(policy.generation.vllm_cfg.python).absolute())
+        section = policy.generation.vllm_cfg.model_copy(update={"python": python})
+        changes["generation"] = policy.generation.model_copy(update={"vllm_cfg": section})
+    return policy.model_copy(update=changes)
 
 
 def _refit_remark(config: RunConfig) -> str:
