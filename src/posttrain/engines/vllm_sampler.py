@@ -66,7 +66,7 @@ class VllmSampler:
         vllm = policy.generation.vllm_cfg
         assert vllm.python is not None, "refused when the config is loaded"
         with tempfile.TemporaryDirectory(prefix="posttrain-model-") as folder:
-            self._save_model(Path(folder))
+            self._save_model(Path(folder), Path(policy.model_name))
             self.process = VllmProcess(
                 vllm.python,
                 self._options(policy, policy.generation) | {"model": folder},
@@ -75,10 +75,17 @@ class VllmSampler:
             )
         self.release()
 
-    def _save_model(self, folder: Path) -> None:
-        """What vLLM starts from. The weights are pushed later, but for those under adapters, which never change."""
-        weights = dict(_whole(base_weights(self._model))) if self._is_adapted else {}
+    def _save_model(self, folder: Path, source: Path) -> None:
+        """What vLLM starts from. The weights are pushed later, but for those under adapters, which never change: these are
+        the files that the run started from, or a copy."""
+        files = list(source.glob("*.safetensors*")) if self._is_adapted and source.is_dir() else []
+        weights = {}
+        if self._is_adapted and not files:
+            weights = {name: tensor.cpu() for name, tensor in _whole(base_weights(self._model))}
         _base(self._model).save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        for file in files:
+            (folder / file.name).unlink(missing_ok=True)
+            (folder / file.name).symlink_to(file.absolute())
         self._tokenizer.save_pretrained(folder)
 
     def _options(self, policy: PolicyConfig, generation: GenerationConfig) -> dict[str, object]:
@@ -104,8 +111,7 @@ class VllmSampler:
 
     def take_weights(self, version: int) -> None:
         """Return once it holds the trainer's weights as they are now. On sharded ranks all of them call this together."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what training has left is needed for vLLM's weights
+        self._make_room()
         self.version = None
         if self._is_adapted:
             self._push_adapter()
@@ -127,6 +133,8 @@ class VllmSampler:
             bucket = layout(version, index, lot)
             file = self._folder / f"bucket-{index}"
             bucket.file = str(file)
+            with file.open("wb") as opened:
+                os.posix_fallocate(opened.fileno(), 0, bucket.size)  # a mapping without space would end the process
             flat = torch.from_file(bucket.file, shared=True, size=bucket.size, dtype=torch.uint8)
             for (_, tensor), (_, view) in zip(lot, views(bucket, flat), strict=True):
                 view.copy_(tensor)
@@ -182,8 +190,14 @@ class VllmSampler:
     def _be_ready(self) -> None:
         assert self.version is not None, "weights are pushed before answers are sampled"
         if not self._is_ready:
+            self._make_room()
             self.process.call("resume")
             self._is_ready = self._is_awake = True
+
+    def _make_room(self) -> None:
+        """What training has left in torch's cache is needed for vLLM."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         self.process.close()
