@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-loggers invariants check lint types pages screenshots docs smoke measure bench faults clean
+.PHONY: help setup demo test test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
@@ -18,6 +18,7 @@ help:
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
 	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about two hours; docs/reliability.md)"
+	@echo "make test-vllm  make an environment with vLLM for CPUs (3 GB, .vllm-venv) and run the tests that need it"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
 setup: $(STAMP)
@@ -82,6 +83,15 @@ measure: setup
 
 bench: setup
 	$(BIN)/python bench/cpu_vs_trl.py
+
+# vLLM has an environment of its own: its pins never meet ours. For a GPU: python tools/vllm_env.py .vllm-venv
+VLLM_VENV ?= .vllm-venv
+vllm-env: setup
+	test -f $(VLLM_VENV)/.installed || $(BIN)/python tools/vllm_env.py $(VLLM_VENV) --cpu
+	touch $(VLLM_VENV)/.installed
+
+test-vllm: vllm-env
+	POSTTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest tests/integration/test_vllm_run.py
 
 # Parts: ONLY=kills,damage. One case again: ONLY=kills CASE=one-process-3 SEED=0. Tables: OUT=folder.
 SEED ?= 0

@@ -52,6 +52,7 @@ _STAGES = {
     "build": "start-up",
     "generate": "sampling",
     "sample_round": "sampling",
+    "publish": "handing weights to the sampler",
     "update": "training",
     "evaluate": "validation",
     "logprobs": "log-probabilities",

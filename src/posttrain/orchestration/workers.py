@@ -38,6 +38,7 @@ _DEADLINES_S = {
     "evaluate": _COMPUTE_S,
     "logprobs": _COMPUTE_S,
     "reference_logprobs": _COMPUTE_S,
+    "publish": _FILES_S,
     "generate": _COMPUTE_S,
     "sample_round": _COMPUTE_S,
 }
@@ -109,7 +110,8 @@ class LocalWorker:
         self.rank.request_stop()
 
     def close(self) -> None:
-        pass
+        if isinstance(self.rank, Rank):
+            self.rank.close()
 
 
 def _outcome(call: Callable[[], T]) -> Future[T]:

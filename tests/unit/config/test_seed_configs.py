@@ -73,7 +73,7 @@ def test_the_lora_document_loads_as_printed(tmp_path: Path) -> None:
     assert config.env["math"].num_workers == 8
     assert config.checkpointing.keep_top_k == 5
     assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (2, 8)
-    assert "policy.generation.backend: vllm is not supported in training yet" in loaded.warnings[0]
+    assert "policy.generation.backend: vllm needs policy.generation.vllm_cfg.python" in loaded.warnings[0]
 
 
 def test_the_llama_document_loads_once_its_indentation_is_restored(tmp_path: Path) -> None:
