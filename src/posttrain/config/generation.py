@@ -35,8 +35,8 @@ class NativeConfig(Section):
     )
     num_speculative_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=15)] = Field(
         default="auto",
-        description="Tokens that are drafted for each answer from the other answers of its group and checked in one step, "
-        "once no answer waits; 0 is off, auto drafts on a GPU while step times say that it pays. Changes no sample.",
+        description="Tokens that are drafted for each answer from the other answers of its group and checked in one step, which "
+        "changes no sample, once no answer waits; 0 is off, auto drafts on a GPU while step times say that it pays.",
     )
     page_size: PositiveInt = Field(default=16, description="Tokens in one page of the key-value cache.")
     max_batch_size: PositiveInt = Field(default=256, description="Answers that are decoded at the same time.")
