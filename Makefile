@@ -57,7 +57,7 @@ docs: setup
 
 # Needs a package index: installs torch anew.
 smoke: setup
-	tools/smoke_install.sh $(BIN)/python
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/smoke_install.sh $(CURDIR)/$(BIN)/python
 
 # The parts of docs/ that are generated; a test fails while one is not current.
 pages: setup

@@ -7,8 +7,8 @@
 
 The model is the demo's: it has learnt the format of an answer from examples that are mostly wrong. A healthy run should have no
 error and at most one note. A sick run should have an error or a warning of one of the rules that are expected for it. Then the
-first of its fixes that are settings is applied, and the mended run is looked at like a healthy one. A fix that is no setting
-(mend the reward, remove duplicates) is made as the case says.
+first fix of its first finding is applied, and the run with it is looked at like a healthy one; what is found there is mended in
+the same way, three times at most. A fix that is no setting (mend the reward, remove duplicates) is made as the case says.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import random
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,9 +33,11 @@ from posttrain.build import Run  # noqa: F401  imported here for the processes t
 from posttrain.cli.doctor_command import Report, examined
 from posttrain.cli.main import main as posttrain
 from posttrain.demo.arithmetic import answer, build_model, careless_answer, problems, question, write_data
+from posttrain.reporting.run_files import FINISHED, read_info
 from posttrain.types import TokenBatch
 
-SFT_STEPS, STEPS, PROMPTS, GROUP = 600, 80, 8, 8
+SFT_STEPS, STEPS, PROMPTS, GROUP = 600, 40, 8, 8
+MAX_FIXES = 3  # one after the other, each from what is found in the run with those before
 LR = {"grpo": 4e-4, "dpo": 2e-5, "rm": 3e-4, "sft": 5e-4}
 REWARDS = """
 import random
@@ -77,6 +80,7 @@ NO_VALIDATION = (
 )
 HEALTHY = (
     *(Case(f"grpo seed {seed}", "grpo", (f"seed={seed}",)) for seed in (1, 2, 3, 4)),
+    Case("grpo, 120 steps", "grpo", ("steps=120", "lr=8e-4")),
     *(Case(f"grpo with KL, seed {seed}", "grpo", (f"seed={seed}", "kl=0.01")) for seed in (1, 2)),
     Case("grpo with LoRA", "grpo", ("lora=16", "lr=2e-3")),
     Case("grpo with an own reward", "grpo", rewarded_by("right")),
@@ -104,7 +108,8 @@ SICK = (
         ("policy.tokenizer.chat_template={folder}/other.jinja",),
         ("wrong-template", "no-signal", "truncated"),
     ),
-    Case("temperature 0", "grpo", ("policy.generation.temperature=0",), ("no-signal",)),
+    # Exactly 0 is refused before the run.
+    Case("temperature 0.01", "grpo", ("policy.generation.temperature=0.01",), ("no-signal",)),
     Case(
         "no KL price, lr x 20",
         "grpo",
@@ -151,16 +156,24 @@ def main() -> int:
         found = look(folder, case, case.settings, "", args.look)
         if found is None:
             continue
+        first_row = len(rows)
         rows.append([case.name, "sick" if case.expected else "healthy", verdict(found), judged(case, found)])
         false_alarms += not case.expected and not is_healthy(found)
         misses += bool(case.expected) and not is_found(case, found)
         if not case.expected:
             continue
-        fix = case.mend or first_setting(found)
-        mended = look(folder, case, (*case.settings, *fix), "-mended", args.look) if fix else None
-        unmended += mended is None or not is_healthy(mended)
-        rows.append([f"  with {' '.join(fix) or 'no fix'}", "mended", "" if mended is None else verdict(mended), ""])
-        print(f"{case.name}: {rows[-2][2]}; {rows[-1][0].strip()}: {rows[-1][2]}", flush=True)
+        settings, report = case.settings, found
+        for number in range(1, MAX_FIXES + 1):
+            fix = case.mend if number == 1 and case.mend else first_setting(report)
+            mended = look(folder, case, (*settings, *fix), f"-mended-{number}", args.look) if fix else None
+            if mended is None:
+                break
+            settings, report = (*settings, *fix), mended
+            rows.append([f"  {number}. {' '.join(fix)}".replace(str(folder), "."), "mended", verdict(report), ""])
+            if is_healthy(report):
+                break
+        unmended += not is_healthy(report)
+        print("\n".join("; ".join(row) for row in rows[first_row:]), flush=True)
     print("\n" + table(["run", "is", "found", ""], rows))
     healthy = sum(not case.expected for case in cases)
     print(
@@ -254,10 +267,11 @@ def look(folder: Path, case: Case, settings: Sequence[str], suffix: str, only_lo
     """The report on a run, which is made unless it is there."""
     name = re.sub(r"[^a-z0-9]+", "-", case.name.lower()) + suffix
     run = folder / name
-    if not only_look and not (run / "report.html").exists():
+    if not only_look and read_info(run).get("status") != FINISHED:
         start = folder / "taught" if case.kind != "sft" else folder / "model"
         words = [*common(case.kind, folder, name, start), f"steps={STEPS}"]
         words += GRPO if case.kind == "grpo" else (f"{case.kind}.val_period=10",)
+        shutil.rmtree(run, ignore_errors=True)
         words += [text.replace("{folder}", str(folder)) for text in settings]
         code = train(case.kind, words, folder / f"{name}.log", noisy_sampler=case.noisy_sampler and not suffix)
         if code not in (0, 65):
@@ -294,8 +308,9 @@ def with_noise(exact: Callable[..., TokenBatch]) -> Callable[..., TokenBatch]:
 
 
 def first_setting(report: Report) -> tuple[str, ...]:
-    settings = (fix for finding in report.findings for fix in finding.fixes if re.fullmatch(r"[\w.]+=[\w.\-]+", fix))
-    return tuple(fix for _, fix in zip(range(1), settings, strict=False))
+    """The first fix of the first finding; nothing if that is no setting."""
+    fixes = report.findings[0].fixes if report.findings else ()
+    return fixes[:1] if fixes and re.fullmatch(r"[\w.]+=[\w.\-]+", fixes[0]) else ()
 
 
 def is_healthy(report: Report) -> bool:

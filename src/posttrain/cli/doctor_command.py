@@ -150,4 +150,5 @@ def _shown(answer: Answer) -> str:
 
     reward = "unscored" if answer.reward is None else f"reward {number(answer.reward)}"
     length = "" if answer.num_tokens is None else f", {answer.num_tokens} tokens"
-    return f"{answer.id}, {reward}{length}: {printable(answer.text)[:200]!r}"
+    text = printable(" ".join(answer.text.split()))[:200]
+    return f"{answer.id}, {reward}{length}: {text}"

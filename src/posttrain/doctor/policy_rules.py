@@ -129,12 +129,15 @@ def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[st
     if distinct is not None and group > 1 and distinct <= 1.5 / group:
         return "the policy gives one answer to a prompt: it has collapsed", (lower_lr(run), higher_kl_penalty(run))
     first = run.values(SIGNAL)[0]
-    if first >= SIGNAL_WARNING and run.num_steps > 1 and truncation <= TRUNCATION_ERROR:
-        return f"at the start {percent(first)} of the groups had a signal: the policy has got worse", (lower_lr(run),)
+    was_truncated = (run.values(TRUNCATION) or (0.0,))[0] > TRUNCATION_WARNING
+    if first >= SIGNAL_WARNING and run.num_steps > 1 and not was_truncated:
+        at_once = 100 if run.num_steps <= LONG_PERSISTENCE else 10
+        text = f"at the start {percent(first)} of the groups had a signal: the policy has got worse"
+        return text, (lower_lr(run, at_once),)
     if truncation > TRUNCATION_ERROR:
         return (
             f"{percent(truncation)} of the answers are cut off at {MAX_NEW_TOKENS} before they can earn a reward",
-            (longer_answers(run), *_template_fixes(run)),
+            (*_template_fixes(run), longer_answers(run)),
         )
     return (
         "the reward does not see what differs, or the prompts are too easy or too hard",
@@ -175,9 +178,13 @@ def truncated(run: History) -> Sighting | None:
     if now is None or not tail or min(tail) <= TRUNCATION_WARNING:
         return None
     text = f"{percent(now)} of the answers are cut off at the length limit, so their end is never judged"
-    fixes: tuple[str, ...] = (longer_answers(run), run.fix("grpo.overlong_filtering", "true"))
-    start = run.start(TRUNCATION)
-    if start is not None and start < TRUNCATION_WARNING:  # the policy has learnt to go on
+    fixes: tuple[str, ...] = (
+        *_template_fixes(run),
+        longer_answers(run),
+        run.fix("grpo.overlong_filtering", "true"),
+    )
+    start = run.values(TRUNCATION)[0]
+    if start < TRUNCATION_WARNING:  # the policy has learnt to go on
         fixes = (lower_lr(run), run.fix("grpo.reward_shaping.enabled", "true"), higher_kl_penalty(run))
         text = (
             f"{percent(start)} of the answers were cut off at the start, now {percent(now)}: the policy does not stop"

@@ -12,6 +12,7 @@ from posttrain.doctor.rule import Rule, Sighting, lower_lr, percent
 ACCURACY, CHOSEN, REJECTED = "train/accuracy", "train/rewards_chosen_mean", "train/rewards_rejected_mean"
 LOSS = "train/preference_loss"
 CHANCE = math.log(2)
+MOVED = 1e-3  # nats: rewards below are rounding
 
 
 def both_fall(run: History) -> Sighting | None:
@@ -62,8 +63,11 @@ def equal_pairs(run: History) -> Sighting | None:
     if run.num_steps < 3:
         return None
     ties = run.tail("train/tie_rate", 3)
-    if not ties or min(ties) <= 0.05 or ((run.now("train/grad_norm") or 0.0) == 0.0 and min(ties) < 1):
+    if not ties or min(ties) <= 0.05:
         return None
+    all_are_equal = min(ties) == 1 and not run.now("train/grad_norm")
+    if not all_are_equal and max(abs(run.now(key) or 0.0) for key in (CHOSEN, REJECTED)) < MOVED:
+        return None  # so small an update does not show in the rewards of any pair
     share = statistics.median(ties)
     text = f"{percent(share)} of the pairs stay tied after updates: chosen and rejected are the same text"
     severity: Severity = "error" if share > 0.3 else "warning"

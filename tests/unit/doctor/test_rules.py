@@ -255,6 +255,31 @@ def test_clipped_tokens() -> None:
     assert only(examine("grpo", train_clip_fraction=lambda step: 0.4)).rule == "clip-fraction"
 
 
+def test_a_policy_that_breaks_at_once_is_blamed_on_the_learning_rate_not_on_the_length() -> None:
+    """As with a learning rate that is a hundred times too high: after the first update no answer ends or earns anything."""
+
+    def broken(before: float, after: float) -> Curve:
+        return lambda step: before if step == 1 else after
+
+    found = examine(
+        "grpo",
+        steps=10,
+        train_groups_with_signal=broken(0.9, 0.0),
+        train_reward=broken(0.3, 0.0),
+        train_reward_max=broken(1.0, 0.0),
+        train_truncation_rate=broken(0.0, 1.0),
+    )
+    assert found["no-signal"].severity == "error"
+    assert found["no-signal"].fixes == (f"{LR}=1e-7",)
+    assert found["truncated"].fixes[0] == f"{LR}=1e-6"
+
+
+def test_answers_cut_off_from_the_start_under_another_template_are_blamed_on_it_first() -> None:
+    template = {"policy.tokenizer.chat_template": "other.jinja"}
+    found = examine("grpo", settings=template, steps=10, train_truncation_rate=lambda step: 1.0)
+    assert found["truncated"].fixes[0] == "policy.tokenizer.chat_template=default"
+
+
 def test_a_reward_that_does_not_rise_is_found_when_the_run_is_over() -> None:
     flat = examine("grpo", train_reward=lambda step: 0.3 + 0.01 * (step % 2))
     assert only(flat).rule == "reward-flat"
@@ -402,6 +427,13 @@ def test_training_pairs_that_are_known_by_heart(kind: str) -> None:
     found = examine(kind, train_accuracy=lambda step: 0.5 if step < 25 else 1.0, validation_accuracy=held_out)
     assert only(found).rule == "memorised"
     assert only(found).severity == "error"
+
+
+def test_ties_of_updates_too_small_to_show_are_no_finding() -> None:
+    still = {f"train_rewards_{name}_mean": lambda step: 1e-5 for name in ("chosen", "rejected")}
+    assert examine("dpo", steps=10, train_tie_rate=lambda step: 0.4, **still) == {}
+    equal = examine("dpo", steps=10, train_tie_rate=lambda step: 1.0, train_grad_norm=lambda step: 0.0, **still)
+    assert equal["equal-pairs"].severity == "error"
 
 
 def test_pairs_whose_two_answers_are_equal_stay_tied() -> None:
