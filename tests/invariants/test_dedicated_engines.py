@@ -16,7 +16,7 @@ from test_local_equals_ray import assert_same_curves, copy_until
 from test_rounds_are_exact import trained_draws
 from tiny_runs import LORA, grpo, results_of, run, save_data, save_model, weights_of
 
-from posttrain.orchestration import workers
+from posttrain.orchestration import sharded, workers
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 
@@ -102,6 +102,29 @@ def test_a_run_that_samples_ahead_resumes_with_the_same_bits(ahead: Ahead, tmp_p
     copy_until(2, ahead.whole, tmp_path / "resumed")
     assert run(ahead.arguments(tmp_path / "resumed")) == 0
     assert_same_run(tmp_path / "resumed", ahead.whole)
+
+
+@pytest.mark.parametrize("place", ["update", "reference_logprobs"])
+def test_a_run_that_is_stopped_while_it_samples_ahead_resumes_with_the_same_bits(
+    place: str, ahead: Ahead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first update of step 3, which is left undone with the round ahead of it; in it, so that both are finished."""
+    gather, num_calls = sharded.gather, 0
+
+    def stopping_gather(operation: str, pending: list[Any], *unit: str) -> list[Any]:
+        nonlocal num_calls
+        num_calls += operation == place
+        if operation == place and num_calls == (5 if place == "update" else 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return gather(operation, pending, *unit)
+
+    arguments = [*ahead.arguments(tmp_path / "run"), "checkpointing.save_period=100", "policy.logprob_batch_size=16"]
+    with monkeypatch.context() as patched:
+        patched.setattr(sharded, "gather", stopping_gather)
+        assert run(arguments) == 85
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_3" if place == "update" else "step_2"]
+    assert run(arguments) == 0
+    assert_same_run(tmp_path / "run", ahead.whole)
 
 
 def test_two_ranks_and_two_engines_make_the_curves_of_one_process(model: Path, data: Path, tmp_path: Path) -> None:
