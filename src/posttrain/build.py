@@ -223,6 +223,7 @@ class Run:
             num_threads=config.policy.num_threads,
             mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
             num_engines=config.num_engines,
+            log_folder=run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir).absolute(),
         )
         return start_workers(
             partial(build_rank, replace(setup, policy=_without_vllm(setup.policy)) if config.num_engines else setup),

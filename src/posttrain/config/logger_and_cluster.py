@@ -88,6 +88,10 @@ class ClusterConfig(Section):
     launcher: Literal["auto", "local", "ray"] = Field(
         default="auto", description="Who runs the workers: auto is one local process for one worker, else Ray."
     )
+    max_restarts: NonNegativeInt = Field(
+        default=0,
+        description="Times that a run begins again from its newest checkpoint by itself, after it has lost a rank or a machine.",
+    )
 
     @property
     def num_workers(self) -> int:
