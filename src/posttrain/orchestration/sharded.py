@@ -15,6 +15,7 @@ from posttrain.errors import InputError
 from posttrain.orchestration.rank import MicroBatches, Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all, deadline_s, gather
 from posttrain.policy.objectives.reduce import combine_metrics
+from posttrain.policy.parallel import Mesh
 from posttrain.roles import Objective, Progress, ShowProgress, StopPoints, no_progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch, UpdateReport
 
@@ -177,9 +178,12 @@ class ShardedEngine:
     Ranks that share layers get the same groups and draw the same tokens.
     """
 
-    def __init__(self, group: WorkerGroup, prepare: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, group: WorkerGroup, prepare: Callable[[], None] = lambda: None, *, mesh: Mesh | None = None
+    ) -> None:
         self.group = group
         self.prepare = prepare  # called before anything is sampled
+        self.mesh = mesh or group.mesh.for_sampling
 
     def generate(
         self,
@@ -190,7 +194,7 @@ class ShardedEngine:
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
         self.prepare()
-        mesh = self.group.mesh.for_sampling
+        mesh = self.mesh
         callback = progress if self.group.in_process else None  # it cannot be sent to another process
         results = gather(
             "generate",
@@ -219,7 +223,7 @@ class ShardedEngine:
     ) -> list[OpenGroup]:
         """Each data-parallel rank has its share of the groups and of the quota, and ends its round on its own."""
         self.prepare()
-        mesh = self.group.mesh.for_sampling
+        mesh = self.mesh
         own = None
         if quota is not None:
             assert quota.num_groups % mesh.dp == 0, "checked when the run was built"
