@@ -45,6 +45,10 @@ import random
 def length(prompt, response, reference):
     return len(response) / 100
 
+def near_fifty(prompt, response, reference):  # the same answer to every question is best
+    digits = "".join(c for c in response if c.isdigit())
+    return 1 - abs(int(digits) - 50) / 50 if len(digits) == 2 else -1.0
+
 def constant(prompt, response, reference):
     return 1.0
 
@@ -135,8 +139,8 @@ SICK = (
     Case(
         "collapsed entropy",
         "grpo",
-        ("lr=2e-3", "grpo.advantage_clip_low=0", "kl=0", *NO_VALIDATION),
-        ("entropy-collapse", "no-signal"),
+        (*rewarded_by("near_fifty"), "lr=2e-3", *NO_VALIDATION),
+        ("entropy-collapse",),
     ),
 )
 
