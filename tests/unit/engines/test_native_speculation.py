@@ -268,12 +268,12 @@ def drafts_of(answer: list[int], others: list[list[int]], width: int = 4) -> lis
 def test_what_is_drafted() -> None:
     assert drafts_of([5, 1, 2], [[1, 2, 7, 8, 9, 3]]) == [7, 8, 9]
     assert drafts_of([5, 1, 2], [[1, 2, 7]]) == [7], "not beyond the end of a text"
-    assert drafts_of([5, 1, 2], [[4, 2, 7, 8]]) == [], "one equal token is too few"
+    assert drafts_of([5, 1, 2], [[4, 2, 7, 8]]) == [7, 8], "one equal token is enough"
+    assert drafts_of([5, 1, 2], [[4, 3, 7, 8]]) == []
     assert drafts_of([5, 1, 2], [[5, 1, 2, 6], [9, 1, 2, 7]]) == [6], "the longest match"
     assert drafts_of([5, 1, 2], [[9, 1, 2, 6], [8, 1, 2, 7]]) == [7], "the last of equally long ones"
     assert drafts_of([1, 2, 3, 1, 2], []) == [3, 1, 2], "from the answer itself"
-    assert drafts_of([5], [[5, 6, 7]]) == [6, 7], "answers that begin alike"
-    assert drafts_of([5], [[3, 5, 6, 7]]) == []
+    assert drafts_of([5], [[5, 6, 7], [3, 5, 8, 9]]) == [6, 7], "answers that begin alike"
 
 
 def test_rows_end_with_the_limit_and_with_the_pages() -> None:

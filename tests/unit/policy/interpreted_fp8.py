@@ -23,7 +23,7 @@ from posttrain.policy.fused.adapters import product_of
 from posttrain.policy.fused.fp8 import Fp8Weights
 from posttrain.policy.fused.fp8_kernels import FP8, LARGEST, Fp8Rows, ProductTile
 from posttrain.policy.fused.layers import fuse_layers
-from posttrain.types import Completion, NoiseKey, Sampling, Task
+from posttrain.types import Completion, NoiseKey, OpenGroup, Sampling, Task, Unfinished
 
 mend_interpreter()
 ONE_ROUNDING = 2**-4  # of e4m3, relative to the number, or to the smallest normal one of its row
@@ -196,6 +196,18 @@ def test_copies_follow_the_weights_and_are_released() -> None:
     assert engine.forward.fp8 is None
     assert sampled(engine) == after
     assert engine.num_held_bytes == held
+
+
+def test_drafts_change_no_token() -> None:
+    """A finished answer to the same prompt is the draft of the other, which is equal to it at temperature 0."""
+    model, greedy = half_model(), Sampling(5, temperature=0.0, ignore_eos=True)
+    task = Task(0, "t:0", "", (5, 9))
+    (finished,) = sampler(model).generate([task], 1, greedy, NoiseKey(0, 0))[0]
+    begun = Unfinished(finished.token_ids[:1], finished.logprobs[:1])
+    engine = sampler(model, num_speculative_tokens=3)
+    (group,) = engine.sample_round([OpenGroup(task, 0, (finished, begun))], greedy, seed=0)
+    assert group.answers[1].token_ids == finished.token_ids
+    assert engine.drafted == (4, 1), "one step draws the four tokens that are left"
 
 
 def test_layers_left_in_bf16_keep_their_cache() -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 # What the state of a sample consists of, int64 each.
 END, POSITION, KEY, INDEX, LEFT, FROM, TO = range(7)
 NUM_FIELDS = 7
-# Suffixes of this many tokens are told apart; a match of fewer than the second number is none.
-LONGEST_MATCH, SHORTEST_MATCH = 8, 2
+# Longer suffixes are not told apart. A single token that occurs elsewhere is reason enough for a draft: it costs nothing.
+LONGEST_MATCH = 8
 # The first text has this many numbers before it, so that suffixes can be read without asking where it begins.
 MARGIN = LONGEST_MATCH
 NOTHING = -1
@@ -101,9 +101,9 @@ def _draft(text: np.ndarray, end: int, begin: int, stop: int, most: int) -> list
     length[text[begin + 1 : stop + 1] < 0] = 0
     if begin <= end < stop:
         length[end - begin] = 0
-    if most < 1 or not length.any() or (longest := length.max()) < SHORTEST_MATCH:
+    if most < 1 or not length.any():
         return []
-    best = begin + int(np.flatnonzero(length == longest)[-1])
+    best = begin + int(np.flatnonzero(length == length.max())[-1])
     draft = text[best + 1 : best + 1 + most]
     ends = np.flatnonzero(draft < 0)
     found: list[int] = (draft[: ends[0]] if len(ends) else draft).tolist()

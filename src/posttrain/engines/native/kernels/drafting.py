@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posttrain.engines.native.drafting import LONGEST_MATCH, SHORTEST_MATCH, StepRows
+from posttrain.engines.native.drafting import LONGEST_MATCH, StepRows
 from posttrain.engines.native.kernels.shapes import next_power_of_two
 
 _BLOCK = 1024  # positions of the texts that a program compares at a time
 _END, _POSITION, _KEY, _INDEX, _LEFT, _FROM, _TO = (tl.constexpr(field) for field in range(7))
-_LONGEST, _SHORTEST = tl.constexpr(LONGEST_MATCH), tl.constexpr(SHORTEST_MATCH)
+_LONGEST = tl.constexpr(LONGEST_MATCH)
 _LENGTH_FACTOR = tl.constexpr(1 << 40)  # a longer match counts more than any position
 
 
@@ -46,7 +46,7 @@ def _plan_rows(
         length = tl.where(followed & (at != end), length, 0)
         best = tl.maximum(best, tl.max(length * _LENGTH_FACTOR + at, 0))
     source = best % _LENGTH_FACTOR
-    found = best // _LENGTH_FACTOR >= _SHORTEST
+    found = best >= _LENGTH_FACTOR
 
     row = tl.arange(0, WIDTH_PADDED).to(tl.int64)
     # The first row is the sample's last token, the others what follows `source`.

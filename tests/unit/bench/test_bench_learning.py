@@ -1,0 +1,77 @@
+"""bench/learn.py and bench/speculation.py: what they count, when they keep weights, and that they run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import learn
+import learn_sides
+import problems
+import pytest
+import speculation
+from side_by_side.models import TINY_SHAPE, random_model
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "reward"),
+    [
+        ("48 + 24 = 72.\n#### 72", "72", 1.0),
+        ("#### 1,234.50", "1234.5", 1.0),
+        ("#### -3 apples", "-3", 1.0),
+        ("#### 72\n#### 71", "72", 0.0),
+        ("the answer is 72", "72", 0.0),
+        ("#### none", "72", 0.0),
+    ],
+)
+def test_the_number_after_the_last_mark_counts(answer: str, reference: str, reward: float) -> None:
+    assert problems.right_answer("", answer, reference) == reward
+
+
+def test_weights_are_kept_at_equally_distant_times_that_do_not_count_their_writing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    now, kept = [100.0], list[str]()
+    monkeypatch.setattr(learn_sides.time, "perf_counter", lambda: now[0])
+
+    def save(folder: Path) -> None:
+        kept.append(folder.name)
+        now[0] += 1000.0
+
+    watch = learn_sides.Stopwatch(minutes=1.0, marks=3, save=save, out=tmp_path)
+    now[0] += 50.0  # loading
+    for _ in range(7):
+        watch.begin()
+        assert not watch.is_over
+        now[0] += 9.0
+        watch.stepped(num_tokens=10, reward=0.5)
+    assert watch.is_over
+    assert kept == ["step_3", "step_5", "step_7"], "after 20, 40 and 60 seconds of steps of 9"
+    assert [(point["seconds"], point["tokens"]) for point in watch.curve] == [(27.0, 30), (45.0, 50), (63.0, 70)]
+
+
+def test_a_run_of_seconds_is_evaluated_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = random_model(tmp_path / "model", TINY_SHAPE)
+    rows = [{"question": f"What is {n} + 1?", "final_answer": str(n + 1)} for n in range(8)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tmp_path / "posttrain"
+    sizes = ["--prompts", "2", "--samples", "2", "--new-tokens", "4", "--micro-batch", "4", "--device", "cpu"]
+    words = ["--model", str(model), "--train", str(data), "--out", str(run), "--minutes", "0.001", "--marks", "1"]
+    assert learn.main(["train", "posttrain", *words, *sizes, "--recipe", "hot"]) == 0
+    held_out = ["--test", str(data), "--start", str(model), "--samples", "2", "--new-tokens", "4", "--device", "cpu"]
+    assert learn.main(["evaluate", str(run), *held_out]) == 0
+    assert learn.main(["report", str(run), "--json", str(tmp_path / "all.json")]) == 0
+    found = json.loads((tmp_path / "all.json").read_text())["runs"]["posttrain"]
+    assert found["recipe"] == ["hot"]
+    assert found["curve"][-1]["problems"] == found["start"]["problems"] == 8
+    assert "points a minute" in capsys.readouterr().out
+
+
+def test_speculation_is_compared_token_by_token(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    sizes = ["--prompts", "6", "--per-call", "3", "--samples", "2", "--new-tokens", "12", "--repeats", "1"]
+    assert speculation.main(["--shape", "tiny", "--device", "cpu", "--drafts", "3", *sizes, "--out", str(out)]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert results["drafts: 3"]["equal"] == 12
+    assert results["drafts: 3"]["drafted_steps"] > 0
