@@ -7,7 +7,7 @@ model's folder.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,11 @@ from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
+from posttrain.reporting.gpu_monitor import GpuMonitor
+from posttrain.reporting.loggers import Loggers
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import append_log
+from posttrain.reporting.token_files import token_pieces
 from posttrain.roles import WeightSync
 from posttrain.run_folder import WriteAccess, run_folder
 
@@ -149,7 +152,8 @@ class Run:
             max_steps=max_steps,
             planned=self._plan(config, facts.device_name, max_steps) if self._plan is not None else "",
         )
-        recorder = self._recording = self._recorder(recipe.presentation, workers, facts, max_steps, header)
+        decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        recorder = self._recording = self._recorder(recipe.presentation, workers, facts, max_steps, header, decode)
         for name, rows in (("data.train", train), ("data.validation", prepared.validation)):
             for reason, count in (rows.dropped if rows is not None else {}).items():
                 recorder.warn(f"{name}: {count} rows left out: {reason}")
@@ -217,6 +221,7 @@ class Run:
             num_threads=config.policy.num_threads,
             mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
             num_engines=config.num_engines,
+            log_folder=run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir).absolute(),
         )
         return start_workers(
             partial(build_rank, setup),
@@ -253,7 +258,13 @@ class Run:
         )
 
     def _recorder(
-        self, presentation: Presentation, workers: WorkerGroup, facts: ModelFacts, max_steps: int, header: list[str]
+        self,
+        presentation: Presentation,
+        workers: WorkerGroup,
+        facts: ModelFacts,
+        max_steps: int,
+        header: list[str],
+        decode: Callable[[Sequence[int]], str],
     ) -> RunRecorder:
         config = self.config
         on_gpu = facts.device == "cuda"
@@ -275,7 +286,11 @@ class Run:
             refit_remark="" if config.num_engines else "the sampler shares the trainer's weights",
             settings=self.loaded.flat(),
             stop_on_error=config.doctor.on_error == "stop",
+            loggers=Loggers(config.logger),
+            gpus=GpuMonitor(config.logger.gpu_monitoring.collection_interval) if config.logger.monitor_gpus else None,
             attempt=self._access.record,
+            pieces=token_pieces(decode),
+            ask_ranks=lambda: [{"rank": rank, **status} for rank, status in enumerate(call_all(workers, Rank.status))],
         )
 
     def _store(self, recorder: RunRecorder) -> CheckpointStore:

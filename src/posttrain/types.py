@@ -345,6 +345,20 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
+class TokenTrace:
+    """The tokens of one answer with the numbers that a step trained it by; one value per token in each."""
+
+    draw: int  # of the task
+    sample: int  # which answer of its group
+    token_ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+    sampler_logprobs: tuple[float, ...]
+    trainer_logprobs: tuple[float, ...]  # before the step's first update
+    advantages: tuple[float, ...]
+    reference_logprobs: tuple[float, ...] = ()  # empty where the step did not compute them
+
+
+@dataclass(frozen=True)
 class UpdateReport:
     """The report of one optimizer step, or of one evaluation without a step. Metrics are already normalised."""
 
@@ -362,3 +376,4 @@ class StepReport:
     num_tokens: int = 0  # full sequences: prompt and response of every sample
     num_samples: int = 0
     warnings: tuple[str, ...] = ()
+    tokens: tuple[TokenTrace, ...] = ()  # of some answers, for looking at them

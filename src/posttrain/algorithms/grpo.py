@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,11 +30,12 @@ from posttrain.algorithms.rollout_batches import (
 )
 from posttrain.algorithms.rollout_metrics import rollout_metrics, rollout_warnings
 from posttrain.algorithms.step_reports import StageClock
+from posttrain.algorithms.token_traces import TokenSampling, token_traces
 from posttrain.policy.objectives import ClippedPolicyGradient
 from posttrain.policy.objectives.reduce import kl_estimate
 from posttrain.reward_values import total
 from posttrain.roles import RolloutSource, Trainer, WeightSync
-from posttrain.types import Group, StepReport, TokenBatch, UpdateReport
+from posttrain.types import Group, StepReport, TokenBatch, TokenTrace, UpdateReport
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class GrpoSettings:
     overlong_filtering: bool = False
     seq_logprob_error_threshold: float | None = None
     num_validation_prompts: int = 0
+    tokens: TokenSampling | None = None
     kl_period: int = 0  # steps between estimates of the KL to the reference, where it is not in the loss; 0: none
 
 
@@ -80,6 +82,12 @@ class Grpo:
             groups, batch, credit_facts = self.credit(taken.groups, batch, scored_places(taken.groups))
             batches = self._minibatches(batch, groups, at_sampler)
 
+        traces: tuple[TokenTrace, ...] = ()
+        sampled = self.settings.tokens
+        if sampled is not None and sampled.is_due(step):
+            with clock("token_data"):
+                traces = token_traces(groups, batch, sampled.num_groups, self.policy.logprobs)
+
         with clock("policy_training"):
             updates = [self.policy.update(batch, self.objective) for batch in batches]
             self.policy.end_step()
@@ -94,7 +102,8 @@ class Grpo:
             **taken.metrics,
             "num_updates": float(len(updates)),
         }
-        return _report(groups, metrics, clock.finish(), rollout_warnings(groups, step))
+        report = _report(groups, metrics, clock.finish(), rollout_warnings(groups, step))
+        return replace(report, tokens=traces)
 
     def validate(self, step: int) -> StepReport | None:
         """Mean reward on held-out prompts, with the weights as they are."""

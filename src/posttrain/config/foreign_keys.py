@@ -75,7 +75,6 @@ class Rule:
 
 _OWN_ENGINE = "settings of another sampling engine; the native engine does not use them"
 _NOT_NEEDED = "not needed by posttrain and left alone"
-_RUN_FOLDER = "no connection to this service yet; metrics stay in the run folder (metrics.jsonl, report.html)"
 _MEMORY = "not used: it moves memory around and changes no result"
 _MEGATRON = "posttrain trains with PyTorch; Megatron's settings are not used"
 _OWN_PLAN = "plans of one's own; a model is split by the plan that transformers has for its family"
@@ -173,10 +172,8 @@ RULES: tuple[Rule, ...] = (
     Rule("data.*.tool_key", lambda value: value is None, _OPENAI_FORMAT),
     Rule("data.*.use_preserving_dataset", _off, _OPENAI_FORMAT),
     # the rest
-    Rule("logger.*_enabled", _anything, _RUN_FOLDER),
     Rule("cluster.segment_size", _anything, _NOT_NEEDED),
     Rule("cluster.master_port_range_*", _anything, "a free port is found by itself"),
-    Rule("logger.monitor_gpus", _anything, _RUN_FOLDER),
     Rule("data_plane*", _anything, "batches travel in the process or through Ray; NeMo's data plane is not used"),
     Rule("reward_penalties.penalize_*", _off, "reward penalties"),
     Rule("on_policy_distillation", _off, "distillation"),

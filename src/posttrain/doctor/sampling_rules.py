@@ -21,6 +21,7 @@ MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
 MISMATCH_WARNING, MISMATCH_ERROR, SAMPLER_KL_LIMIT = 1.02, 1.05, 1e-3
 WEIGHT_LIMITS, SAMPLE_SIZE_ERROR, SAMPLE_SIZE_WARNING = (0.5, 2.0), 0.3, 0.7
 SHIFT_WARNING, SHIFT_ERROR, SHIFT_PER_STEP = 0.03, 0.1, 0.03  # nats per token between sampling and training
+CLIP_WARNING = 0.3
 PERSISTENCE = 3  # steps
 
 
@@ -95,7 +96,7 @@ def _stale_answers(run: History, fixes: tuple[str, ...]) -> Sighting | None:
 
 def clip_fraction(run: History) -> Sighting | None:
     key = "train/clip_fraction"
-    if not run.all_above(key, 0.3, PERSISTENCE):
+    if not run.all_above(key, CLIP_WARNING, PERSISTENCE):
         return None
     now = run.now(key) or 0.0
     text = f"{percent(now)} of the tokens are clipped: the updates of a step go further than the clip allows"

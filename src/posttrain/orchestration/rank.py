@@ -8,9 +8,12 @@ which of the two holds the device's memory; which engine it is, `engines/choose_
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -58,6 +61,23 @@ class Rank:
 
     def facts(self) -> ModelFacts:
         return self.trainer.facts()
+
+    def status(self) -> dict[str, object]:
+        """This process and its memory, for `workers.jsonl`."""
+        device = self.trainer.device
+        if device.type == "cuda":
+            memory = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+            total = torch.cuda.get_device_properties(device).total_memory
+        else:
+            used = psutil.Process().memory_info().rss
+            memory, total = (used, used), psutil.virtual_memory().total
+        names = ("allocated_bytes", "reserved_bytes", "total_bytes")
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": str(device),
+            **dict(zip(names, (*memory, total), strict=True)),
+        }
 
     # -- training ------------------------------------------------------------------------------------------------------
 

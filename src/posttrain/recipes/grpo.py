@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from posttrain.algorithms.grpo import Grpo, GrpoSettings
+from posttrain.algorithms.token_traces import TokenSampling
 from posttrain.config import EnvironmentConfig, GrpoRunConfig, PolicyConfig
 from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset, load_task_dataset
@@ -102,6 +103,7 @@ class GrpoRecipe(Recipe):
                     overlong_filtering=grpo.overlong_filtering,
                     seq_logprob_error_threshold=grpo.seq_logprob_error_threshold,
                     num_validation_prompts=len(held_out),
+                    tokens=TokenSampling(config.logger.token_data_period, config.logger.token_data_groups),
                     kl_period=config.kl_period,
                 ),
                 build_objective(config),

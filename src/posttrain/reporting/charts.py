@@ -15,6 +15,7 @@ from html import escape
 
 from posttrain.reporting import scales
 from posttrain.reporting.pages import Html
+from posttrain.reporting.presentation import Band
 from posttrain.reporting.run_data import Series
 from posttrain.reporting.scales import Axis, Bucket, label
 
@@ -119,6 +120,7 @@ def line_chart(
     wide: bool = False,
     chart_id: str,
     marks: Sequence[Mark] = (),
+    bands: Sequence[Band] = (),
 ) -> Html:
     """Curves over steps. Series without a single finite value are left out; no series at all gives no chart."""
     drawn = [one for one in series if not one.is_empty]
@@ -129,7 +131,8 @@ def line_chart(
     limits = scales.outlier_limits(finite)
     low, high = scales.value_range([value for value in finite if limits[0] <= value <= limits[1]])
     frame = Frame.around([step for one in drawn for step in one.steps], low, high, size=WIDE if wide else HALF)
-    curves = [_curve(frame, points, index, chart_id, drawn[index].smooth) for index, points in enumerate(reduced)]
+    curves = [_threshold(frame, band) for band in bands]
+    curves += [_curve(frame, points, index, chart_id, drawn[index].smooth) for index, points in enumerate(reduced)]
     curves += [_mark(frame, mark) for mark in marks if frame.x.low <= mark.step <= frame.x.high]
     num_outside = sum(not low <= value <= high for value in finite)
     if num_outside:
@@ -143,6 +146,17 @@ def line_chart(
     }
     names = [(one.name, one.last) for one in drawn]
     return _figure(title, names, _svg(frame, title, "".join(curves), chart_id), data, note=note, wide=wide)
+
+
+def _threshold(frame: Frame, band: Band) -> str:
+    """The part of the drawing in which a value is probably wrong; nothing if the axis does not get there."""
+    low = frame.y.low if band.above is None else max(band.above, frame.y.low)
+    high = frame.y.high if band.below is None else min(band.below, frame.y.high)
+    if low >= high:
+        return ""
+    top, left = frame.y(high), frame.x.pixel_low
+    size = f'width="{frame.x.pixel_high - left}" height="{frame.y(low) - top:.2f}"'
+    return f'<rect class="threshold {band.level}" x="{left}" y="{top}" {size}/>'
 
 
 def _mark(frame: Frame, mark: Mark) -> str:

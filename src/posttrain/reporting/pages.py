@@ -37,7 +37,7 @@ def page(title: str, *body: object, style: str = "", with_script: bool = False) 
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)} · posttrain</title><style>{_asset('report.css')}{style}</style></head>"
+        f"<title>{escape(title)} · posttrain</title><style>{_asset('theme.css')}{_asset('report.css')}{style}</style></head>"
         f"<body>{tag('main', *body)}{script}</body></html>\n"
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,33 @@ class ShownMetric:
 
 
 @dataclass(frozen=True)
+class Band:
+    """Values of a metric at which something is probably wrong: those above, or below, a threshold of the doctor."""
+
+    level: Literal["warning", "error"]
+    above: float | None = None
+    below: float | None = None
+    of_start: bool = False  # the threshold is a share of the value that the run began with
+
+    def at(self, start: float | None) -> Band | None:
+        """With an absolute threshold; None while the start is not known."""
+        if not self.of_start:
+            return self
+        if start is None:
+            return None
+        above, below = (None if limit is None else limit * start for limit in (self.above, self.below))
+        return Band(self.level, above, below)
+
+    def holds(self, value: float) -> bool:
+        return (self.above is not None and value > self.above) or (self.below is not None and value < self.below)
+
+
+@dataclass(frozen=True)
 class ChartSpec:
     title: str
     curves: tuple[tuple[str, str], ...]  # (key, name) of each
     note: str = ""  # what to look for
+    bands: tuple[Band, ...] = ()  # of the first curve
 
     @property
     def keys(self) -> tuple[str, ...]:

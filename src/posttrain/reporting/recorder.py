@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -19,10 +20,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from posttrain.config import LoggerConfig
 from posttrain.errors import Superseded, reason_of
 from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
+from posttrain.reporting.gpu_monitor import GpuMonitor
+from posttrain.reporting.loggers import RECORD_ID, Loggers, recorded_run
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.report import write_report
 from posttrain.reporting.rows import (
@@ -48,24 +52,28 @@ from posttrain.reporting.run_files import (
     complete_row,
     config_files,
     config_from_step,
+    newest_config,
     open_run,
     read_info,
     write_text,
     write_whole,
 )
 from posttrain.reporting.step_display import StepDisplay
+from posttrain.reporting.token_files import Pieces, write_tokens
 from posttrain.reporting.wording import Line
+from posttrain.reporting.worker_rows import AskRanks, WorkerRows
 
 if TYPE_CHECKING:
     from posttrain.attempts import Attempt
     from posttrain.config.changes import ConfigChange
     from posttrain.roles import Ending
-    from posttrain.types import Group, StepReport
+    from posttrain.types import Group, StepReport, TokenTrace
 
 REPORT_PERIOD_S = 10.0
 REPORT_TIME_SHARE = 0.02  # of the run time that rendering the report may take
 MAX_KEPT_WARNINGS = 100
 MAX_REASONS_PER_STEP = 20
+LOGGERS_LIMIT_S, CRASH_LIMIT_S = 60.0, 5.0  # for sending what trackers do not have yet, when a run ends
 FENCE_PERIOD_S = 1.0  # a line of the log does not look for a newer attempt more often
 LOST_STEP = "lost_up_to_step"  # in run.json
 
@@ -91,8 +99,12 @@ class RunRecorder:
         verbose: bool = False,
         settings: Mapping[str, object] | None = None,
         stop_on_error: bool = False,
+        loggers: Loggers | None = None,
+        gpus: GpuMonitor | None = None,
         stream: TextIO | None = None,
         attempt: Attempt | None = None,
+        pieces: Pieces | None = None,
+        ask_ranks: AskRanks = lambda: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = Path(folder)
@@ -104,10 +116,16 @@ class RunRecorder:
         self._title = title
         self._device_word = device_word
         self._header = header  # what is trained, on what and how
-        self._examination = Examination(self.folder, presentation.kind, settings or {})  # settings by their dotted keys
+        self._examination = Examination(self.folder, presentation.kind, settings or {})  # settings by dotted keys
         self._stop_on_error = stop_on_error
         self._problem: str | None = None  # an error that the doctor found in the latest step
+        self._settings = settings or {}
+        self._loggers = loggers or Loggers(LoggerConfig())
+        self._gpus = gpus  # None: not looked at
         self._attempt = attempt  # None: nothing else writes to the folder
+        self._looked: tuple[float, bool] | None = None  # when the attempt was looked up, and whether it may write
+        self._pieces = pieces  # None: token data is not written
+        self._workers = WorkerRows(self.folder, ask_ranks, self._may_write)
         self._clock = clock
         self._console = Console(stream or sys.stdout, quiet=quiet, clock=clock)
         self._display = StepDisplay(
@@ -153,6 +171,7 @@ class RunRecorder:
             self._attempt.confirm()  # loading the model may have taken minutes
             self._attempt.has_begun = True
             self._num_losses = self._attempt.num_losses  # before there was anything to lose
+        keeps_id = not resumed_step or not self._trains_rows_anew_with_changes(resumed_step)
         notes, losses = open_run(self.folder, resumed_step)
         if resumed_step:
             self._examination.resume()
@@ -179,12 +198,17 @@ class RunRecorder:
             "device_word": self._device_word,
             **asdict(self._hardware),
             "started_at": before.get("started_at", _now()),
+            RECORD_ID: (keeps_id and before.get(RECORD_ID)) or uuid.uuid4().hex[:12],
             "resumed_at_steps": resumed_at,
             "config_changes": [*earlier_changes, *changes],
         }
         for loss in losses:
             self.warn(loss)
         self._write_info("running")
+        if self._gpus is not None:
+            self._gpus.start()
+        for line in self._loggers.start(recorded_run(self.folder, self._settings)):
+            self.warn(line)
         for note in notes:
             self.say(note)
         self._console.show([Line(line) for line in self._header])
@@ -194,19 +218,27 @@ class RunRecorder:
 
     def begin_step(self, step: int) -> None:
         """Show the header of a step above its stages. Without this call the header comes with the results."""
+        self._workers.step = step
         self._display.header(step)
-        self._display.stage("Preparing batch")
+        self.stage("Preparing batch")
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
-        row = training_row(step, report, self._hardware)
+        row = training_row(step, report, self._hardware, self._gpus.take() if self._gpus is not None else {})
         if validation is not None:
             row |= validation_row(step, validation)
-        row = self._write(row, train_groups=report.groups, validation_groups=validation.groups if validation else ())
+        row = self._write(
+            row,
+            train_groups=report.groups,
+            validation_groups=validation.groups if validation else (),
+            tokens=report.tokens,
+        )
         self._step = step
         self._display.step(row, report, validation, self._rollouts_file("step", step))
         for warning in (*report.warnings, *(validation.warnings if validation else ())):
             self.warn(warning)
         self._examine(row, report.groups)
+        self._wake_loggers()
+        self._workers.step_done(step)
         self._refresh_report()
 
     def reason_to_stop(self) -> str | None:
@@ -220,7 +252,12 @@ class RunRecorder:
         for warning in validation.warnings:
             self.warn(warning)
         self._examine(row, ())
+        self._wake_loggers()
         self._refresh_report()
+
+    def _wake_loggers(self) -> None:
+        for line in self._loggers.wake():
+            self.warn(line)
 
     def finish(self, reason: str, *, is_stopped: bool = False) -> Ending:
         """Write the final state of the run and show how it ended."""
@@ -243,6 +280,7 @@ class RunRecorder:
                 self._examine(None, ())
             self._write_info(FINISHED if is_finished else "ended early", reason)
             self._refresh_report(now=True)
+            self._end_loggers(is_finished=is_finished, limit_s=LOGGERS_LIMIT_S)
             if is_finished:
                 text = f"Max number of steps has been reached ({self._max_steps}), stopping training"
                 self._display.long_form([Line(text)])
@@ -253,6 +291,12 @@ class RunRecorder:
         lines = results.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
         self._console.show(lines, even_if_quiet=True)
         return ending
+
+    def _end_loggers(self, *, is_finished: bool, limit_s: float) -> None:
+        if self._gpus is not None:
+            self._gpus.close()
+        for line in self._loggers.finish(is_finished=is_finished, limit_s=limit_s):
+            self.warn(line)
 
     def record_crash(self, error: BaseException, traceback: str) -> None:
         """Write why a run that has begun ends. What cannot be written is left out: the error itself counts more."""
@@ -269,15 +313,19 @@ class RunRecorder:
                 "stopped at once, by a second Ctrl-C" if is_request else f"{type(error).__name__}: {reason_of(error)}"
             )
             self._write_info("ended early" if is_request else "crashed", reason)
+            self._end_loggers(is_finished=False, limit_s=CRASH_LIMIT_S)
             self._refresh_report(now=True)
 
     # ------------------------------------------------------------------ single lines and progress
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        if phase := wording.stage_of(label, total):
+            self._workers.phase(phase)
         return self._display.progress(label, total)
 
     def stage(self, text: str) -> None:
         """One line when a stage begins, in the long form."""
+        self._workers.phase(text)
         self._display.stage(text)
 
     def say(self, text: str) -> None:
@@ -311,7 +359,14 @@ class RunRecorder:
 
     # ------------------------------------------------------------------ files
 
-    def _write(self, row: Row, *, train_groups: tuple[Group, ...] | None, validation_groups: tuple[Group, ...]) -> Row:
+    def _write(
+        self,
+        row: Row,
+        *,
+        train_groups: tuple[Group, ...] | None,
+        validation_groups: tuple[Group, ...],
+        tokens: tuple[TokenTrace, ...] = (),
+    ) -> Row:
         """Write everything of one step, the row of metrics last. Returns the row as written.
 
         `train_groups` None: a validation alone, which is added to the row of its step if there is one.
@@ -321,7 +376,7 @@ class RunRecorder:
         for is_last_try in (False, False, True):
             try:
                 self._confirm_folder()
-                self._write_files(row, train_groups, validation_groups)
+                self._write_files(row, train_groups, validation_groups, tokens)
                 break
             except FileNotFoundError:  # the folder is being deleted
                 if is_last_try:
@@ -333,7 +388,11 @@ class RunRecorder:
         return row
 
     def _write_files(
-        self, row: Row, train_groups: tuple[Group, ...] | None, validation_groups: tuple[Group, ...]
+        self,
+        row: Row,
+        train_groups: tuple[Group, ...] | None,
+        validation_groups: tuple[Group, ...],
+        tokens: tuple[TokenTrace, ...],
     ) -> None:
         step = row["step"]
         for name, stage, groups in (
@@ -343,6 +402,8 @@ class RunRecorder:
             if groups:
                 write_rollouts(self._rollouts_file(name, step), groups)
                 self._write_unscored(step, stage, groups)
+        if tokens and self._pieces is not None:
+            write_tokens(self.folder / ROLLOUTS_FOLDER / f"step_{step}.tokens.npz", tokens, self._pieces)
         if train_groups is None:
             complete_row(self.folder / METRICS_FILE, row)
         else:
@@ -372,18 +433,15 @@ class RunRecorder:
         self._num_losses, self._has_rows = num_losses, False
 
     def _open_log(self) -> None:
-        attempt = self._attempt
-        looked: tuple[float, bool] | None = None
+        self._console.log_to(self.folder / LOG_FILE, self._may_write)
 
-        def may_write() -> bool:
-            nonlocal looked
-            if attempt is None:
-                return True
-            if looked is None or self._clock() - looked[0] >= FENCE_PERIOD_S:
-                looked = self._clock(), not attempt.is_superseded
-            return looked[1]
-
-        self._console.log_to(self.folder / LOG_FILE, may_write)
+    def _may_write(self) -> bool:
+        """Whether no newer attempt has the folder, for files that are no record; looked up at most once in a period."""
+        if self._attempt is None:
+            return True
+        if self._looked is None or self._clock() - self._looked[0] >= FENCE_PERIOD_S:
+            self._looked = self._clock(), not self._attempt.is_superseded
+        return self._looked[1]
 
     def _config_bytes(self) -> bytes:
         return self._config_yaml.encode("utf-8", "backslashreplace")
@@ -428,6 +486,13 @@ class RunRecorder:
             write_whole(self.folder / config_from_step(from_step), content)
             self.say(f"the config differs from that of the steps so far: see {config_from_step(from_step)}")
         return [{"from_step": from_step, "key": row.key, "old": row.old, "new": row.new} for row in changes]
+
+    def _trains_rows_anew_with_changes(self, resumed_step: int) -> bool:
+        """Whether trackers may have steps that are now trained with other settings: then they get a new run."""
+        config = newest_config(self.folder)
+        if load_run(self.folder).last_step <= resumed_step or not config.exists():
+            return False
+        return any(change.is_training for change in self._changes_since(config.read_text("utf-8", "replace")))
 
     def _write_info(self, status: str, reason: str = "") -> None:
         self._info |= {

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.doctor import Answer
+from posttrain.reporting.chart_specs import bands_at_start, charts_of
 from posttrain.reporting.charts import Mark, line_chart, stacked_bars
 from posttrain.reporting.pages import Html, folded, header, join, note, page, section, table, tag, tile, tiles, when
-from posttrain.reporting.presentation import ChartSpec
 from posttrain.reporting.report_samples import samples_section, unscored_section
 from posttrain.reporting.results import shown_name, summarise, validation_metric, verdict
 from posttrain.reporting.rows import TOTAL_STEP
@@ -16,60 +16,6 @@ from posttrain.reporting.run_data import RunData, load_run
 from posttrain.reporting.run_files import CONFIG_FILE, REPORT_FILE, write_text
 from posttrain.reporting.scales import label
 from posttrain.reporting.wording import duration
-
-MAX_CURVES = 8  # as many as there are colours
-
-CHARTS = (
-    ChartSpec(
-        "Rewards of the pairs",
-        (("train/rewards_chosen_mean", "chosen"), ("train/rewards_rejected_mean", "rejected")),
-        "The log-probability gained over the reference, not multiplied by beta, or a reward model's score. The gap should open.",
-    ),
-    ChartSpec(
-        "KL to the reference",
-        (("train/kl_penalty", "KL"), ("train/kl_to_start", "estimate, not in the loss")),
-        "Per token. 0.01 to 0.1 is usual; above 0.5 the policy is diverging.",
-    ),
-    ChartSpec(
-        "Mean generation length",
-        (("train/mean_generation_length", "training"), ("validation/mean_generation_length", "validation")),
-        "Response tokens per sample.",
-    ),
-    ChartSpec(
-        "Signal and truncation",
-        (("train/groups_with_signal", "groups with signal"), ("train/truncation_rate", "truncated answers")),
-        "Only groups with different rewards give a gradient. A truncated answer ended at the length limit.",
-    ),
-    ChartSpec(
-        "Gradient norm", (("train/grad_norm", "norm"),), "Before clipping. Spikes above 10 are a sign of instability."
-    ),
-    ChartSpec("Loss", (("train/loss", "training"), ("validation/loss", "validation")), ""),
-    ChartSpec(
-        "Approximate entropy",
-        (("train/approx_entropy", "entropy"),),
-        "Per token. Near zero there is no exploration.",
-    ),
-    ChartSpec(
-        "Clipped tokens",
-        (("train/clip_fraction", "clipped tokens"),),
-        "Share of the tokens. Above 0.3 the updates of a step go further than the clip allows.",
-    ),
-    ChartSpec(
-        "Sampler against trainer",
-        (("train/token_mult_prob_error", "mean exp |difference|"),),
-        "1 is perfect agreement of sampling and training log-probabilities.",
-    ),
-    ChartSpec(
-        "Throughput",
-        (
-            ("performance/tokens_per_sec_per_gpu", "end to end"),
-            ("performance/generation_tokens_per_sec_per_gpu", "generation"),
-            ("performance/policy_training_tokens_per_sec_per_gpu", "training"),
-        ),
-        "Tokens of full sequences per second and {device}.",
-    ),
-    ChartSpec("Learning rate", (("train/lr", "lr"),), ""),
-)
 
 
 def write_report(folder: Path) -> Path:
@@ -211,13 +157,8 @@ def _unscored_tile(run: RunData) -> list[Html]:
 
 def _charts(run: RunData) -> tuple[Html, set[str]]:
     """The curves of every run, and the keys that they show."""
-    headline = run.headline.chart
     device = str(run.info.get("device_word", "device"))
-    logged = {key for key in run.keys if not run.series(key).is_empty}
-    parts = tuple((key, key.removeprefix("train/reward/")) for key in run.keys if key.startswith("train/reward/"))
-    reward_parts = ChartSpec("Reward parts", parts[:MAX_CURVES], "Mean of each named part of the reward.")
-    charts = [headline, reward_parts, *(chart for chart in CHARTS if chart.curves != headline.curves)]
-    charts = [chart for chart in charts if not logged.isdisjoint(chart.keys)]
+    charts = charts_of(run.headline, [key for key in run.keys if not run.series(key).is_empty])
     if len(charts) > 2 and len(charts) % 2 == 0:
         charts.pop()  # one wide chart, then pairs: the chart without a partner goes to the other metrics
     figures = [
@@ -227,6 +168,7 @@ def _charts(run: RunData) -> tuple[Html, set[str]]:
             note=chart.note.format(device=device),
             wide=index == 0,
             chart_id=f"c{index}",
+            bands=bands_at_start(chart, run.series(chart.keys[0]).values),
             marks=[
                 Mark(finding.step, finding.severity, f"{finding.rule}: {finding.text}")
                 for finding in run.findings

@@ -5,9 +5,12 @@
     findings.jsonl                        one JSON object per problem that the doctor has found, when it was found
     rollouts/step_N.jsonl.gz              the groups of training step N, one per line
     rollouts/validation_step_N.jsonl.gz   the groups of the validation at step N
+    rollouts/step_N.tokens.npz            tokens of some groups of step N, see `token_files.py`
+    workers.jsonl                         phases and ranks, see `worker_rows.py`
     config.yaml                           the config that the run began with
     config_from_step_N.yaml               the config from step N on, where it differs from the one before
     logs/train.log                        what the run printed, in the long form; appended to, and kept on resume
+    loggers/                              files of trackers: TensorBoard's events, W&B's offline run
     run.json, report.html                 like the configs, written to a temporary name and renamed
     earlier_NNN/                          the same files of a run that used this folder before
     attempts/NNNN.json                    see `attempts.py`
@@ -32,11 +35,13 @@ from posttrain.redaction import redact
 METRICS_FILE = "metrics.jsonl"
 UNSCORED_FILE = "unscored.jsonl"
 FINDINGS_FILE = "findings.jsonl"
+WORKERS_FILE = "workers.jsonl"
 ROLLOUTS_FOLDER = "rollouts"
 CONFIG_FILE = "config.yaml"
 INFO_FILE = "run.json"
 REPORT_FILE = "report.html"
 LOG_FOLDER = "logs"
+LOGGERS_FOLDER = "loggers"
 LOG_FILE = f"{LOG_FOLDER}/train.log"
 FINISHED = "finished"  # the status in run.json of a run that has all its steps
 
@@ -49,6 +54,8 @@ FILES_OF_A_RUN = (
     ROLLOUTS_FOLDER,
     UNSCORED_FILE,
     FINDINGS_FILE,
+    LOGGERS_FOLDER,
+    WORKERS_FILE,
     METRICS_FILE,
 )
 TEMPORARY_SUFFIX = ".partial"
@@ -191,6 +198,7 @@ def open_run(folder: Path, resumed_step: int) -> tuple[list[str], list[str]]:
     notes += changes
     _truncate(folder / UNSCORED_FILE, resumed_step)
     _truncate(folder / FINDINGS_FILE, resumed_step)
+    _truncate(folder / WORKERS_FILE, resumed_step)
     _remove_rollouts(folder / ROLLOUTS_FOLDER, resumed_step)
     for place in (folder, folder / ROLLOUTS_FOLDER):
         for torn in place.glob(f"*{TEMPORARY_SUFFIX}"):
@@ -249,7 +257,7 @@ def rollout_step(path: Path) -> int | None:
 
 
 def _remove_rollouts(folder: Path, last_step: int) -> None:
-    for path in folder.glob("*.jsonl.gz"):
-        step = rollout_step(path)
-        if step is not None and step > last_step:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = re.fullmatch(r"(?:validation_)?step_(\d+)\.(?:jsonl\.gz|tokens\.npz)", path.name)
+        if match is not None and int(match[1]) > last_step:
             path.unlink()

@@ -146,4 +146,5 @@ def test_the_command_lines_of_the_documents_are_accepted() -> None:
         ],
     )
     assert llama.config.data.train_sets()[0].dataset_name == "DeepScaler"
-    assert any("metrics stay in the run folder" in warning for warning in llama.warnings)
+    assert llama.config.logger.wandb_enabled
+    assert llama.config.logger.wandb.name == "llama3.1-8b-deepscaler-grpo-2nodes"

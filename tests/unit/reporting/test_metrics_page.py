@@ -8,7 +8,7 @@ from posttrain.recipes.dpo import DpoRecipe
 from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.recipes.rm import RewardModelRecipe
 from posttrain.recipes.sft import SftRecipe
-from posttrain.reporting.report import CHARTS
+from posttrain.reporting.chart_specs import CHARTS
 from posttrain.reporting.rows import Hardware, performance
 from posttrain.types import StepReport
 

@@ -86,7 +86,7 @@ def test_page_is_self_contained(bench: Any, report: Any) -> None:
     text = (bench.folder / "report.html").read_text()
     assert not re.search(r"""(src|href)\s*=|@import|url\((?!#)|fetch\(|<link""", text)
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
-    assert "prefers-color-scheme: dark" in text
+    assert "color-scheme: light dark" in text
 
 
 def test_curves_have_the_logged_numbers(bench: Any, report: Any) -> None:

@@ -12,7 +12,7 @@ from posttrain.config.changes import ConfigChange
 from posttrain.reporting.run_files import append_rows, complete_row, open_run, parse_lines, read_rows
 from posttrain.types import Score
 
-FILES = ("metrics.jsonl", "config.yaml", "run.json", "report.html")
+FILES = ("metrics.jsonl", "config.yaml", "run.json", "report.html", "workers.jsonl")
 
 
 def test_file_torn_at_any_byte_is_repaired_to_its_complete_rows(tmp_path: Any) -> None:

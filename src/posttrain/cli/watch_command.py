@@ -1,0 +1,110 @@
+"""`posttrain watch`: runs in the browser."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import webbrowser
+from pathlib import Path
+
+from posttrain.cli.overrides_parser import Subparsers, add_command
+from posttrain.errors import InputError
+from posttrain.json_files import read_at_most
+from posttrain.redaction import name_secret
+from posttrain.serve.options import is_loopback
+
+TOKEN_VARIABLE = "POSTTRAIN_WATCH_TOKEN"
+DEFAULT_FOLDER = "results"
+_MAX_TOKEN_BYTES = 4096
+
+DESCRIPTION = """\
+Show runs in the browser while they train, and afterwards: curves with thresholds, every rollout of every step, what the
+doctor found, several runs side by side. Reads the folders and writes nothing into them.
+
+  posttrain watch                                  the runs under results/
+  posttrain watch results/grpo /data/other-runs    a run, and a folder that holds runs
+  posttrain watch s3://bucket/runs                 needs the extra: pip install "posttrain[s3]"
+  posttrain watch --host 0.0.0.0 --token-file FILE for other machines
+"""
+EPILOG = f"""\
+Only this machine can reach it unless --host says otherwise. Then it needs a token, from --token-file or the variable
+{TOKEN_VARIABLE}, which every browser is asked for once. Traffic is not encrypted: use a tunnel (ssh -L) or a proxy with TLS.
+exit codes: 0 ended by a signal · 64 bad input
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    parser = add_command(commands, "watch", "runs in the browser, live", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        metavar="FOLDER",
+        help=f"a run, or a folder that holds runs; a path or a URL such as s3://bucket/runs (default: {DEFAULT_FOLDER})",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8411, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help=f"holds what browsers are asked for (default: {TOKEN_VARIABLE})"
+    )
+    parser.add_argument(
+        "--registry",
+        action="append",
+        default=[],
+        metavar="WHERE",
+        help="a registry to show, beside those in the folders; may be repeated",
+    )
+    parser.add_argument("--open", action="store_true", help="open a browser")
+    parser.set_defaults(run=run, output_is_result=False, interrupted="watch ended")
+
+
+def run(args: argparse.Namespace) -> int:
+    token = _token(args.token_file)
+    if token is None and not is_loopback(args.host):
+        raise InputError(
+            f"--host {args.host}: other machines could read the runs. Give a token (--token-file FILE or {TOKEN_VARIABLE}), "
+            "or stay on this machine and use a tunnel (ssh -L)"
+        )
+    try:
+        from posttrain.ui.access import Access
+        from posttrain.ui.catalogue import Catalogue
+        from posttrain.ui.places import place_of
+        from posttrain.ui.server import run as serve
+    except ModuleNotFoundError as error:
+        raise InputError(f'posttrain watch needs {error.name}: pip install "posttrain[ui]"') from error
+    folders = args.folders or [DEFAULT_FOLDER]
+    if not args.folders and not Path(DEFAULT_FOLDER).is_dir():
+        raise InputError(f"there is no folder {DEFAULT_FOLDER}/ here; name one that holds runs: posttrain watch FOLDER")
+    catalogue = Catalogue([place_of(text) for text in folders], registries=args.registry)
+    num_runs = len(catalogue.runs)
+
+    def ready(address: str) -> None:
+        found = f"{num_runs} run{'' if num_runs == 1 else 's'} in {', '.join(folders)}"
+        print(f"posttrain watch: {address}  ({found}; Ctrl-C ends)", file=sys.stderr, flush=True)
+        if args.open:
+            webbrowser.open(address)
+
+    return serve(catalogue, Access(token, [args.host]), args.host, args.port, on_ready=ready)
+
+
+def _token(file: Path | None) -> str | None:
+    from posttrain.ui import MIN_TOKEN_CHARACTERS
+
+    if file is not None:
+        try:
+            token = read_at_most(file, _MAX_TOKEN_BYTES).decode("utf-8").strip()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"--token-file {file}: cannot be read ({reason})") from error
+    else:
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+        if not token:
+            return None
+    where = f"--token-file {file}" if file else TOKEN_VARIABLE
+    if len(token) < MIN_TOKEN_CHARACTERS or not token.isprintable():
+        raise InputError(
+            f"{where}: a token has at least {MIN_TOKEN_CHARACTERS} printable characters on one line; "
+            "make one with: openssl rand -hex 24"
+        )
+    name_secret(token)
+    return token

@@ -1,0 +1,61 @@
+"""`workers.jsonl`: what the processes of a run are doing, for whoever looks at it from outside.
+
+    {"step": 7, "time": 1763290000.1, "phase": "Training policy"}            a phase begins
+    {"step": 7, "time": 1763290004.9, "phase": "step done", "ranks": [...]}  with host, process, device and memory of each rank
+
+The file is no record: a run goes on if it cannot be written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from posttrain.reporting.run_files import WORKERS_FILE, Row, append_rows
+
+RANKS_PERIOD_S = 10.0
+SHORT_STEP_S = 2.0  # the phases of shorter steps are not written
+STEP_DONE = "step done"
+AskRanks = Callable[[], Sequence[Row]]
+
+
+class WorkerRows:
+    def __init__(
+        self,
+        folder: Path,
+        ask_ranks: AskRanks,
+        may_write: Callable[[], bool],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = folder / WORKERS_FILE
+        self._ask_ranks = ask_ranks
+        self._may_write = may_write
+        self._clock = clock
+        self._next_ranks = 0.0
+        self._last_done: float | None = None
+        self._steps_are_short = False
+        self._phase = ""
+        self.step = 0  # the one that has begun
+
+    def phase(self, phase: str) -> None:
+        """A phase begins, or goes on: one that comes several times in a row, such as updates, is written once."""
+        if phase != self._phase and not self._steps_are_short:
+            self._append({"step": self.step, "time": self._clock(), "phase": phase})
+        self._phase = phase
+
+    def step_done(self, step: int) -> None:
+        """Between steps the ranks are free to answer; they are asked at most once in a period."""
+        now, self._phase = self._clock(), ""
+        self._steps_are_short = self._last_done is not None and now - self._last_done < SHORT_STEP_S
+        self._last_done = now
+        if now >= self._next_ranks:
+            self._next_ranks = now + RANKS_PERIOD_S
+            with suppress(Exception):  # what ails a rank is told by its next operation
+                self._append({"step": step, "time": now, "phase": STEP_DONE, "ranks": list(self._ask_ranks())})
+
+    def _append(self, row: Row) -> None:
+        with suppress(OSError):
+            if self._may_write():
+                append_rows(self._path, [row])

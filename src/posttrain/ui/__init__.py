@@ -1,0 +1,3 @@
+"""`posttrain watch`: run folders in the browser. Reads files, writes none."""
+
+MIN_TOKEN_CHARACTERS = 16

@@ -1,0 +1,297 @@
+"""The HTTP interface of the dashboard: JSON from run folders, a stream of changes, and the page itself.
+
+Everything is named by ids, steps and indices: no request contains a path, and no answer does. All requests read.
+"""
+
+import asyncio
+import json
+import math
+import mimetypes
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Body, Depends, FastAPI, HTTPException, Query, Request
+from fastapi import Path as PathPart
+from fastapi.responses import Response, StreamingResponse
+
+from posttrain.errors import InputError
+from posttrain.ui.access import COOKIE, Access, Guard
+from posttrain.ui.catalogue import Catalogue
+from posttrain.ui.comparison import config_differences
+from posttrain.ui.rollout_filters import Filters, Limits
+from posttrain.ui.rollout_store import Cursor, Kind
+from posttrain.ui.run_view import RunView
+from posttrain.ui.shipping import pipeline_page, pipeline_row, registry_page
+from posttrain.ui.token_view import token_table
+
+MAX_POINTS = 1000
+MAX_KEYS = 64
+PAGE_GROUPS = 50
+CHANGE_PERIOD_S = 0.7
+PING_S = 15.0
+ASSETS = files("posttrain.ui") / "assets"
+THEME = files("posttrain.reporting") / "assets" / "theme.css"
+
+
+def as_json(value: object) -> bytes:
+    """Numbers that JSON does not have, which a damaged file may hold, become null."""
+    try:
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+    except ValueError:
+        text = json.dumps(_finite(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Answer(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return as_json(content)
+
+
+def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], bool] = lambda: False) -> FastAPI:
+    app = FastAPI(
+        title="posttrain watch", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=Answer
+    )
+    app.add_middleware(Guard, access=access)
+
+    @app.exception_handler(InputError)
+    def unreadable(request: Request, error: InputError) -> Answer:
+        return Answer({"error": "a record cannot be read"}, 500)
+
+    def run_of(run_id: str) -> RunView:
+        found = catalogue.run(run_id)
+        if found is None:
+            raise HTTPException(404, "no such run")
+        return found
+
+    Run = Annotated[RunView, Depends(run_of)]
+
+    # -------------------------------------------------------------- runs
+
+    @app.get("/api/runs")
+    def runs() -> Answer:
+        return Answer({"now": time.time(), "runs": [run.summary() for run in catalogue.runs.values()]})
+
+    @app.get("/api/runs/{run_id}")
+    def run(run: Run) -> Answer:
+        return Answer({"now": time.time(), **run.page()})
+
+    @app.get("/api/runs/{run_id}/curves")
+    def curves(
+        run: Run,
+        key: Annotated[list[str], Query(max_length=MAX_KEYS)],
+        points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 300,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> Answer:
+        return Answer({name: run.metrics.curve(name, points, first, last) for name in key})
+
+    @app.get("/api/runs/{run_id}/doctor")
+    def doctor(run: Run, again: bool = False) -> Answer:
+        found = run.examined() if again else run.findings
+        return Answer({"findings": [one.to_json() for one in found], "unscored": run.unscored()})
+
+    @app.get("/api/runs/{run_id}/cluster")
+    def cluster(run: Run) -> Answer:
+        return Answer(run.cluster())
+
+    @app.get("/api/runs/{run_id}/config")
+    def config(run: Run) -> Answer:
+        return Answer({"configs": [{"from_step": step, "text": text} for step, text in run.configs().items()]})
+
+    @app.get("/api/config-differences")
+    def differences(run: Annotated[list[str], Query(min_length=2, max_length=8)]) -> Answer:
+        return Answer(config_differences([run_of(one) for one in run]))
+
+    # -------------------------------------------------------------- rollouts
+
+    @app.get("/api/runs/{run_id}/rollouts/{kind}")
+    def steps(run: Run, kind: Kind) -> Answer:
+        return Answer({"steps": run.rollouts.steps(kind), "with_tokens": run.rollouts.steps(kind, with_tokens=True)})
+
+    @app.get("/api/runs/{run_id}/rollouts/{kind}/search")
+    def search(
+        run: Run,
+        kind: Kind,
+        filters: Annotated[Filters, Depends(filters_of)],
+        step: Annotated[int | None, Query(ge=0)] = None,
+        index: Annotated[int, Query(ge=0)] = 0,
+    ) -> Answer:
+        found = run.rollouts.search(kind, filters, None if step is None else Cursor(step, index))
+        cursor = None if found.cursor is None else {"step": found.cursor.step, "index": found.cursor.index}
+        return Answer({"hits": found.hits, "cursor": cursor, "num_steps_left": found.num_steps_left})
+
+    @app.get("/api/runs/{run_id}/rollouts/{kind}/{step}")
+    def step_groups(
+        run: Run,
+        kind: Kind,
+        step: int,
+        filters: Annotated[Filters, Depends(filters_of)],
+        sort: str = "order",
+        offset: Annotated[int, Query(ge=0)] = 0,
+    ) -> Answer:
+        found, total = run.rollouts.listing(kind, step, filters)
+        if sort in SORTS:
+            name, descending = SORTS[sort]
+            known = [row for row in found if row[name] is not None]
+            found = sorted(known, key=lambda row: row[name], reverse=descending) + [
+                row for row in found if row[name] is None
+            ]
+        page = found[offset : offset + PAGE_GROUPS]
+        return Answer({"total": total, "matching": len(found), "groups": page, "offset": offset})
+
+    @app.get("/api/runs/{run_id}/rollouts/{kind}/{step}/{index}")
+    def group(run: Run, kind: Kind, step: int, index: Annotated[int, PathPart(ge=0)]) -> Answer:
+        found = run.rollouts.group(kind, step, index)
+        if found is None:
+            raise HTTPException(404, "no such group")
+        lines = run.rollouts.lines(kind, step)
+        return Answer({"group": found, "num_groups": len(lines.lines) if lines else 0})
+
+    @app.get("/api/runs/{run_id}/tokens/{step}/{draw}/{sample}")
+    def tokens(run: Run, step: int, draw: int, sample: int) -> Answer:
+        found = token_table(run.place, step, draw, sample)
+        if found is None:
+            raise HTTPException(404, "no token data of this answer")
+        return Answer(found)
+
+    # -------------------------------------------------------------- pipelines and registries
+
+    @app.get("/api/pipelines")
+    def pipelines() -> Answer:
+        return Answer({"pipelines": [pipeline_row(one, home) for one, home in catalogue.pipelines.items()]})
+
+    @app.get("/api/pipelines/{pipeline_id}")
+    def pipeline(pipeline_id: str) -> Answer:
+        return Answer(pipeline_page(pipeline_id, _known(catalogue.pipelines, pipeline_id)))
+
+    @app.get("/api/registries")
+    def registries() -> Answer:
+        names = {one: Path(text).name for one, text in catalogue.registries.items()}
+        return Answer({"registries": [{"id": one, "name": name} for one, name in names.items()]})
+
+    @app.get("/api/registries/{registry_id}")
+    def registry(registry_id: str) -> Answer:
+        return Answer(registry_page(_known(catalogue.registries, registry_id)))
+
+    # -------------------------------------------------------------- changes, login, files
+
+    @app.get("/api/events")
+    async def events(request: Request, run: str | None = None) -> StreamingResponse:
+        changes = Changes(catalogue)
+
+        async def stream() -> AsyncIterator[str]:
+            yield "retry: 1000\n\n"
+            seen, quiet_s = await asyncio.to_thread(changes.now, run), 0.0
+            while not is_ending() and not await request.is_disconnected():
+                await asyncio.sleep(CHANGE_PERIOD_S)
+                found = await asyncio.to_thread(changes.now, run)
+                changed = [one for one in {**seen, **found} if seen.get(one) != found.get(one)]
+                quiet_s = 0.0 if changed else quiet_s + CHANGE_PERIOD_S
+                if changed:
+                    yield f"event: change\ndata: {as_json(changed).decode()}\n\n"
+                elif quiet_s > PING_S:
+                    quiet_s = 0.0
+                    yield ": still here\n\n"
+                seen = found
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    @app.post("/api/login")
+    def login(token: Annotated[str, Body(embed=True, max_length=4096)]) -> Answer:
+        if not access.is_token(token):
+            raise HTTPException(401, "this is not the token")
+        answer = Answer({})
+        answer.set_cookie(COOKIE, access.cookie, httponly=True, samesite="strict", max_age=30 * 86400)
+        return answer
+
+    _add_files(app)
+    return app
+
+
+SORTS = {
+    "reward": ("mean", True),
+    "reward_up": ("mean", False),
+    "spread": ("spread", True),
+    "length": ("mean_length", True),
+    "length_up": ("mean_length", False),
+}
+
+
+def filters_of(
+    q: Annotated[str, Query(max_length=500)] = "",
+    task: Annotated[str, Query(max_length=500)] = "",
+    reward_min: float | None = None,
+    reward_max: float | None = None,
+    spread_min: float | None = None,
+    spread_max: float | None = None,
+    length_min: float | None = None,
+    length_max: float | None = None,
+    part: Annotated[str, Query(max_length=200)] = "",
+    part_min: float | None = None,
+    part_max: float | None = None,
+    finish: Annotated[str, Query(max_length=20)] = "",
+    error: bool | None = None,
+) -> Filters:
+    return Filters(
+        text=q,
+        task=task,
+        reward=Limits(reward_min, reward_max),
+        spread=Limits(spread_min, spread_max),
+        length=Limits(length_min, length_max),
+        part=part,
+        part_value=Limits(part_min, part_max),
+        finish=finish,
+        error=error,
+    )
+
+
+class Changes:
+    """What the runs look like from outside, at most once in a period, for all open pages."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._lock = threading.Lock()
+
+    def now(self, run_id: str | None) -> dict[str, object]:
+        with self._lock:
+            runs = self._catalogue.runs
+            if run_id is not None:
+                runs = {run_id: runs[run_id]} if run_id in runs else {}
+            return {one: run.stamps() for one, run in runs.items()}
+
+
+def _known(found: dict[str, Any], name: str) -> Any:
+    if name not in found:
+        raise HTTPException(404, "not found")
+    return found[name]
+
+
+def _add_files(app: FastAPI) -> None:
+    """The page: a fixed list of files, read once."""
+    served: dict[str, tuple[bytes, str]] = {"theme.css": (THEME.read_bytes(), "text/css")}
+    for folder, prefix in ((ASSETS, ""), (ASSETS / "pages", "pages/")):
+        for entry in folder.iterdir():
+            if entry.is_file():
+                kind = "text/javascript" if entry.name.endswith(".js") else mimetypes.guess_type(entry.name)[0]
+                served[prefix + entry.name] = (entry.read_bytes(), kind or "application/octet-stream")
+
+    @app.get("/{name:path}")
+    def file(name: str) -> Response:
+        content, kind = served.get(name or "index.html", (None, ""))
+        if content is None:
+            raise HTTPException(404, "not found")
+        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
