@@ -176,6 +176,7 @@ def _summarise(run: Path, seconds: float) -> None:
     print(f"Doctor: {'; '.join(error.line for error in errors) if errors else 'no error found'}.")
     print(f"All of it took {seconds / 60:.1f} minutes. What to type next:")
     for command, what in (
+        (f"posttrain watch {run}", "curves, and every answer of every step, in the browser"),
         (f"posttrain doctor {run}", "what is unusual about the run, and which setting would change it"),
         (f"posttrain chat {run}", 'ask the model a sum, e.g. "12 + 30 = ?"'),
         (f"posttrain convert {run} --to my-model", "the model as a Hugging Face folder"),

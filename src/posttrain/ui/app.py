@@ -7,7 +7,6 @@ import asyncio
 import json
 import math
 import mimetypes
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
@@ -191,14 +190,12 @@ def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], boo
 
     @app.get("/api/events")
     async def events(request: Request, run: str | None = None) -> StreamingResponse:
-        changes = Changes(catalogue)
-
         async def stream() -> AsyncIterator[str]:
             yield "retry: 1000\n\n"
-            seen, quiet_s = await asyncio.to_thread(changes.now, run), 0.0
+            seen, quiet_s = await asyncio.to_thread(stamps, catalogue, run), 0.0
             while not is_ending() and not await request.is_disconnected():
                 await asyncio.sleep(CHANGE_PERIOD_S)
-                found = await asyncio.to_thread(changes.now, run)
+                found = await asyncio.to_thread(stamps, catalogue, run)
                 changed = [one for one in {**seen, **found} if seen.get(one) != found.get(one)]
                 quiet_s = 0.0 if changed else quiet_s + CHANGE_PERIOD_S
                 if changed:
@@ -259,19 +256,12 @@ def filters_of(
     )
 
 
-class Changes:
-    """What the runs look like from outside, at most once in a period, for all open pages."""
-
-    def __init__(self, catalogue: Catalogue) -> None:
-        self._catalogue = catalogue
-        self._lock = threading.Lock()
-
-    def now(self, run_id: str | None) -> dict[str, object]:
-        with self._lock:
-            runs = self._catalogue.runs
-            if run_id is not None:
-                runs = {run_id: runs[run_id]} if run_id in runs else {}
-            return {one: run.stamps() for one, run in runs.items()}
+def stamps(catalogue: Catalogue, run_id: str | None) -> dict[str, object]:
+    """What the files of one run, or of all, look like from outside; by id."""
+    runs = catalogue.runs
+    if run_id is not None:
+        runs = {run_id: runs[run_id]} if run_id in runs else {}
+    return {one: run.stamps() for one, run in runs.items()}
 
 
 def _known(found: dict[str, Any], name: str) -> Any:

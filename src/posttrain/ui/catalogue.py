@@ -44,7 +44,7 @@ class Catalogue:
         self._pipelines: dict[str, Path] = {}
         self._registries: dict[str, str] = {_id(text): text for text in registries}
         self._next_scan = 0.0
-        self._used: list[str] = []  # runs whose metrics are in memory, the last used one last
+        self._used: dict[str, RunView] = {}  # those whose metrics are in memory, the last used one last
 
     @property
     def runs(self) -> dict[str, RunView]:
@@ -68,13 +68,11 @@ class Catalogue:
             return None
         found.metrics.refresh()
         with self._lock:
-            self._used = [*(one for one in self._used if one != run_id), run_id]
-            while len(self._used) > 1 and self._table_bytes() > TABLE_BYTES:
-                self._runs[self._used.pop(0)].forget_metrics()
+            self._used.pop(run_id, None)
+            self._used[run_id] = found
+            while len(self._used) > 1 and sum(one.metrics.num_bytes for one in self._used.values()) > TABLE_BYTES:
+                self._used.pop(next(iter(self._used))).forget_metrics()
         return found
-
-    def _table_bytes(self) -> int:
-        return sum(self._runs[run_id].metrics.num_bytes for run_id in self._used)
 
     def _scan(self) -> None:
         with self._lock:
@@ -97,7 +95,7 @@ class Catalogue:
                         if DATABASE in names:
                             self._registries.setdefault(_id(place.url), place.url)
             self._runs = runs
-            self._used = [run_id for run_id in self._used if run_id in runs]
+            self._used = {run_id: run for run_id, run in self._used.items() if run_id in runs}
             took_s = self._ticks() - started
             self._next_scan = self._ticks() + max(MIN_SCAN_PERIOD_S, took_s / SCAN_TIME_SHARE)
 

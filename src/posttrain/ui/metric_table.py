@@ -36,7 +36,6 @@ class MetricTable:
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
         self._place_of_step: dict[int, int] = {}
-        self._num_reads = 0
 
     @property
     def num_bytes(self) -> int:

@@ -24,7 +24,6 @@ from posttrain.reporting.rows import TOTAL_STEP
 from posttrain.reporting.run_files import (
     CONFIG_FILE,
     FINDINGS_FILE,
-    FINISHED,
     INFO_FILE,
     METRICS_FILE,
     UNSCORED_FILE,
@@ -250,7 +249,7 @@ class RunView:
         return bands_at_start(chart, [value if np.isfinite(value) else None for value in values[:50].tolist()])
 
     def _health(self, charts: list[ChartSpec], bands: dict[str, list[Band]]) -> Iterator[JsonObject]:
-        """One figure per chart with thresholds: the recent value, and what the doctor thinks of it."""
+        """One figure per chart with thresholds: the recent value, and which of them it has passed."""
         for chart in charts:
             if not chart.bands:
                 continue
@@ -259,14 +258,7 @@ class RunView:
             if value is None:
                 continue
             level = next((band.level for band in reversed(bands[chart.title]) if band.holds(value)), "good")
-            found = [one for one in self.findings if one.metric == key and one.last_step in (None, one.step)]
-            yield {
-                "title": chart.title,
-                "key": key,
-                "value": value,
-                "level": level,
-                "rule": found[0].rule if found else "",
-            }
+            yield {"title": chart.title, "key": key, "value": value, "level": level}
 
     def examined(self) -> list[Finding]:
         """The findings of all rules over the whole run, computed now; those of the file where it is not on this machine."""
@@ -293,7 +285,6 @@ class RunView:
             "ranks": newest.get("ranks") or [],
             "ranks_at": newest.get("time"),
             "phases": phases,
-            "is_over": self.info.get("status") == FINISHED,
         }
 
     def unscored(self) -> list[JsonObject]:

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from made_runs import append, conversation_group, make_run, metrics_row, write_attempt, write_groups, write_step
 
 from posttrain.ui.access import Access
-from posttrain.ui.app import create_app
+from posttrain.ui.app import create_app, stamps
 from posttrain.ui.catalogue import Catalogue
 from posttrain.ui.places import LocalPlace
 
@@ -281,14 +281,15 @@ def test_metrics_of_runs_that_are_not_looked_at_are_forgotten(tmp_path: Path, mo
         assert sum(run.metrics.num_bytes for run in runs.values()) <= limit
 
 
-def test_stream_says_which_run_changed(tmp_path: Path) -> None:
-    """One look before and one after; the period between them is the server's."""
-    from posttrain.ui.app import Changes
-
+def test_written_step_changes_the_stamps_of_its_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=1, status="running")
-    changes = Changes(Catalogue([LocalPlace(tmp_path)]))
-    before = changes.now(None)
-    assert changes.now(None) == before
+    make_run(tmp_path / "other", steps=1)
+    catalogue = Catalogue([LocalPlace(tmp_path)])
+    before = stamps(catalogue, None)
+    assert stamps(catalogue, None) == before
     write_step(folder, 2)
-    after = changes.now(None)
-    assert [run for run in after if after[run] != before[run]] == list(before)
+    after = stamps(catalogue, None)
+    changed = [run for run in after if after[run] != before[run]]
+    assert [catalogue.runs[run].name for run in changed] == ["run"]
+    assert stamps(catalogue, changed[0]) == {changed[0]: after[changed[0]]}
+    assert stamps(catalogue, "unknown") == {}

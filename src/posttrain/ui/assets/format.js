@@ -33,4 +33,4 @@ export const ago = (seconds) => {
 
 export const when = (iso) => (iso ? `${String(iso).slice(0, 16).replace("T", " ")} UTC` : "–");
 
-export const bytes = (size) => (size > 2 ** 30 ? `${(size / 2 ** 30).toFixed(2)} GiB` : `${(size / 2 ** 20).toFixed(1)} MiB`);
+export const bytes = (size) => (size === undefined ? "–" : size > 2 ** 30 ? `${(size / 2 ** 30).toFixed(2)} GiB` : `${(size / 2 ** 20).toFixed(1)} MiB`);

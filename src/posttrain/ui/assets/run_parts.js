@@ -29,7 +29,7 @@ export const findingCard = (finding, run) => h("article", { class: `card finding
     run ? link(`#/run/${run}/rollouts?step=${finding.step}`, `step ${finding.step}`) : `step ${finding.step}`,
     finding.last_step > finding.step ? ` to ${finding.last_step}` : ""),
   h("p", null, finding.text.charAt(0).toUpperCase() + finding.text.slice(1).replace(/([^.])$/, "$1.")),
-  finding.fixes.length ? h("p", { class: "fixes" }, "Fix: ", finding.fixes.map((fix, index) => [index ? " or " : "", h("code", null, fix), copy(fix)])) : null,
+  finding.fixes.length ? h("p", { class: "fixes" }, "Fix: ", finding.fixes.map((fix, index) => [index ? " or " : "", h("code", null, fix), /^[\w.]+=\S+$/.test(fix) ? copy(fix) : ""])) : null,
   finding.answers.length ? h("details", null, h("summary", null, `${finding.answers.length} answer${finding.answers.length === 1 ? "" : "s"} that show it`),
     finding.answers.map((answer) => h("div", { class: "evidence" },
       h("p", { class: "note" }, `${answer.id} · ${answer.reward === null ? "unscored" : `reward ${short(answer.reward)}`} · ${answer.num_tokens ?? "?"} tokens`),

@@ -16,16 +16,16 @@ export const open = async ([id]) => {
     body.replaceChildren(
       h("div", { class: "tiles" },
         fact("Heartbeat", age === null ? "ended" : ago(age), age !== null && age > found.stale_s ? "bad" : ""),
-        fact("Phase", running && phase ? phase.phase : "–", "", running && phase ? `step ${phase.step}, for ${duration(Math.max(0, now - phase.time))}` : ""),
+        fact("Phase", running && phase ? withoutNumbers(phase.phase) : "–", "", running && phase ? `step ${phase.step}, for ${duration(Math.max(0, now - phase.time))}` : ""),
         fact("Ranks", found.ranks.length || "–", "", found.ranks_at ? `seen ${ago(now - found.ranks_at)}` : "")),
       found.ranks.length ? section("Ranks", table(["rank", "host", "process", "device", "in use", "reserved", "of", ""],
         found.ranks.map((rank) => [number(rank.rank), rank.host, number(rank.pid), rank.device, number(bytes(rank.allocated_bytes)), number(bytes(rank.reserved_bytes)),
-          number(bytes(rank.total_bytes)), h("td", null, meter(rank.reserved_bytes / rank.total_bytes))]), { class: "card" }))
+          number(bytes(rank.total_bytes)), h("td", null, meter(rank.reserved_bytes / rank.total_bytes))]), { class: "card steady" }))
         : h("p", { class: "empty" }, "This run has no workers.jsonl: it was made by an earlier version, or has not finished a step."),
       section("Phases", timeline(found.phases, now, running)),
       section("Starts of this run", table(["", "host", "process", "began", "ended", "exit code", "checkpoints"], [...found.attempts].reverse().map((one) => [
         number(one.number), one.holder?.host ?? "–", number(one.holder?.pid ?? "–"), when(one.holder?.since), one.ended ? when(one.ended) : "–",
-        number(one.exit_code ?? "–"), one.last_checkpoint ? `step ${one.first_checkpoint} to ${one.last_checkpoint}` : "–"]), { class: "card" })));
+        number(one.exit_code ?? "–"), one.last_checkpoint ? `step ${one.first_checkpoint} to ${one.last_checkpoint}` : "–"]), { class: "card steady" })));
   };
   const load = async () => {
     [run, found] = await Promise.all([get(`runs/${id}`), get(`runs/${id}/cluster`)]);
@@ -43,11 +43,13 @@ const fact = (name, value, kind = "", detail = "") => h("div", { class: `card ti
   h("div", { class: "name" }, name), h("div", { class: "value" }, value), h("div", { class: "detail" }, detail));
 const meter = (share) => h("span", { class: "progress" }, h("i", { class: share > 0.95 ? "full" : "", style: { width: `${Math.min(100, 100 * share)}%` } }));
 
+const withoutNumbers = (phase) => phase.replace(/( at step| for batch of size)? \d+$/, "");
+
 // The latest phases one after another, as wide as they took.
 const timeline = (phases, now, running) => {
   if (phases.length < 2) return h("p", { class: "empty" }, "Nothing yet.");
   const last = phases.slice(-40);
-  const spans = last.map((one, index) => ({ ...one, seconds: (last[index + 1]?.time ?? (running ? now : one.time)) - one.time }));
+  const spans = last.map((one, index) => ({ ...one, phase: withoutNumbers(one.phase), seconds: (last[index + 1]?.time ?? (running ? now : one.time)) - one.time }));
   const names = [...new Set(spans.map((one) => one.phase))];
   return h("div", { class: "card stages" },
     h("div", { class: "stacked" }, spans.map((one) => h("i", { class: `s${names.indexOf(one.phase) % 8}`, title: `step ${one.step}, ${one.phase}: ${duration(one.seconds)}`, style: { "flex-grow": Math.max(one.seconds, 0.001) } }))),

@@ -38,7 +38,7 @@ export const open = async (_, query) => {
       number(run.best ? short(run.best.last) : "–"), number(run.best ? short(run.best.value) : "–"), number(run.validation ? short(run.validation.last) : "–"),
       h("td", null, badges(run.findings)),
       h("td", null, h("button", { type: "button", class: "tiny", "aria-label": `Leave out ${run.name}`, onclick: () => go(chosen.filter((id) => id !== run.id)) }, "×")),
-    ]), { class: "card" }));
+    ]), { class: "card steady" }));
     const titles = new Map();
     for (const run of pages) for (const spec of run.charts) {
       for (const [key, name] of spec.curves) {

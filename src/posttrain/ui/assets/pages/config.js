@@ -8,7 +8,7 @@ import { runHeader } from "../run_parts.js";
 export const differenceTable = (found, names) => {
   if (!found.differences.length) return h("p", { class: "empty" }, `All ${found.num_equal} settings are the same.`);
   return [table(["setting", ...names], found.differences.map((row) => [h("td", null, h("code", null, row.key)),
-    ...row.values.map((value) => (value === null ? h("td", { class: "missing" }, "not set") : h("td", null, h("code", null, value))))]), { class: "card differences" }),
+    ...row.values.map((value) => (value === null ? h("td", { class: "missing" }, "not set") : h("td", null, h("code", null, value))))]), { class: "card differences steady" }),
   note(`${plural(found.num_equal, "other setting")} ${found.num_equal === 1 ? "is" : "are"} the same.`)];
 };
 
