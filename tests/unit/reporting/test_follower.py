@@ -227,6 +227,19 @@ def test_a_tracker_that_hangs_does_not_hold_up_the_end(tmp_path: Path, tracker: 
     released.set()
 
 
+def test_a_client_that_ends_the_process_ends_nothing_and_is_no_success(tmp_path: Path, tracker: Tracker) -> None:
+    def leave(request: str) -> None:
+        raise SystemExit(1)
+
+    tracker.before = leave
+    add_rows(tmp_path, 1)
+    one = follower(tmp_path, tracker)
+    one.start()
+    one.end(is_finished=True)
+    assert not one.has_ended(60)
+    assert "SystemExit" in one.problem
+
+
 def test_problems_are_said_once_per_outage_with_the_reason(tmp_path: Path, tracker: Tracker) -> None:
     def refuse(request: str) -> None:
         raise LoggerProblem("there is no API key: type `wandb login`")

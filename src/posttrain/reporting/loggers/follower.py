@@ -122,7 +122,7 @@ class Follower:
                 self._last = steps[-1].step
                 self.num_sent += len(steps)
             self._tell_findings(sink)
-        except Exception as error:  # whatever a client of a tracker raises, the run goes on
+        except (Exception, SystemExit) as error:  # whatever a client of a tracker does, the run goes on
             self._note_problem(error)
             self._drop()
             return False
@@ -139,7 +139,7 @@ class Follower:
             self._told = [] if self._last is None else _told(self._told_file, self._run.id)
         return self._sink
 
-    def _note_problem(self, error: Exception) -> None:
+    def _note_problem(self, error: BaseException) -> None:
         kind = "" if isinstance(error, LoggerProblem) else f"{type(error).__name__}: "
         reason = redact(f"{kind}{reason_of(error)}")[:500]
         if not self.problem:
@@ -150,7 +150,7 @@ class Follower:
     def _drop(self) -> None:
         sink, self._sink = self._sink, None
         if sink is not None:
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):
                 sink.close(is_finished=False)
 
     def _close(self) -> None:
@@ -158,7 +158,7 @@ class Follower:
             return
         try:
             self._sink.close(is_finished=self._is_finished)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._note_problem(error)
         self._sink = None
 
