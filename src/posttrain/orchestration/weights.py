@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all
@@ -33,20 +34,24 @@ class PushedWeights:
 
     def __init__(self, ranks: WorkerGroup, to: Handover) -> None:
         self._ranks, self._to = ranks, to
-        self._is_published = False
+        self._file: Path | None = None  # None: nothing was published yet
 
     def publish(self, version: int) -> None:
         sent = call_all(self._ranks, Rank.send_weights, self._to)[0]
         assert sent is not None, "the first rank writes"
+        self._file = sent.file
         call_all(self._ranks.engines, Rank.receive_weights, sent)
-        self._is_published = True
 
     def ensure_published(self) -> None:
         """Before anything is sampled: a resumed run has other weights than the model that engines are built with."""
-        if not self._is_published:
+        if self._file is None:
             self.publish(0)
 
     def close(self) -> None:
-        """The file goes before the ranks do."""
-        with suppress(Exception):  # a rank that died or hangs leaves it to the next attempt of the run
+        """The file goes before the ranks do. It may be on their machine alone, or the rank may have died."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            self._file.unlink(missing_ok=True)
+        with suppress(Exception):
             self._ranks.workers[0].submit(Rank.remove_weights).result(timeout=_REMOVAL_S)
