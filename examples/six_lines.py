@@ -7,5 +7,5 @@ def right(completions, output, **columns):
     return [float(answer in text) for text, answer in zip(completions, output, strict=True)]
 
 
-run = pt.grpo("models/smollm2-135m-instruct", "examples/data/prompts.jsonl", reward=right, lr=1e-5, steps=20)
+run = pt.grpo("models/smollm2-135m-instruct", "examples/data/prompts.jsonl", reward=right, prompts=4, lr=1e-5, steps=20)
 print(run.metrics["train/reward"], run.doctor(), sep="\n")

@@ -41,28 +41,28 @@ def start(model: Path, folder: Path, **settings: Any) -> pt.Run:
     return pt.grpo(
         model,
         tiny_runs.questions(12),
-        **{"prompts": 4, "generations": 2, "max_new_tokens": 6, "steps": 2, **SMALL, "folder": folder, **settings},
+        **{"prompts": 4, "generations": 2, "max_new_tokens": 6, "steps": 4, **SMALL, "folder": folder, **settings},
     )
 
 
 @pytest.fixture(scope="module")
 def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> pt.Run:
-    """Two steps, from rows in memory and a closure with TRL's signature."""
+    """Four steps, from rows in memory and a closure with TRL's signature."""
     return start(model, tmp_path_factory.mktemp("runs") / "grpo", reward=made_reward(1.0))
 
 
 def test_a_run_gives_its_metrics_answers_and_findings(run: pt.Run) -> None:
     assert run.status == "finished"
-    assert list(run.metrics.index) == [1, 2]
+    assert list(run.metrics.index) == [1, 2, 3, 4]  # of 12 rows, 4 a step: more than an epoch
     assert (run.metrics["train/reward"] >= 1.0).all()
     groups = run.rollouts(1)
     assert [len(group["completions"]) for group in groups] == [2] * 4
     assert groups[0]["completions"][0]["reward"] >= 1.0
-    assert run.rollouts() == run.rollouts(2) != groups
-    with pytest.raises(InputError, match="no answers of step 9; it has those of steps 1 to 2"):
+    assert run.rollouts() == run.rollouts(4) != groups
+    with pytest.raises(InputError, match="no answers of step 9; it has those of steps 1 to 4"):
         run.rollouts(9)
     assert not [finding for finding in run.doctor() if finding.severity == "error"]
-    assert "finished, step 2 of 2" in repr(run)
+    assert "finished, step 4 of 4" in repr(run)
     assert run.report.exists()
     assert "data:image/svg+xml" in run._repr_html_()
 
@@ -77,10 +77,10 @@ def test_the_same_call_finds_the_run_finished_and_another_reward_is_another_run(
 
 def test_the_command_line_resumes_a_run_that_python_started(run: pt.Run) -> None:
     config = run.folder / "config.yaml"
-    arguments = ["grpo", "--config", str(config), "steps=3"]
+    arguments = ["grpo", "--config", str(config), "steps=5"]
     assert tiny_runs.run(arguments) == 0
     rows = run.rows
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert rows[-1]["train/reward"] >= 1.0  # the bonus: the function came from the folder
 
 
