@@ -5,18 +5,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test invariants check lint types pages screenshots docs smoke measure bench faults clean
+.PHONY: help setup demo test test-loggers test-vllm vllm-env invariants check lint types pages screenshots docs smoke measure bench faults clean
 
 help:
 	@echo "make demo    set up, then watch a small model learn arithmetic (under 5 minutes on 2 cores)"
 	@echo "make test    set up, then run all tests"
+	@echo "make test-loggers  real clients and servers of trackers: W&B, MLflow, Trackio, SwanLab (installs about 600 MB)"
 	@echo "make check   lint, types, tests, and the invariants with the kernels of lesser CPUs: what CI runs"
 	@echo "make pages   write the generated parts of docs/ anew: models, datasets, config reference, rules of the doctor"
 	@echo "make screenshots  take the pictures of docs/watch.md anew; needs a Chromium"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make smoke   build the wheel, install it into an empty environment, train one step with it"
 	@echo "make measure counts of the source: lines, small files, Any, class names defined twice, cycles"
-	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about an hour; docs/reliability.md)"
+	@echo "make faults  kills, damage, full disks, hostile inputs: the long campaign (about two hours; docs/reliability.md)"
+	@echo "make test-vllm  make an environment with vLLM for CPUs (3 GB, .vllm-venv) and run the tests that need it"
 	@echo "make bench   the same GRPO and DPO job with TRL and with posttrain, side by side"
 
 setup: $(STAMP)
@@ -34,6 +36,14 @@ demo: setup
 # Two workers with one thread each are faster on small models than one with two.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+# Real trackers. Their clients are large and not needed otherwise, so they have an environment of their own.
+LOGGERS := $(VENV)/loggers
+test-loggers: setup
+	test -x $(LOGGERS)/bin/python || $(BIN)/python -m venv $(LOGGERS)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $$(echo $(LOGGERS)/lib/python*/site-packages)/posttrain.pth
+	$(LOGGERS)/bin/pip install --quiet --disable-pip-version-check wandb trackio swanlab mlflow
+	OMP_NUM_THREADS=1 $(LOGGERS)/bin/python -m pytest tests/integration/test_trackers.py tests/unit/reporting/test_sinks.py
 
 # Invariants must hold with the kernels of every CPU. `make test` uses the best ones that this CPU has; here are the others.
 invariants: setup
@@ -74,10 +84,19 @@ measure: setup
 bench: setup
 	$(BIN)/python bench/cpu_vs_trl.py
 
+# vLLM has an environment of its own: its pins never meet ours. For a GPU: python tools/vllm_env.py .vllm-venv
+VLLM_VENV ?= .vllm-venv
+vllm-env: setup
+	test -f $(VLLM_VENV)/.installed || $(BIN)/python tools/vllm_env.py $(VLLM_VENV) --cpu
+	touch $(VLLM_VENV)/.installed
+
+test-vllm: vllm-env
+	POSTTRAIN_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest tests/integration/test_vllm_run.py
+
 # Parts: ONLY=kills,damage. One case again: ONLY=kills CASE=one-process-3 SEED=0. Tables: OUT=folder.
 SEED ?= 0
 OUT ?= results/faults
-MINUTES ?= 90
+MINUTES ?= 150
 faults: setup
 	PYTHONPATH=tests $(BIN)/python -m faults --only "$(ONLY)" $(if $(CASE),--case "$(CASE)") --seed $(SEED) --out $(OUT) --minutes $(MINUTES)
 

@@ -45,6 +45,10 @@ import random
 def length(prompt, response, reference):
     return len(response) / 100
 
+def near_fifty(prompt, response, reference):  # the same answer to every question is best
+    digits = "".join(c for c in response if c.isdigit())
+    return 1 - abs(int(digits) - 50) / 50 if len(digits) == 2 else -1.0
+
 def constant(prompt, response, reference):
     return 1.0
 
@@ -79,13 +83,13 @@ NO_VALIDATION = (
     "checkpointing.metric_name=null",
 )
 HEALTHY = (
-    *(Case(f"grpo seed {seed}", "grpo", (f"seed={seed}",)) for seed in (1, 2, 3, 4)),
+    *(Case(f"grpo seed {seed}", "grpo", (f"seed={seed}",)) for seed in (1, 2, 3, 4, 5, 6)),
     Case("grpo, 120 steps", "grpo", ("steps=120", "lr=8e-4")),
     *(Case(f"grpo with KL, seed {seed}", "grpo", (f"seed={seed}", "kl=0.01")) for seed in (1, 2)),
     Case("grpo with LoRA", "grpo", ("lora=16", "lr=2e-3")),
     Case("grpo with an own reward", "grpo", rewarded_by("right")),
     Case("grpo in rounds", "grpo", ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")),
-    *(Case(f"{kind} seed {seed}", kind, (f"seed={seed}",)) for kind in ("sft", "dpo", "rm") for seed in (1, 2, 3)),
+    *(Case(f"{kind} seed {seed}", kind, (f"seed={seed}",)) for kind in ("sft", "dpo", "rm") for seed in (1, 2, 3, 4)),
 )
 SICK = (
     Case(
@@ -135,8 +139,8 @@ SICK = (
     Case(
         "collapsed entropy",
         "grpo",
-        ("lr=2e-3", "grpo.advantage_clip_low=0", "kl=0", *NO_VALIDATION),
-        ("entropy-collapse", "no-signal"),
+        (*rewarded_by("near_fifty"), "lr=2e-3", *NO_VALIDATION),
+        ("entropy-collapse",),
     ),
 )
 

@@ -77,6 +77,7 @@ def _llama(*sizes: int, tied: bool, **rest: Any) -> Shape:
 # 8B (norms on q and k). There is no Llama of 0.5 and 1.5 billion: these have the proportions of Llama 3.2 1B.
 SHAPES: Mapping[str, Shape] = {
     "tiny": _llama(512, 64, 128, 2, 4, 2, tied=False),
+    "llama-small": _llama(32000, 512, 2048, 4, 8, 4, tied=True),
     "llama-0.5b": _llama(128256, 1024, 4096, 24, 16, 8, tied=True),
     "llama-1.5b": _llama(128256, 2048, 8192, 20, 32, 8, tied=True),
     "llama-8b": _llama(128256, 4096, 14336, 32, 32, 8, tied=False, max_position_embeddings=131072),

@@ -29,10 +29,10 @@ def skip_without_namespaces() -> None:
         pytest.skip(f"the local cluster cannot run here: {why}")
 
 
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + LIMIT_S
+def wait_for(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
+    end = time.monotonic() + limit_s
     while not (found := condition()):
-        assert time.monotonic() < end, f"not within {LIMIT_S:.0f} s: {what}"
+        assert time.monotonic() < end, f"not within {limit_s:.0f} s: {what}"
         time.sleep(0.05)
     return found
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 LIMIT_S = 120.0
@@ -56,7 +57,19 @@ class RayNodes:
         self.address = self.record.read_text().strip()
 
     def add_node(self) -> None:
-        self._start(f"--address={self.address}")
+        # Another IP than the head's, so that drivers, which look for a node with theirs, find the head.
+        self._start(f"--address={self.address}", f"--node-ip-address=127.0.0.{1 + self.num_nodes}")
+
+    @property
+    def num_nodes(self) -> int:
+        """That were started."""
+        return len(self._processes)
+
+    def kill_newest_node(self) -> None:
+        """With all that runs on it, as when a machine is lost."""
+        for pid in _with_descendants(self._processes[-1].pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _start(self, *arguments: str) -> None:
         sizes = ["--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000", "--block"]
@@ -100,3 +113,14 @@ class RayNodes:
             except OSError:
                 continue  # it has ended meanwhile
         return found
+
+
+def _with_descendants(root: int) -> list[int]:
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [root]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found

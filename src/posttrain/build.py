@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,8 +29,9 @@ from posttrain.loop import LoopSettings, TrainingLoop
 from posttrain.models.loading import DTYPES, check_model_exists, flops_per_token, load_tokenizer
 from posttrain.orchestration.launch import RankLayout, start_workers
 from posttrain.orchestration.rank import Rank, build_rank
+from posttrain.orchestration.sampler_check import CheckedEngine
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
-from posttrain.orchestration.weights import PushedWeights, SharedWeights
+from posttrain.orchestration.weights import PushedWeights, SharedWeights, WeightsOfRanks
 from posttrain.orchestration.workers import WorkerGroup, call_all
 from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
@@ -38,10 +40,12 @@ from posttrain.recipes import recipe_for
 from posttrain.recipes.header import header_lines
 from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
+from posttrain.reporting.gpu_monitor import GpuMonitor
+from posttrain.reporting.loggers import Loggers
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.run_files import append_log
 from posttrain.reporting.token_files import token_pieces
-from posttrain.roles import WeightSync
+from posttrain.roles import RoundEngine, WeightSync
 from posttrain.run_folder import WriteAccess, run_folder
 
 # Memory and time of a run on a device of this name, with so many steps, in a few words; empty if they are not known.
@@ -167,7 +171,7 @@ class Run:
             show_progress=recorder.progress,
             stop=interruption,
         )
-        engine, weights = self._sampling(workers)
+        engine, weights = self._sampling(workers, trainer)
         algorithm = prepared.algorithm(
             RunParts(
                 trainer,
@@ -219,23 +223,36 @@ class Run:
             num_threads=config.policy.num_threads,
             mesh=Mesh.over(config.num_ranks, config.policy.dtensor_cfg),
             num_engines=config.num_engines,
+            log_folder=run_folder(config.logger.log_dir, config.checkpointing.checkpoint_dir).absolute(),
         )
         return start_workers(
-            partial(build_rank, setup),
+            partial(build_rank, replace(setup, policy=_without_vllm(setup.policy)) if config.num_engines else setup),
             layout,
             config.cluster.launcher,
             build_engine=partial(build_rank, setup.for_sampling) if config.num_engines else None,
             quiet=self.quiet,
         )
 
-    def _sampling(self, workers: WorkerGroup) -> tuple[ShardedEngine, WeightSync]:
+    def _sampling(self, workers: WorkerGroup, trainer: ShardedTrainer) -> tuple[RoundEngine, WeightSync]:
         """The engine, and how it gets the weights."""
+        weights: WeightSync
+        generation = self.config.policy.generation
+        is_vllm = generation is not None and generation.uses_vllm
         if workers.engines is workers:
-            return ShardedEngine(workers), SharedWeights()
-        folder = Path(self.config.checkpointing.checkpoint_dir).absolute()
-        weights = PushedWeights(workers, Handover(digest(str(folder))[:16], folder, workers.num_nodes == 1))
-        self._cleanup.callback(weights.close)
-        return ShardedEngine(workers.engines, weights.ensure_published), weights
+            # The vLLM of every rank has whole layers, also where the ranks share theirs.
+            engine = ShardedEngine(workers, mesh=Mesh(dp=workers.mesh.size) if is_vllm else None)
+            weights = WeightsOfRanks(workers) if is_vllm else SharedWeights()
+        else:
+            folder = Path(self.config.checkpointing.checkpoint_dir).absolute()
+            handover = Handover(digest(str(folder))[:16], folder, workers.num_nodes == 1)
+            weights = pushed = PushedWeights(workers, handover)
+            self._cleanup.callback(pushed.close)
+            engine = ShardedEngine(workers.engines, pushed.ensure_published)
+        if generation is None or not is_vllm:
+            return engine, weights
+        section = generation.vllm_cfg
+        limits = section.check_period, section.max_prob_error
+        return CheckedEngine(engine, trainer, *limits, generation.temperature), weights
 
     def _micro_batching(self, which: Literal["train", "logprob"], pack_size: int) -> MicroBatching:
         """`pack_size` is the room of precomputed packs, which stay whole; 0: there are none."""
@@ -280,9 +297,11 @@ class Run:
             title=self.title or f"{self.config.kind.upper()} of {config.policy.model_name}",
             num_val_samples_to_print=config.logger.num_val_samples_to_print,
             device_word="GPU" if on_gpu else "device",
-            refit_remark="" if config.num_engines else "the sampler shares the trainer's weights",
+            refit_remark=_refit_remark(config),
             settings=self.loaded.flat(),
             stop_on_error=config.doctor.on_error == "stop",
+            loggers=Loggers(config.logger),
+            gpus=GpuMonitor(config.logger.gpu_monitoring.collection_interval) if config.logger.monitor_gpus else None,
             attempt=self._access.record,
             pieces=token_pieces(decode),
             ask_ranks=lambda: [{"rank": rank, **status} for rank, status in enumerate(call_all(workers, Rank.status))],
@@ -338,4 +357,22 @@ def _with_absolute_folders(policy: PolicyConfig) -> PolicyConfig:
         return str(Path(name).absolute()) if Path(name).is_dir() else name
 
     tokenizer = policy.tokenizer.model_copy(update={"name": absolute(policy.tokenizer.name)})
-    return policy.model_copy(update={"model_name": absolute(policy.model_name), "tokenizer": tokenizer})
+    changes: dict[str, object] = {"model_name": absolute(policy.model_name), "tokenizer": tokenizer}
+    if policy.generation is not None and policy.generation.vllm_cfg.python is not None:
+        python = str(Path(policy.generation.vllm_cfg.python).absolute())
+        section = policy.generation.vllm_cfg.model_copy(update={"python": python})
+        changes["generation"] = policy.generation.model_copy(update={"vllm_cfg": section})
+    return policy.model_copy(update=changes)
+
+
+def _refit_remark(config: RunConfig) -> str:
+    if config.policy.generation is not None and config.policy.generation.uses_vllm:
+        return "the trainer's weights go to vLLM"
+    return "" if config.num_engines else "the sampler shares the trainer's weights"
+
+
+def _without_vllm(policy: PolicyConfig) -> PolicyConfig:
+    """Of ranks that do not sample: engines of their own do."""
+    if policy.generation is None:
+        return policy
+    return policy.model_copy(update={"generation": policy.generation.model_copy(update={"backend": "native"})})

@@ -115,6 +115,10 @@ class HardwareError(RuntimeError):
     exit_code = 1
 
 
+class RankLostError(HardwareError):
+    """A rank, an engine or the connection between them ended or did not answer in time. Another attempt may succeed."""
+
+
 class OutOfGpuMemoryError(HardwareError):
     """`stage` is the operation of the rank; `gpu_bytes` the memory of its GPU, 0 where it is not known."""
 

@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--case", help="only this case of the part")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("results/faults"), help="folder for the tables (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=90, help="begin no case after that long (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=150, help="begin no case after that long (%(default)s)")
     parser.add_argument("--short", action="store_true", help="the cases that CI runs")
     parser.add_argument("--keep", action="store_true", help="leave the folders of the last case where they are")
     args = parser.parse_args()

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray_nodes import RayNodes
-from tiny_runs import grpo, questions, results_of, run, same_up_to_rounding, save_data, save_model, write_rows
+from tiny_runs import (
+    count_rows,
+    grpo,
+    questions,
+    results_of,
+    run,
+    same_up_to_rounding,
+    save_data,
+    save_model,
+    write_rows,
+)
 
 from posttrain.evaluation.results import read_evaluation
 
@@ -125,3 +136,23 @@ def test_a_missing_token_is_an_error_that_says_where_to_get_it(nodes: RayNodes) 
     assert code == 1, shown
     assert f"InputError: the Ray cluster at {nodes.address} asks for a token, and none was found here" in shown
     assert "ray get-auth-token" in shown
+
+
+def test_a_run_goes_on_by_itself_when_a_node_is_lost_and_another_one_joins(
+    nodes: RayNodes, model: Path, data: Path, tmp_path: Path
+) -> None:
+    arguments = [*grpo(model, data, tmp_path / "lost", steps=12), "cluster.num_nodes=2", "cluster.max_restarts=1"]
+    if nodes.num_nodes == 1:
+        nodes.add_node()
+    driver = start(["-m", "posttrain.cli.main", *arguments, "--quiet"], nodes)
+    while count_rows(tmp_path / "lost") < 3:
+        assert driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.01)
+    nodes.kill_newest_node()
+    nodes.add_node()
+    shown, _ = driver.communicate(timeout=400)
+    assert driver.returncode == 0, shown
+    assert "restart 1 of 1" in shown
+    assert run([*grpo(model, data, tmp_path / "local", steps=12), "cluster.launcher=local"]) == 0
+    for ours, theirs in zip(results_of(tmp_path / "lost"), results_of(tmp_path / "local"), strict=True):
+        assert ours == {key: same_up_to_rounding(value) for key, value in theirs.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from test_local_equals_ray import assert_same_curves, copy_until
 from test_rounds_are_exact import trained_draws
 from tiny_runs import LORA, grpo, results_of, run, save_data, save_model, weights_of
 
-from posttrain.orchestration import workers
+from posttrain.orchestration import sharded, workers
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (posttrain[ray])")
 
@@ -105,6 +104,29 @@ def test_a_run_that_samples_ahead_resumes_with_the_same_bits(ahead: Ahead, tmp_p
     assert_same_run(tmp_path / "resumed", ahead.whole)
 
 
+@pytest.mark.parametrize("place", ["update", "reference_logprobs"])
+def test_a_run_that_is_stopped_while_it_samples_ahead_resumes_with_the_same_bits(
+    place: str, ahead: Ahead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first update of step 3, which is left undone with the round ahead of it; in it, so that both are finished."""
+    gather, num_calls = sharded.gather, 0
+
+    def stopping_gather(operation: str, pending: list[Any], *unit: str) -> list[Any]:
+        nonlocal num_calls
+        num_calls += operation == place
+        if operation == place and num_calls == (5 if place == "update" else 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return gather(operation, pending, *unit)
+
+    arguments = [*ahead.arguments(tmp_path / "run"), "checkpointing.save_period=100", "policy.logprob_batch_size=16"]
+    with monkeypatch.context() as patched:
+        patched.setattr(sharded, "gather", stopping_gather)
+        assert run(arguments) == 85
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_3" if place == "update" else "step_2"]
+    assert run(arguments) == 0
+    assert_same_run(tmp_path / "run", ahead.whole)
+
+
 def test_two_ranks_and_two_engines_make_the_curves_of_one_process(model: Path, data: Path, tmp_path: Path) -> None:
     places = ["cluster.gpus_per_node=4", "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 2}}"]
     assert run([*grpo(model, data, tmp_path / "local", steps=STEPS), *LOCAL]) == 0
@@ -117,17 +139,16 @@ def test_two_ranks_and_two_engines_make_the_curves_of_one_process(model: Path, d
 
 @pytest.fixture
 def fault_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Callable[[ActorHandle], None]], None]:
-    """Lets a fault happen to the engine when an operation is called on it for the n-th time."""
+    """Lets a fault happen to the rank or engine that an operation is called on for the n-th time."""
 
     def prepare(operation: str, count: int, fault: Callable[[ActorHandle], None]) -> None:
         calls: list[str] = []
 
         def submit(self: RayWorker, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
             pending = own_submit(self, called, *args, **kwargs)
-            if threading.current_thread().name.startswith("engine"):
-                calls.append(called.__name__)
-                if called.__name__ == operation and calls.count(operation) == count:
-                    fault(self.actor)
+            calls.append(called.__name__)
+            if called.__name__ == operation and calls.count(operation) == count:
+                fault(self.actor)
             return pending
 
         own_submit = RayWorker.submit
@@ -146,6 +167,19 @@ def test_an_engine_that_is_killed_is_replaced_and_the_run_has_the_same_bits(
     assert "engine 0 died during receive_weights: another one is started" in error
     assert "engine 0 died during sample_round: another one is started" in error
     assert_same_run(tmp_path / "killed", ahead.whole)
+
+
+def test_a_run_that_loses_a_rank_starts_again_by_itself_and_has_the_same_bits(
+    fault_at: Callable[..., None], ahead: Ahead, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fault_at("update", 6, ray.kill)  # in step 3: the checkpoint is that of step 2
+    assert run([*ahead.arguments(tmp_path / "lost"), "cluster.max_restarts=1"]) == 0
+    error = capfd.readouterr().err
+    assert "rank 0 died during training (update)" in error
+    assert "restart 1 of 1" in error
+    assert_same_run(tmp_path / "lost", ahead.whole)
+    logs = [(tmp_path / "lost" / "logs" / f"{name}.log").read_text() for name in ("rank_0", "engine_0")]
+    assert [log.count(" build …") for log in logs] == [2, 2], "both attempts"
 
 
 def test_an_engine_that_hangs_is_named_within_the_deadline(

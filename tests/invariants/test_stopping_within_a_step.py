@@ -91,11 +91,11 @@ def test_ranks_under_ray_stop_while_they_sample(
 
     ended: list[str] = []
 
-    def stopping_gather(operation: str, pending: list[Any]) -> list[Any]:
+    def stopping_gather(operation: str, pending: list[Any], *unit: str) -> list[Any]:
         if operation == "generate":
             os.kill(os.getpid(), signal.SIGTERM)
         try:
-            return gather(operation, pending)
+            return gather(operation, pending, *unit)
         except StopRequested:
             ended.append(operation)
             raise

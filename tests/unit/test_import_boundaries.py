@@ -16,7 +16,9 @@ PACKAGE = Path(__file__).parents[2] / "src" / "posttrain"
 HEAVY = ("torch", "transformers", "numpy", "peft", "datasets", "ray", "pyarrow", "math_verify")
 
 
-@pytest.mark.parametrize("package", ["math_verify", "datasets", "gguf", "mlflow"])
+@pytest.mark.parametrize(
+    "package", ["math_verify", "datasets", "gguf", "mlflow", "wandb", "trackio", "swanlab", "tensorboard", "pandas"]
+)
 def test_slow_optional_packages_are_imported_inside_functions(package: str) -> None:
     importing = []
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import OutOfGpuMemoryError
+from posttrain.errors import OutOfGpuMemoryError, RankLostError
 
 if TYPE_CHECKING:
     from posttrain.config import LoadedConfig, RunConfig
+    from posttrain.run_folder import PreparedFolder
 
 Load = Callable[[Sequence[str]], "LoadedConfig[Any]"]
 
@@ -30,10 +31,34 @@ def start_run(
     `load` loads the config with additional overrides. `prepare` is called once the folder is chosen and this process may
     write to it, before anything else is read.
     """
-    from posttrain.models.starting_model import from_checkpoints
-    from posttrain.run_folder import prepare_run_folder, run_folder
+    num_restarts = 0
+    while True:
+        prepared = _prepared(load, accept_changes=accept_changes, restart=restart and num_restarts == 0)
+        limit = prepared.loaded.config.cluster.max_restarts
+        try:
+            return _train(kind, prepared, prepare, quiet=quiet, verbose=verbose), prepared.loaded
+        except RankLostError as error:
+            if num_restarts == limit:
+                raise
+            num_restarts += 1
+            print(f"{error}\nrestart {num_restarts} of {limit} (cluster.max_restarts)", file=sys.stderr, flush=True)
 
-    prepared = prepare_run_folder(from_checkpoints(load), accept_changes=accept_changes, restart=restart)
+
+def _prepared(load: Load, *, accept_changes: bool, restart: bool) -> PreparedFolder:
+    from posttrain.models.starting_model import from_checkpoints
+    from posttrain.run_folder import prepare_run_folder
+
+    return prepare_run_folder(from_checkpoints(load), accept_changes=accept_changes, restart=restart)
+
+
+def _train(
+    kind: str,
+    prepared: PreparedFolder,
+    prepare: Callable[[LoadedConfig[Any]], None],
+    *,
+    quiet: bool,
+    verbose: bool,
+) -> int:
     loaded = prepared.loaded
     try:
         with prepared.access.ending_on_error():
@@ -49,17 +74,17 @@ def start_run(
             from posttrain.build import Run
             from posttrain.export.convert import PeriodicExport
 
-            run = Run(
+            return Run(
                 loaded,
                 quiet=quiet,
                 make_export=PeriodicExport,
                 access=prepared.access,
                 verbose=verbose,
                 plan=planned,
-            )
-            return run.execute(), loaded
+            ).execute()
     except OutOfGpuMemoryError as error:
         from posttrain.planning.out_of_memory import advice
+        from posttrain.run_folder import run_folder
 
         written = run_folder(loaded.config.logger.log_dir, loaded.config.checkpointing.checkpoint_dir)
         if lines := advice(loaded.config, error, written):

@@ -21,13 +21,6 @@ if TYPE_CHECKING:
     from posttrain.launch.pod_template import Object
     from posttrain.launch.runs import Cluster, RunPod
 
-_NOT_STARTING = (
-    "ImagePullBackOff",
-    "InvalidImageName",
-    "CreateContainerConfigError",
-    "CreateContainerError",
-    "RunContainerError",
-)
 _SHOWN_EVENTS = 12
 
 
@@ -35,6 +28,11 @@ _SHOWN_EVENTS = 12
 
 
 def cluster_of(profile: ClusterProfile) -> Cluster:
+    if profile.scheduler.kind == "raycluster":
+        raise InputError(
+            "scheduler.kind = 'raycluster' is a cluster that stays, not a run: create it with `launch render`, or with `launch "
+            "values` and the chart, and submit to it with `ray job submit -- posttrain node driver`; for one run take rayjob"
+        )
     if profile.cluster.kind == "local":
         from posttrain.launch.local.local_cluster import LocalCluster
 
@@ -136,10 +134,14 @@ def is_confirmed() -> bool:
 
 
 def follow(cluster: Cluster, name: str) -> int:
-    """Print what rank 0 prints, attempt after attempt, until the run is over. Its exit code becomes ours."""
+    """Print what rank 0 prints, attempt after attempt, until the run is over. Its exit code becomes ours.
+
+    A connection that breaks is made again: of each pod it is remembered how much was printed.
+    """
     from posttrain.launch.runs import ENDED, pods_by_rank, state_of
 
-    shown: set[str] = set()
+    printed: dict[str, int] = {}
+    complete: set[str] = set()
     told = ""
     while True:
         found = cluster.workloads(name)
@@ -150,29 +152,37 @@ def follow(cluster: Cluster, name: str) -> int:
             cluster.delete(found[0])
             raise InputError(f"{problem}. What was created is removed")
         for pod in pods:
-            if pod.rank != 0 or pod.name_and_attempt in shown or pod.phase == "Pending":
-                continue
-            shown.add(pod.name_and_attempt)
-            print(f"-- attempt {pod.attempt}, rank 0: pod {pod.name}", file=sys.stderr, flush=True)
-            for text in cluster.log(pod.body, follow=True):
-                print(text, end="", flush=True)
-            break
-        else:
-            if state.phase in (*ENDED, "Lost"):
-                print(f"-- {name}: {state.phase}{f': {state.message}' if state.message else ''}", file=sys.stderr)
-                return _exit_code(state.phase, pods)
-            waiting = "; ".join(f"rank {pod.rank}: {pod.waits_for}" for pod in pods if pod.waits_for)
-            if waiting and waiting != told:
-                told = waiting
-                print(f"-- waiting: {waiting}", file=sys.stderr, flush=True)
-            time.sleep(cluster.poll_s)
+            if pod.rank == 0 and pod.phase != "Pending" and pod.uid not in complete:
+                if pod.uid not in printed:
+                    print(f"-- attempt {pod.attempt}, rank 0: pod {pod.name}", file=sys.stderr, flush=True)
+                if not pod.is_alive:
+                    complete.add(pod.uid)
+                _print_log(cluster, pod, printed)
+        if state.phase in (*ENDED, "Lost"):
+            print(f"-- {name}: {state.phase}{f': {state.message}' if state.message else ''}", file=sys.stderr)
+            return _exit_code(state.phase, pods)
+        waiting = "; ".join(f"rank {pod.rank}: {pod.waits_for}" for pod in pods if pod.waits_for)
+        if waiting and waiting != told:
+            told = waiting
+            print(f"-- waiting: {waiting}", file=sys.stderr, flush=True)
+        time.sleep(cluster.poll_s)
+
+
+def _print_log(cluster: Cluster, pod: RunPod, printed: dict[str, int]) -> None:
+    known, seen = printed.setdefault(pod.uid, 0), 0
+    for text in cluster.log(pod.body, follow=True):
+        seen += len(text)
+        if seen > known:
+            print(text[known - seen :], end="", flush=True)
+            printed[pod.uid] = known = seen
 
 
 def _start_problem(pods: list[RunPod]) -> str:
     """Why pods can never start; waiting would change nothing."""
+    from posttrain.launch.runs import NOT_STARTING
+
     for pod in pods:
-        reason = pod.waits_for.partition(":")[0]
-        if reason in _NOT_STARTING:
+        if pod.waits_for.partition(":")[0] in NOT_STARTING:
             return f"pod {pod.name} cannot start ({pod.waits_for}): see image.name, image.pull_secret and secrets"
         if "executable file not found" in pod.end_message:
             return f"pod {pod.name} could not start `posttrain` ({pod.end_message}): the image lacks it; see Dockerfile"
@@ -252,7 +262,8 @@ def _status(args: argparse.Namespace) -> int:
         print(json.dumps({**result, "pods": rows, "events": events}, indent=2))
         return 0
     about = f": {state.message}" if state.message else ""
-    print(f"{args.name}: {workload['kind']} in {cluster.title}, {state.phase}, {state.restarts} restarts{about}")
+    attempts = max((pod.attempt for pod in pods), default=0)
+    print(f"{args.name}: {workload['kind']} in {cluster.title}, {state.phase}, attempt {attempts}{about}")
     for pod in pods:
         code = "" if pod.exit_code is None else f", exit code {pod.exit_code}"
         waits = f", waits: {pod.waits_for}" if pod.waits_for else ""
@@ -349,6 +360,9 @@ def _interrupt(args: argparse.Namespace) -> int:
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on", required=True, metavar="PROFILE", help="cluster profile, or local")
+    parser.add_argument(
+        "--image", action="store_true", help="also start the image in a small pod, to see that posttrain is in it"
+    )
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -365,6 +379,8 @@ def _doctor(args: argparse.Namespace) -> int:
     objects = render_run(request_run(load_config("grpo", None, settings), profile, "doctor"))
     cluster = cluster_of(profile)
     checks = cluster.examine(objects)
+    if args.image and not any(check.problem for check in checks):
+        checks.append(cluster.try_image(objects))
     print(f"{args.on}: {cluster.title}")
     for check in checks:
         mark = "missing" if check.problem else "unknown" if check.unknown else "ok"

@@ -28,6 +28,7 @@ from posttrain.cli import (
     gate_command,
     init_command,
     launch_command,
+    log_command,
     models_command,
     node_command,
     pipeline_command,
@@ -70,6 +71,7 @@ Tune language models from preferences and rewards.
   posttrain status results/grpo                    is a run alive, who holds its folder, why did it stop
   posttrain doctor results/grpo                    what is wrong with a run, and the setting that mends it
   posttrain watch results                          curves, rollouts and findings of runs in the browser, live
+  posttrain log sync results/grpo --to wandb       send a run to TensorBoard, W&B, MLflow, Trackio or SwanLab
   posttrain config show grpo --config FILE         every setting, and where it came from
   posttrain plan --config FILE --gpu h200          memory and time of a run before it starts
   posttrain data inspect traces.jsonl.gz           statistics of labelled traces; then advise, pairs and pack
@@ -113,6 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
         eval_command,
         gate_command,
         launch_command,
+        log_command,
         models_command,
         node_command,
         pipeline_command,

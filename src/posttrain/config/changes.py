@@ -58,6 +58,11 @@ FREE_TO_CHANGE = (
     "policy.generation.native_cfg.max_prefill_tokens",
     "policy.generation.native_cfg.kv_cache_gib",
     "policy.generation.native_cfg.gpu_memory_utilization",
+    "policy.generation.vllm_cfg.python",
+    "policy.generation.vllm_cfg.*timeout_s",
+    "policy.generation.vllm_cfg.gpu_memory_utilization",
+    "policy.generation.vllm_cfg.check_period",
+    "policy.generation.vllm_cfg.max_prob_error",
     "dpo.reference_cache_gib",
 )
 NOT_SET = "not set"

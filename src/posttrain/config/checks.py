@@ -29,7 +29,7 @@ def check_run(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[st
     found += [*_dedicated(config)] or [*_parallelism(config)]
     if isinstance(config, GrpoRunConfig):
         found += [*_batches(config), *_groups(config), *_loss(config), *_lengths(config), *_stopping(config)]
-        found += [*_record(config), *_rounds(config)]
+        found += [*_record(config), *_rounds(config), *_vllm(config)]
         found += check_turns(config)
         found += check_variants(config)
     else:
@@ -205,7 +205,9 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         yield f"{field}: recorded answers are not sampled, so there is nothing to continue; set it to false"
     if config.loss_fn.force_on_policy_ratio:
         yield f"{field}: earlier weights sample a part of the tokens; set loss_fn.force_on_policy_ratio=false"
-    num_samplers = config.num_engines or config.num_ranks // config.policy.dtensor_cfg.tensor_parallel_size
+    # A vLLM has whole layers, one on every rank.
+    parts = 1 if config.policy.generation.uses_vllm else config.policy.dtensor_cfg.tensor_parallel_size
+    num_samplers = config.num_engines or config.num_ranks // parts
     if config.grpo.num_prompts_per_step % max(num_samplers, 1):
         samplers = "ranks that sample (cluster.num_nodes x gpus_per_node / tensor_parallel_size)"
         if config.num_engines:
@@ -213,6 +215,28 @@ def _rounds(config: GrpoRunConfig) -> Iterator[str]:
         yield (
             f"{field}: grpo.num_prompts_per_step = {config.grpo.num_prompts_per_step} is not a multiple of the "
             f"{num_samplers} {samplers}, which have equal shares of a round"
+        )
+
+
+def _vllm(config: GrpoRunConfig) -> Iterator[str]:
+    generation = config.policy.generation
+    if not generation.uses_vllm:
+        return
+    section = generation.vllm_cfg
+    size, longest = section.tensor_parallel_size, config.policy.max_total_sequence_length
+    if section.max_model_len is not None and section.max_model_len < longest:
+        yield (
+            f"policy.generation.vllm_cfg.max_model_len = {section.max_model_len} is less than "
+            f"policy.max_total_sequence_length = {longest}: raise it, or leave it out"
+        )
+    if config.grpo.async_grpo.enabled and generation.stop_strings:
+        yield (
+            "policy.generation.stop_strings with grpo.async_grpo.enabled = true and backend vllm: vLLM would overlook a stop "
+            "string that two rounds share; use stop_token_ids, or backend native"
+        )
+    if size > 1 and config.policy.device != "cpu":
+        yield (
+            f"policy.generation.vllm_cfg.tensor_parallel_size = {size}: a vLLM has the one GPU of its rank; set it to 1"
         )
 
 

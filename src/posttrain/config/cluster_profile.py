@@ -243,7 +243,9 @@ class ClusterProfile(Section):
             "env": {"HF_HOME": hub, "HF_HUB_OFFLINE": "1"},  # pods see the files of this machine, and no network
         }
         given = {name: values.get(name) or {} for name in usual}
-        return {**values, **{name: {**usual[name], **given[name]} for name in usual if isinstance(given[name], dict)}}
+        if isinstance(given["nodes"], dict) and "instance_type" in given["nodes"]:
+            del usual["nodes"]  # it is refused, in words of its own
+        return {**values, **{name: {**usual[name], **own} for name in usual if isinstance(own := given[name], dict)}}
 
     @field_validator("secrets", mode="before")
     @classmethod

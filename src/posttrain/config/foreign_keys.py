@@ -49,6 +49,10 @@ def _anything(value: object) -> bool:
     return True
 
 
+def _implemented(value: object) -> bool:
+    return True
+
+
 def _nothing(value: object) -> bool:
     return False
 
@@ -75,7 +79,6 @@ class Rule:
 
 _OWN_ENGINE = "settings of another sampling engine; the native engine does not use them"
 _NOT_NEEDED = "not needed by posttrain and left alone"
-_RUN_FOLDER = "no connection to this service yet; metrics stay in the run folder (metrics.jsonl, report.html)"
 _MEMORY = "not used: it moves memory around and changes no result"
 _MEGATRON = "posttrain trains with PyTorch; Megatron's settings are not used"
 _OWN_PLAN = "plans of one's own; a model is split by the plan that transformers has for its family"
@@ -148,7 +151,7 @@ RULES: tuple[Rule, ...] = (
         "other reward models than bradley_terry",
     ),
     # policy.generation
-    Rule("policy.generation.backend", lambda value: value in ("native", "vllm"), "other engines than native"),
+    Rule("policy.generation.backend", lambda value: value in ("native", "vllm"), "other engines than native and vllm"),
     Rule("policy.generation.bad_words", _off, "forbidden words"),
     Rule("policy.generation.quant_cfg", _off, "quantised sampling"),
     Rule("policy.generation.quant_cfg.*", _nothing, "quantised sampling"),
@@ -173,10 +176,8 @@ RULES: tuple[Rule, ...] = (
     Rule("data.*.tool_key", lambda value: value is None, _OPENAI_FORMAT),
     Rule("data.*.use_preserving_dataset", _off, _OPENAI_FORMAT),
     # the rest
-    Rule("logger.*_enabled", _anything, _RUN_FOLDER),
     Rule("cluster.segment_size", _anything, _NOT_NEEDED),
     Rule("cluster.master_port_range_*", _anything, "a free port is found by itself"),
-    Rule("logger.monitor_gpus", _anything, _RUN_FOLDER),
     Rule("data_plane*", _anything, "batches travel in the process or through Ray; NeMo's data plane is not used"),
     Rule("reward_penalties.penalize_*", _off, "reward penalties"),
     Rule("on_policy_distillation", _off, "distillation"),
@@ -184,6 +185,25 @@ RULES: tuple[Rule, ...] = (
     Rule("async_rl", _off, "the single-controller mode"),
     Rule("async_rl.*", _nothing, "the single-controller mode"),
 )
+
+_VLLM = "policy.generation.vllm_cfg"
+# Where vLLM samples, these are asked before `RULES`.
+VLLM_RULES: tuple[Rule, ...] = (
+    Rule(f"{_VLLM}.async_engine", _anything, "requests are always batched continuously, and a round ends by itself"),
+    Rule(f"{_VLLM}.use_tqdm", _anything, "posttrain shows the progress"),
+    Rule(f"{_VLLM}.*vllm_metrics_logger*", _anything, "vLLM's own metrics are not recorded"),
+    Rule(f"{_VLLM}.precision", lambda value: value in (None, "bfloat16", "float32", "auto"), "FP8 in vLLM; use native"),
+    Rule(f"{_VLLM}.logprobs_mode", lambda value: value == "processed_logprobs", "log-probabilities without temperature"),
+    Rule(f"{_VLLM}.pipeline_parallel_size", _at_most_one, "layers of vLLM on different GPUs"),
+    Rule(f"{_VLLM}.expert_parallel_size", _at_most_one, "experts of vLLM on different GPUs"),
+    *(
+        Rule(f"{_VLLM}.{key}", _off, "vLLM's process does what this run asks for, and nothing else")
+        for key in ("expose_http_server", "http_refit_*", "zmq_refit_*", "is_mx", "video", "limit_mm_per_prompt",
+                    "use_deep_gemm", "skip_tokenizer_init", "reset_encoder_cache_*")
+    ),
+    Rule("policy.generation.native_cfg.precision", lambda value: value == "auto", "FP8 in vLLM; use backend native"),
+    *(Rule(pattern, _implemented, "") for pattern in (f"{_VLLM}.*", "policy.generation.vllm_kwargs*")),
+)  # fmt: skip
 
 
 @cache
@@ -274,8 +294,9 @@ def every_value(values: object, path: Path = ()) -> Iterator[tuple[Path, object]
 
 
 @lru_cache(maxsize=4096)
-def rule_for(key: str) -> Rule | None:
-    return next((rule for rule in RULES if fnmatchcase(key, rule.pattern)), None)
+def rule_for(key: str, *, vllm_samples: bool = False) -> Rule | None:
+    rules = (*VLLM_RULES, *RULES) if vllm_samples else RULES
+    return next((rule for rule in rules if fnmatchcase(key, rule.pattern)), None)
 
 
 def review(
@@ -284,8 +305,9 @@ def review(
     """(errors, warnings) for what is not implemented. Only values that the user set can be mentioned."""
     errors: list[str] = []
     ignored: dict[str, list[str]] = {}
+    vllm_samples = _vllm_samples(own)
     for path, value in [*every_value(own), *every_value(foreign)]:
-        rule = rule_for(dotted(path))
+        rule = rule_for(dotted(path), vllm_samples=vllm_samples)
         if rule is None:
             continue
         if not rule.accepts(value):
@@ -296,13 +318,21 @@ def review(
     return errors, [f"{_listed(keys)}: {note}" for note, keys in ignored.items()]
 
 
+def _vllm_samples(own: Values) -> bool:
+    generation = (own.get("policy") or {}).get("generation") or {}
+    return generation.get("backend") == "vllm" and bool(generation.get("vllm_cfg", {}).get("python"))
+
+
 def substitutions(own: Values, foreign: Values) -> Iterator[str]:
     """Settings that are accepted and mean something else here."""
     if "policy" not in own:
         return
     generation = own["policy"].get("generation") or {}
-    if generation.get("backend") == "vllm":
-        yield "policy.generation.backend: vllm is not supported in training yet; the native engine samples instead"
+    if generation.get("backend") == "vllm" and not _vllm_samples(own):
+        yield (
+            "policy.generation.backend: vllm needs policy.generation.vllm_cfg.python, the Python of an environment that has vLLM "
+            "(docs/vllm.md); the native engine samples instead"
+        )
     lora = own["policy"]["dtensor_cfg"]["lora_cfg"]
     position = Tree(foreign).get(("policy", "dtensor_cfg", "lora_cfg", "dropout_position"))
     if lora["enabled"] and lora["dropout"] and position == "post":

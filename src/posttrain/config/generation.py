@@ -1,7 +1,7 @@
 """`policy.generation`: how completions are sampled, and by which engine.
 
-The native engine samples from the modules that are being trained. Settings of other engines are in
-`foreign.yaml`, so that files written for them load.
+The native engine samples from the modules that are being trained; vLLM runs in a process of its own and gets the weights.
+Settings of other engines are in `foreign.yaml`, so that files written for them load.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from posttrain.config.base import FreeMap, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 TopK = Annotated[int, Field(ge=-1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -35,8 +35,8 @@ class NativeConfig(Section):
     )
     num_speculative_tokens: Literal["auto"] | Annotated[int, Field(ge=0, le=15)] = Field(
         default="auto",
-        description="Tokens that are drafted for each answer from the other answers of its group and checked in one step, "
-        "once no answer waits; 0 is off, auto drafts on a GPU while step times say that it pays. Changes no sample.",
+        description="Tokens that are drafted for each answer from the other answers of its group and checked in one step, which "
+        "changes no sample, once no answer waits; 0 is off, auto drafts on a GPU while step times say that it pays.",
     )
     page_size: PositiveInt = Field(default=16, description="Tokens in one page of the key-value cache.")
     max_batch_size: PositiveInt = Field(default=256, description="Answers that are decoded at the same time.")
@@ -79,6 +79,29 @@ class VllmConfig(Section):
     )
 
 
+class TrainingVllmConfig(VllmConfig):
+    """vLLM as the sampler of a run: where it runs, how long it may be silent, and how far it may be from the trainer."""
+
+    python: str | None = Field(
+        default=None,
+        description="Python of an environment that has vLLM 0.25 or newer; null samples with the native engine instead.",
+    )
+    env_vars: dict[str, str] | None = Field(default=None, description="Environment variables of vLLM's process.")
+    start_timeout_s: PositiveFloat = Field(default=1800.0, description="Seconds in which vLLM must have started.")
+    timeout_s: PositiveFloat = Field(
+        default=600.0,
+        description="Seconds without a sign of life while sampling, or without an answer to any other request, that end the run.",
+    )
+    check_period: PositiveInt = Field(
+        default=10,
+        description="Steps between comparisons of vLLM's log-probabilities with the trainer's; the first step compares too.",
+    )
+    max_prob_error: Annotated[float, Field(gt=1)] = Field(
+        default=1.05,
+        description="Mean of exp(|difference of log-probabilities|) over the tokens compared, above which the run ends.",
+    )
+
+
 class ResourcesConfig(Section):
     gpus_per_node: PositiveInt | None = Field(
         default=None, description="GPUs that only sample, of cluster.gpus_per_node; on several machines null is all."
@@ -100,7 +123,8 @@ class ColocatedConfig(Section):
 
 class GenerationConfig(Section):
     backend: str = Field(
-        default="native", description="Engine that samples: native; vllm is accepted and means native."
+        default="native",
+        description="Engine that samples: native, or vllm where vllm_cfg.python names its environment.",
     )
     max_new_tokens: PositiveInt = Field(
         description="Longest answer in tokens; the total sequence length also bounds it."
@@ -123,6 +147,12 @@ class GenerationConfig(Section):
     stop_strings: list[str] | None = Field(default=None, description="Texts that end an answer; they stay in it.")
     ignore_eos: bool = Field(default=False, description="Samples exactly max_new_tokens, for benchmarks.")
     native_cfg: NativeConfig = Field(default_factory=NativeConfig, description="Settings of the native engine.")
+    vllm_cfg: TrainingVllmConfig = Field(default_factory=TrainingVllmConfig, description="Settings of vLLM.")
+    vllm_kwargs: FreeMap = Field(default_factory=dict, description="Passed to `vllm.LLM` as they are.")
     colocated: ColocatedConfig = Field(
         default_factory=ColocatedConfig, description="Whether the GPUs that train also sample."
     )
+
+    @property
+    def uses_vllm(self) -> bool:
+        return self.backend == "vllm" and self.vllm_cfg.python is not None

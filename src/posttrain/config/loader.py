@@ -53,7 +53,11 @@ from posttrain.redaction import Replace, hide, name_credentials, shown_setting
 C = TypeVar("C", bound=Section)
 BATCH_SIZE = ("policy", "train_global_batch_size")
 PRECISION = ("policy", "generation", "native_cfg", "precision")
+BACKEND = ("policy", "generation", "backend")
+VLLM_PYTHON = ("policy", "generation", "vllm_cfg", "python")
 CORRECTION = ("loss_fn", "use_importance_sampling_correction")
+TRUNCATION = ("loss_fn", "truncated_importance_sampling_type")
+TRUNCATION_RATIO = ("loss_fn", "truncated_importance_sampling_ratio")
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ def load_config(kind: str, path: FilePath | None = None, overrides: Sequence[str
     )
     _refuse_unknown(known, tree)
     _forget_unfitting_validation(tree)
-    _correct_for_quantised_sampling(known, tree)
+    _correct_for_other_samplers(known, tree)
     resolved = _resolved_with_fitting_batch(known, tree)
     name_credentials(resolved)
     values, foreign = separate(known, resolved)
@@ -272,10 +276,18 @@ def _forget_unfitting_validation(tree: Tree) -> None:
         tree.put(validation, None, DEFAULT)
 
 
-def _correct_for_quantised_sampling(kind: Kind, tree: Tree) -> None:
-    """A sampler in FP8 is another policy than the one that is trained: its samples are weighted, unless the user says no."""
-    if kind == "grpo" and tree.get(PRECISION) == "fp8" and not _is_set_by_user(tree, CORRECTION):
+def _correct_for_other_samplers(kind: Kind, tree: Tree) -> None:
+    """A sampler in FP8, or in vLLM, is another policy than the one that is trained: its samples are weighted, with the weights
+    truncated, unless the user says no."""
+    if kind != "grpo" or _is_set_by_user(tree, CORRECTION):
+        return
+    if tree.get(PRECISION) == "fp8":
         tree.put(CORRECTION, True, f"{dotted(PRECISION)}: fp8")
+    elif tree.get(BACKEND) == "vllm" and tree.get(VLLM_PYTHON):
+        tree.put(CORRECTION, True, f"{dotted(BACKEND)}: vllm")
+        if not any(_is_set_by_user(tree, key) for key in (TRUNCATION, TRUNCATION_RATIO)):
+            tree.put(TRUNCATION, "tis", f"{dotted(BACKEND)}: vllm")
+            tree.put(TRUNCATION_RATIO, 2.0, f"{dotted(BACKEND)}: vllm")
 
 
 def _resolved_with_fitting_batch(kind: Kind, tree: Tree) -> Values:

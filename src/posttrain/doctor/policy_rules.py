@@ -33,6 +33,7 @@ TEMPLATE = "policy.tokenizer.chat_template"
 KL_WARNING, KL_ERROR = 0.1, 0.5
 ENTROPY_WARNING, ENTROPY_ERROR, NO_ENTROPY = 0.2, 0.05, 0.02
 SIGNAL_WARNING, SIGNAL_ERROR = 0.3, 0.1
+COLD = 0.1  # temperatures below sample hardly more than one answer
 TRUNCATION_WARNING, TRUNCATION_ERROR = 0.2, 0.5
 MIN_LENGTH = 16  # tokens: the length of shorter answers says little when it doubles
 PERSISTENCE = 3  # steps
@@ -67,8 +68,8 @@ def _is_fast(run: History) -> bool:
 
 def entropy_collapse(run: History) -> Sighting | None:
     start, now = run.start(ENTROPY), run.recent(ENTROPY, PERSISTENCE)
-    if start is None or now is None or start <= 0:
-        return None
+    if start is None or now is None or start < NO_ENTROPY:
+        return None  # what never was does not collapse
     share = now / start
     severity: Severity
     if share < ENTROPY_ERROR or (now < NO_ENTROPY and share < 0.5):
@@ -121,7 +122,8 @@ def _cause_of_no_signal(run: History, *, is_solved: bool) -> tuple[str, tuple[st
     group = int(run.number_setting("grpo.num_generations_per_prompt") or 0)
     if is_solved:
         return "the model has learnt these prompts", ("harder prompts, or end the run here",)
-    if temperature == 0 or (run.num_steps <= 5 and distinct is not None and group > 1 and distinct <= 1.01 / group):
+    is_cold = temperature is not None and temperature < COLD
+    if is_cold or (run.num_steps <= 5 and distinct is not None and group > 1 and distinct <= 1.01 / group):
         return (
             "the answers of a group are the same text",
             (run.fix("policy.generation.temperature", "1.0"),),

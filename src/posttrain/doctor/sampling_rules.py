@@ -13,12 +13,14 @@ WEIGHT, SAMPLE_SIZE, STALE = (
     "train/sampling_effective_sample_size",
     "train/stale_token_fraction",
 )
+SHIFT, AGE = "train/policy_shift_kl", "train/trajectory_age_mean"
 MISMATCH, SAMPLER_KL = "train/token_mult_prob_error", "train/gen_kl_error"
 LENGTH = "train/mean_generation_length"
 CORRECTION = "loss_fn.use_importance_sampling_correction"
 MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
 MISMATCH_WARNING, MISMATCH_ERROR, SAMPLER_KL_LIMIT = 1.02, 1.05, 1e-3
 WEIGHT_LIMITS, SAMPLE_SIZE_ERROR, SAMPLE_SIZE_WARNING = (0.5, 2.0), 0.3, 0.7
+SHIFT_WARNING, SHIFT_ERROR, SHIFT_PER_STEP = 0.03, 0.1, 0.03  # nats per token between sampling and training
 CLIP_WARNING = 0.3
 PERSISTENCE = 3  # steps
 
@@ -77,7 +79,19 @@ def off_policy(run: History) -> Sighting | None:
             f"{percent(stale)} of the tokens come from older weights, worth {percent(size)} of as many on-policy tokens"
         )
         return Sighting("warning", SAMPLE_SIZE, size, text, tuple(fixes))
-    return None
+    return _stale_answers(run, tuple(fixes))
+
+
+def _stale_answers(run: History, fixes: tuple[str, ...]) -> Sighting | None:
+    """Without correction the weights of stale answers are 1; how far the policy has moved since shows instead."""
+    shift = run.now(SHIFT)
+    if shift is None or not run.now(STALE) or not run.all_above(SHIFT, SHIFT_WARNING, PERSISTENCE):
+        return None
+    if shift / max(run.now(AGE) or 1.0, 1.0) > SHIFT_PER_STEP:  # steps are too large at any age
+        fixes = (lower_lr(run), *(fix for fix in fixes if fix != lower_lr(run)))
+    text = f"the answers are off-policy: since they were sampled the policy has moved by {shift:.2g} nats per token"
+    lasts = run.all_above(SHIFT, SHIFT_ERROR, PERSISTENCE)
+    return Sighting("error" if lasts else "warning", SHIFT, shift, text, fixes)
 
 
 def clip_fraction(run: History) -> Sighting | None:
@@ -135,7 +149,8 @@ SAMPLING_RULES = (
         "off-policy",
         GRPO,
         off_policy,
-        "mean weight outside 0.5 to 2, effective sample size < 0.3; with stale tokens < 0.7 (warning)",
+        "mean weight outside 0.5 to 2, effective sample size < 0.3; with stale tokens < 0.7 (warning), or policy_shift_kl > 0.03 "
+        "(warning), > 0.1 (error), 3 steps",
         "verl's rollout correction",
     ),
     Rule("clip-fraction", GRPO, clip_fraction, "clipped tokens > 30 %, 3 steps", "common practice"),

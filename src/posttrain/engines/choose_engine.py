@@ -12,17 +12,20 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from posttrain.config import PolicyConfig
 from posttrain.config.generation import NativeConfig
 from posttrain.engines.native.engine import NativeEngine, native_settings
+from posttrain.engines.vllm_sampler import VllmSampler
 from posttrain.models.accepted_names import ResolvedModel, resolve_model
 from posttrain.models.loading import load_tokenizer, resolve_device, sampling_dtype
 from posttrain.models.lora import load_with_adapter
 
 
 def engine_for_training(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig
-) -> NativeEngine | None:
-    """The engine that samples from the modules being trained; None for a run that samples nothing."""
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig, device: torch.device
+) -> NativeEngine | VllmSampler | None:
+    """The engine that samples from the modules being trained, or from their weights; None for a run that samples nothing."""
     if policy.generation is None:
         return None
+    if policy.generation.uses_vllm:
+        return VllmSampler(model, tokenizer, policy, device)
     settings = native_settings(
         policy.generation.native_cfg, policy.max_total_sequence_length, deterministic=policy.deterministic
     )

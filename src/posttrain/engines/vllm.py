@@ -68,8 +68,10 @@ class VllmEngine:
             for sample in range(task.first_sample, task.first_sample + num_samples):
                 prompts.append({"prompt_token_ids": list(task.prompt_ids)})
                 # A later turn of a conversation draws other noise than the turns before it.
-                noise = sequence_key(key.seed, key.step, task.draw, sample) + task.first_token
-                parameters.append(self._parameters(task, sampling, noise))
+                seed = request_seed(sequence_key(key.seed, key.step, task.draw, sample), task.first_token)
+                longest = min(sampling.max_new_tokens, self.max_model_len - len(task.prompt_ids))
+                arguments = sampling_arguments(sampling)
+                parameters.append(self._vllm.SamplingParams(**arguments, max_tokens=longest, seed=seed))
         outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._lora_request())
         completions = [_completion(output.outputs[0]) for output in outputs]
         if progress is not None:
@@ -79,29 +81,34 @@ class VllmEngine:
     def release(self) -> None:
         """vLLM keeps its memory until the process ends; no trainer shares its GPU."""
 
-    def _parameters(self, task: Task, sampling: Sampling, noise: int) -> Any:
-        ends = list(dict.fromkeys([*sampling.stop_token_ids, *sampling.end_of_turn_ids]))
-        return self._vllm.SamplingParams(
-            n=1,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,  # 0 is off in both
-            max_tokens=min(sampling.max_new_tokens, self.max_model_len - len(task.prompt_ids)),
-            stop=None if sampling.ignore_eos else list(sampling.stop_strings) or None,
-            stop_token_ids=None if sampling.ignore_eos else ends or None,
-            include_stop_str_in_output=True,  # as in the native engine
-            ignore_eos=sampling.ignore_eos,
-            seed=noise & 0x7FFF_FFFF_FFFF_FFFF,
-            logprobs=0,  # of the sampled token alone
-            skip_special_tokens=True,
-        )
-
     def _lora_request(self) -> Any:
         if self._adapter is None:
             return None
         from vllm.lora.request import LoRARequest
 
         return LoRARequest("adapter", 1, str(self._adapter))
+
+
+def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
+    """Arguments of `vllm.SamplingParams` that all requests of a call share; plain values."""
+    ends = list(dict.fromkeys([*sampling.stop_token_ids, *sampling.end_of_turn_ids]))
+    return {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,  # 0 is off in both
+        "stop": None if sampling.ignore_eos else list(sampling.stop_strings) or None,
+        "stop_token_ids": None if sampling.ignore_eos else ends or None,
+        "include_stop_str_in_output": True,  # as in the native engine
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": 0,  # of the sampled token alone
+        "skip_special_tokens": True,
+    }
+
+
+def request_seed(sequence_key: int, first_token: int) -> int:
+    """The seed of a request whose answer begins, or continues, `first_token` tokens after its first prompt."""
+    return (sequence_key + first_token) & 0x7FFF_FFFF_FFFF_FFFF
 
 
 def vllm_options(config: VllmConfig, extra: Mapping[str, object], precision: str) -> dict[str, object]:

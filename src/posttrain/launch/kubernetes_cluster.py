@@ -3,12 +3,12 @@ server and proves who asks; objects stay the plain ones that were rendered."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import PurePosixPath
 from typing import Any
 
 import urllib3
@@ -21,10 +21,10 @@ from posttrain.json_files import JsonObject, parse_json
 from posttrain.launch.cluster_checks import examine_cluster
 from posttrain.launch.pod_template import RUN_LABEL, Object
 from posttrain.launch.run_checkpoints import pod_spec, run_folders, shared_mount
-from posttrain.launch.runs import WORKLOADS, Check, ClusterUnreachable, name_of, pods_by_rank
+from posttrain.launch.runs import NOT_STARTING, WORKLOADS, Check, ClusterUnreachable, RunPod, name_of, pods_by_rank
 
 _CONNECT_S, _READ_S = 10.0, 60.0
-_READER_LIMIT_S = 600.0
+_SMALL_POD_LIMIT_S = 600.0
 _ONLY_METADATA = (
     "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"  # of a Secret: its values stay where they are
 )
@@ -39,9 +39,10 @@ class KubernetesCluster:
             settings = client.Configuration()
             self._own_namespace = _load(settings, context)
         except (ConfigException, OSError) as error:
+            why = reason_of(error).rstrip(".")
             raise ClusterUnreachable(
-                f"no cluster is configured: {reason_of(error)}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, "
-                "gcloud container clusters get-credentials), or name a context of it in the profile (cluster.context)"
+                f"no cluster is configured: {why}. Set KUBECONFIG or ~/.kube/config (aws eks update-kubeconfig, gcloud container "
+                "clusters get-credentials), or name a context of it in the profile (cluster.context)"
             ) from error
         self._api = client.ApiClient(settings)
         self._server = settings.host
@@ -215,9 +216,10 @@ class KubernetesCluster:
             response = self.request("GET", place, query=query, stream=True)
         except ApiException as error:
             raise InputError(f"no log of pod {pod['metadata']['name']}: {_message_of(error)}") from error
-        with response:
+        with response, suppress(urllib3.exceptions.HTTPError):  # a connection that breaks ends what is read
+            decode = codecs.getincrementaldecoder("utf-8")("replace").decode
             for piece in response.stream(amt=1 << 14):
-                yield piece.decode(errors="replace")
+                yield decode(piece)
 
     # -- what is asked for ---------------------------------------------------------------------------------------------
 
@@ -249,28 +251,59 @@ class KubernetesCluster:
     def checkpoints(self, workload: Object) -> list[JsonObject]:
         """Read by a small pod with the run's image and claim: on the machine of rank 0 while the run lives, so that no machine
         is started for it, else on any."""
-        name, namespace = name_of(workload), workload["metadata"]["namespace"]
+        name = name_of(workload)
         try:
             config_map = self._found("GET", f"{self._in_namespace(workload, 'configmaps')}/{name}-config")
         except _NotFound:
             raise InputError(f"ConfigMap {name}-config is gone, which says where the checkpoints are") from None
         alive = [pod.body for pod in pods_by_rank(self.pods(workload)) if pod.phase == "Running"]
         machine = alive[0]["spec"].get("nodeName") if alive else None
-        body = _reader_pod(workload, run_folders(config_map), machine)
-        place = f"/api/v1/namespaces/{namespace}/pods"
+        folders = run_folders(config_map)
+        command = [
+            "posttrain",
+            "launch",
+            "checkpoints",
+            "--folder",
+            str(folders[0]),
+            "--logs",
+            str(folders[1]),
+            "--json",
+        ]
+        problem, text = self._run_small_pod(workload, command, machine)
+        if problem:
+            raise InputError(f"the checkpoints could not be read in the cluster: {problem}")
+        rows: list[JsonObject] = parse_json(text)
+        return rows
+
+    def try_image(self, objects: Sequence[Object]) -> Check:
+        image = pod_spec(objects[-1])["containers"][0]["image"]
+        problem, _ = self._run_small_pod(objects[-1], ["posttrain", "--version"], None)
+        remedy = "see image.name and image.pull_secret, and the Dockerfile for what an image needs"
+        return Check(
+            f"image {image}", f"image {image} does not start posttrain ({problem}): {remedy}" if problem else ""
+        )
+
+    def _run_small_pod(self, workload: Object, command: Sequence[str], machine: str | None) -> tuple[str, str]:
+        """A command in the run's image, with its claim; on `machine`, else on any. Returns why it failed, and its output."""
+        body = _small_pod(workload, command, machine)
+        place = path_of(body)
         self._found("POST", place, body)
         path = f"{place}/{body['metadata']['name']}"
         try:
-            end = time.monotonic() + _READER_LIMIT_S
-            while (phase := self._found("GET", path)["status"].get("phase")) not in ("Succeeded", "Failed"):
+            end = time.monotonic() + _SMALL_POD_LIMIT_S
+            while True:
+                pod = RunPod(0, 1, {**body, **self._found("GET", path)})
+                if pod.waits_for.partition(":")[0] in NOT_STARTING:
+                    return pod.waits_for, ""
+                if not pod.is_alive:
+                    break
                 if time.monotonic() > end:
-                    raise InputError(f"pod {body['metadata']['name']} is {phase} after {_READER_LIMIT_S:.0f} s")
+                    return f"pod {pod.name} is {pod.phase} after {_SMALL_POD_LIMIT_S:.0f} s. {pod.waits_for}", ""
                 time.sleep(self.poll_s)
-            text = "".join(self.log({**body, "metadata": {**body["metadata"], "namespace": namespace}}, follow=False))
-            if phase == "Failed":
-                raise InputError(f"the checkpoints could not be read in the cluster: {text.strip()[-500:]}")
-            rows: list[JsonObject] = parse_json(text)
-            return rows
+            if pod.end_message:
+                return pod.end_message, ""
+            text = "".join(self.log(body, follow=False))
+            return ("" if pod.phase == "Succeeded" else text.strip()[-500:] or f"exit code {pod.exit_code}"), text
         finally:
             with suppress(ApiException, InputError, _NotFound):
                 self.request("DELETE", path, query={"gracePeriodSeconds": "0"})
@@ -309,22 +342,21 @@ def _message_of(error: ApiException) -> str:
     return f"{error.status} {error.reason}".strip()
 
 
-def _reader_pod(workload: Object, folders: Sequence[PurePosixPath], machine: str | None) -> Object:
+def _small_pod(workload: Object, command: Sequence[str], machine: str | None) -> Object:
     spec = pod_spec(workload)
     mount, claim = shared_mount(workload)
     container = spec["containers"][0]
-    command = ["posttrain", "launch", "checkpoints", "--folder", str(folders[0]), "--logs", str(folders[1]), "--json"]
     amounts = {"cpu": "500m", "memory": "1Gi"}
-    reader: Object = {
+    small: Object = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         **{key: spec[key] for key in ("imagePullSecrets", "securityContext", "tolerations") if key in spec},
         **({"nodeName": machine} if machine else {}),
         "containers": [
             {
-                "name": "reader",
+                "name": container["name"],
                 "image": container["image"],
-                "command": command,
+                "command": list(command),
                 "env": [{"name": "HOME", "value": "/tmp"}],
                 "resources": {"requests": amounts, "limits": amounts},
                 "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -334,8 +366,8 @@ def _reader_pod(workload: Object, folders: Sequence[PurePosixPath], machine: str
         "volumes": [{"name": "storage", "persistentVolumeClaim": {"claimName": claim}}],
     }
     metadata = {
-        "name": f"{name_of(workload)}-checkpoints-{time.time_ns() % 10**6:06d}",
+        "name": f"{name_of(workload)}-look-{time.time_ns() % 10**6:06d}",
         "namespace": workload["metadata"]["namespace"],
         "labels": {"app.kubernetes.io/name": "posttrain", "app.kubernetes.io/managed-by": "posttrain"},
     }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": reader}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": small}

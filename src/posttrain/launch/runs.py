@@ -19,6 +19,13 @@ WORKLOADS = {  # apiVersion and kind of what a run is; the plural of each is its
     "raycluster": ("ray.io/v1", "RayCluster"),
 }
 ENDED = ("Succeeded", "Failed")
+NOT_STARTING = (  # a pod that waits for one of these waits for ever
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+)
 
 
 class ClusterUnreachable(InputError):
@@ -44,6 +51,9 @@ class Cluster(Protocol):
 
     def examine(self, objects: Sequence[Object]) -> list[Check]:
         """What these objects need, and whether the cluster has it. Creates nothing."""
+
+    def try_image(self, objects: Sequence[Object]) -> Check:
+        """Whether posttrain starts in the image of these objects."""
 
     def create(self, objects: Sequence[Object]) -> None:
         """All of them, or none."""
@@ -90,8 +100,8 @@ class RunPod:
         return None if code is None else int(code)
 
     @property
-    def name_and_attempt(self) -> str:
-        return f"{self.name} {self.attempt}"
+    def uid(self) -> str:
+        return str(self.body["metadata"].get("uid") or self.name)
 
     @property
     def end_message(self) -> str:
@@ -125,8 +135,11 @@ def pods_by_rank(pods: Sequence[Object]) -> list[RunPod]:
     seen: dict[tuple[str, int], int] = {}
     found = []
     for pod in ordered:
-        labels: Mapping[str, str] = pod["metadata"].get("labels") or {}
-        annotations: Mapping[str, str] = pod["metadata"].get("annotations") or {}
+        # Volcano has some of them as annotations, others as labels, or both, by its version.
+        labels: Mapping[str, str] = {
+            **(pod["metadata"].get("annotations") or {}),
+            **(pod["metadata"].get("labels") or {}),
+        }
         if (cluster := labels.get("ray.io/cluster")) is not None:
             if cluster not in clusters:
                 clusters.append(cluster)
@@ -135,8 +148,9 @@ def pods_by_rank(pods: Sequence[Object]) -> list[RunPod]:
             if labels.get("ray.io/node-type") != "head":
                 rank = seen[cluster, 0] = seen.get((cluster, 0), 0) + 1
         elif (task := labels.get("volcano.sh/task-spec")) is not None:
-            rank = int(labels.get("volcano.sh/task-index", 0)) + (task != "head")
-            attempt = int(annotations.get("volcano.sh/job-version", 0)) + 1
+            index = labels.get("volcano.sh/task-index") or pod["metadata"]["name"].rpartition("-")[2]
+            rank = int(index) + (task != "head")
+            attempt = int(labels.get("volcano.sh/job-version", 0)) + 1
         else:
             rank = int(labels.get("batch.kubernetes.io/job-completion-index", 0))
             if (restart := labels.get("jobset.sigs.k8s.io/restart-attempt")) is not None:

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
-from posttrain.errors import HardwareError, InputError, OutOfGpuMemoryError
+from posttrain.errors import HardwareError, InputError, OutOfGpuMemoryError, RankLostError
 
 NCCL_TIMEOUT_VARIABLE = "NCCL_TIMEOUT"  # seconds that a collective may take; read where ranks form their process group
 
 
-class WorkerDiedError(HardwareError):
+class WorkerDiedError(RankLostError):
     """The process of a rank has ended."""
 
 
-class WorkerTimeoutError(HardwareError):
+class WorkerTimeoutError(RankLostError):
     """A rank has not answered before the deadline of an operation."""
 
 
@@ -52,6 +52,7 @@ _STAGES = {
     "build": "start-up",
     "generate": "sampling",
     "sample_round": "sampling",
+    "publish": "handing weights to the sampler",
     "update": "training",
     "evaluate": "validation",
     "logprobs": "log-probabilities",
@@ -160,14 +161,14 @@ def _is_network(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and _NETWORK.search(str(error)) is not None
 
 
-def _network(text: str, where: Where) -> HardwareError:
+def _network(text: str, where: Where) -> RankLostError:
     timed_out = re.search(r"tim(ed|e)[ -]?out", text, re.IGNORECASE) is not None
     if where.operation == "build":
         happened = "could not connect to the other ranks"
     else:
         happened = "waited too long for the other ranks" if timed_out else "lost its connection to the other ranks"
     remedies = [
-        "another rank may have failed first: its error is in Ray's log folder, session_latest/logs, of its node",
+        "another rank may have failed first: its error is in a training run's logs/rank_N.log",
         "every node must reach every other on all ports; on AWS with EFA the security group needs a rule in both directions that "
         "names the group itself, and FI_PROVIDER=efa",
         "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) names the network interface, NCCL_DEBUG=INFO prints what NCCL chose",
@@ -178,7 +179,7 @@ def _network(text: str, where: Where) -> HardwareError:
             "7200, on every node before `ray start`"
         )
     listed = "".join(f"\n  - {remedy}" for remedy in remedies)
-    return HardwareError(f"{where.prefix} {happened} {where.when}: {_first_line(text)}{listed}")
+    return RankLostError(f"{where.prefix} {happened} {where.when}: {_first_line(text)}{listed}")
 
 
 # -- processes that ended ----------------------------------------------------------------------------------------------------
@@ -196,7 +197,8 @@ def _died(text: str, where: Where) -> WorkerDiedError:
     else:
         cause = (
             f"{_first_line(text)[:120]}; the kernel may have ended it for lack of memory (`dmesg`), or NCCL after a time-out "
-            f"({NCCL_TIMEOUT_VARIABLE}); its last lines are in Ray's log folder, session_latest/logs, of its node"
+            f"({NCCL_TIMEOUT_VARIABLE}); its last lines are in a training run's logs/{where.unit}_{where.rank}.log, and in Ray's "
+            "log folder, session_latest/logs, of its node"
         )
     resume = "" if where.operation == "build" else ". The same command continues from what was saved"
     return WorkerDiedError(f"{where.unit} {where.rank} died {where.when}: {cause}{resume}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from posttrain.errors import InputError
 from posttrain.orchestration.workers import LocalWorker, WorkerGroup
@@ -23,6 +24,7 @@ class RankLayout:
     is_process_group: bool = True  # False: ranks that know nothing of each other
     mesh: Mesh | None = None  # how the ranks are arranged; None: data parallel
     num_engines: int = 0
+    log_folder: Path | None = None  # the run folder, for the logs of ranks; None: they write none
 
     @property
     def arrangement(self) -> Mesh:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from posttrain.engines.choose_engine import engine_for_training
 from posttrain.engines.native import NativeEngine
+from posttrain.engines.vllm_sampler import UNKNOWN, VllmSampler
 from posttrain.policy.memory.rank import KEPT_CACHE_SHARE
 from posttrain.policy.trainer import ModelFacts, PolicyTrainer, RankSetup
 from posttrain.policy.weight_files import Handover, SentWeights, WeightReceiver, WeightSender
@@ -35,14 +37,18 @@ def build_rank(setup: RankSetup) -> Rank:
 class DeviceLease:
     """Which of trainer and engine may use the memory of a GPU that they share.
 
-    The trainer takes over the memory of a large KV cache. A small one stays, with the CUDA graphs captured for it.
+    The trainer takes over the memory of a large KV cache. A small one stays, with the CUDA graphs captured for it. vLLM gives
+    up all its memory.
     """
 
-    def __init__(self, device: torch.device, engine: NativeEngine | None) -> None:
+    def __init__(self, device: torch.device, engine: NativeEngine | VllmSampler | None) -> None:
         self._device, self._engine = device, engine
 
     def to_trainer(self) -> None:
         if self._device.type != "cuda" or self._engine is None:
+            return
+        if isinstance(self._engine, VllmSampler):
+            self._engine.release()
             return
         total = torch.cuda.get_device_properties(self._device).total_memory
         if self._engine.num_held_bytes > KEPT_CACHE_SHARE * total:
@@ -52,10 +58,12 @@ class DeviceLease:
 class Rank:
     def __init__(self, trainer: PolicyTrainer) -> None:
         self.trainer = trainer
-        self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config)
+        self.engine = engine_for_training(trainer.model, trainer.tokenizer, trainer.config, trainer.device)
         self._lease = DeviceLease(trainer.device, self.engine)
         self._is_asked_to_stop = False
-        if self.engine is not None:
+        if isinstance(self.engine, VllmSampler):
+            self.engine.should_stop = lambda: self._is_asked_to_stop
+        elif self.engine is not None:
             self.engine.should_stop = trainer.agreed(lambda: self._is_asked_to_stop)
         self._sender, self._receiver = WeightSender(trainer.model), WeightReceiver(trainer.model)
 
@@ -116,7 +124,7 @@ class Rank:
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
         assert self.engine is not None, "this rank was built without policy.generation"
-        with self.trainer.sampling():
+        with self._sampling():
             return self.engine.generate(tasks, num_samples, sampling, key, progress)
 
     def sample_round(
@@ -128,8 +136,24 @@ class Rank:
         progress: Progress | None = None,
     ) -> list[OpenGroup]:
         assert self.engine is not None, "this rank was built without policy.generation"
-        with self.trainer.sampling():
+        with self._sampling():
             return self.engine.sample_round(groups, sampling, seed, quota, progress)
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        if isinstance(self.engine, VllmSampler):
+            if self.engine.version is None:  # the first time, and after a checkpoint was loaded or its memory given up
+                self.engine.take_weights(UNKNOWN)
+            yield
+            return
+        with self.trainer.sampling():
+            yield
+
+    def publish(self, version: int) -> None:
+        """Return once the engine samples with the trainer's weights as they are now."""
+        if isinstance(self.engine, VllmSampler):
+            self._lease.to_trainer()
+            self.engine.take_weights(version)
 
     def release(self) -> None:
         if self.engine is not None:
@@ -139,6 +163,11 @@ class Rank:
         """From another thread: sampling, now or later, ends with StopRequested."""
         self._is_asked_to_stop = True
 
+    def close(self) -> None:
+        """End processes that the rank has started."""
+        if isinstance(self.engine, VllmSampler):
+            self.engine.close()
+
     # -- weights of engines on devices of their own --------------------------------------------------------------------
 
     def send_weights(self, to: Handover) -> SentWeights | None:
@@ -146,6 +175,8 @@ class Rank:
 
     def receive_weights(self, sent: SentWeights) -> None:
         self._receiver.receive(sent)
+        if isinstance(self.engine, VllmSampler):
+            self.engine.take_weights(UNKNOWN)
 
     def remove_weights(self) -> None:
         self._sender.remove_file()
@@ -157,6 +188,8 @@ class Rank:
 
     def load(self, folder: Path) -> None:
         self.trainer.load(folder)
+        if isinstance(self.engine, VllmSampler):
+            self.engine.forget_weights()
 
     def save_obstacle(self, optimizer: bool) -> str:
         return self.trainer.checkpoints.obstacle(optimizer=optimizer)

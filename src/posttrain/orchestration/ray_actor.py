@@ -20,6 +20,7 @@ from posttrain.errors import InputError
 from posttrain.orchestration.failures import NCCL_TIMEOUT_VARIABLE, WorkerDiedError
 from posttrain.orchestration.launch import RankLayout
 from posttrain.orchestration.rank import Rank
+from posttrain.orchestration.rank_log import RankLog
 from posttrain.orchestration.ray_cluster import Places
 
 P = ParamSpec("P")
@@ -36,6 +37,8 @@ class RankActor:
         torch.set_num_threads(layout.num_threads or max(1, (os.cpu_count() or 1) // layout.ranks_per_node))
         logging.set_verbosity_error()  # progress bars and advice would break up the driver's console
         logging.disable_progress_bar()
+        name = f"rank_{index}" if index < layout.num_ranks else f"engine_{index - layout.num_ranks}"
+        self.log = RankLog(layout.log_folder, name)
         self.rank: Any = None
 
     def node(self) -> tuple[str, str]:
@@ -48,6 +51,10 @@ class RankActor:
             return ray.util.get_node_ip_address(), int(free.getsockname()[1])
 
     def build(self, build: Callable[[], object], address: tuple[str, int]) -> None:
+        with self.log.operation("build"):
+            self._build(build, address)
+
+    def _build(self, build: Callable[[], object], address: tuple[str, int]) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each actor only its own GPU
         if self.layout.is_process_group and self.layout.num_ranks > 1:
             cuda = torch.cuda.is_available() and self.layout.device != "cpu"
@@ -67,7 +74,8 @@ class RankActor:
             self.rank.request_stop()
 
     def run(self, operation: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        return getattr(self.rank, operation)(*args, **kwargs)
+        with self.log.operation(operation):
+            return getattr(self.rank, operation)(*args, **kwargs)
 
 
 class RayWorker:

@@ -65,6 +65,7 @@ class RayEngine:
 
     def _replace(self, operation: str) -> None:
         self._say(f"engine {self.index} died during {operation}: another one is started, and repeats it")
+        ray.kill(self.worker.actor)  # it may only be out of reach, and would keep its place
         self._wait(self._start(), "build")
         if self._newest is not None:
             self._wait(self.worker.submit(Rank.receive_weights, self._newest), Rank.receive_weights.__name__)

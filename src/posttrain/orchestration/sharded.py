@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,11 @@ from posttrain.errors import InputError
 from posttrain.orchestration.rank import MicroBatches, Rank
 from posttrain.orchestration.workers import WorkerGroup, call_all, deadline_s, gather
 from posttrain.policy.objectives.reduce import combine_metrics
+from posttrain.policy.parallel import Mesh
 from posttrain.roles import Objective, Progress, ShowProgress, StopPoints, no_progress
 from posttrain.types import Completion, NoiseKey, OpenGroup, Quota, Sampling, Task, TokenBatch, UpdateReport
 
+_CALLS_PER_PASS = 8  # in between, a pass without gradients can be left
 # Equal on every rank, so not to be added up.
 _SAME_ON_EVERY_RANK = ("grad_norm", "update_skipped", "lr")
 
@@ -143,15 +146,19 @@ class ShardedTrainer:
     def _token_column(
         self, batch: TokenBatch, operation: Callable[[Rank, MicroBatches], list[Tensor | None]]
     ) -> Tensor:
-        self.stop.check()
         plan = plan_micro_batches(batch, self.score, self.group.mesh.dp)
         shards = self._by_rank(batch, plan)
-        with self.show_progress("logprobs", len(shards[0])) as progress:
-            results = gather(
-                operation.__name__,
-                [worker.submit(operation, parts) for worker, parts in zip(self.group.workers, shards, strict=True)],
-            )
-            progress(len(shards[0]))
+        num_parts = len(shards[0])
+        per_call = max(1, math.ceil(num_parts / _CALLS_PER_PASS))
+        results: list[list[Tensor | None]] = [[] for _ in shards]
+        with self.show_progress("logprobs", num_parts) as progress:
+            for first in range(0, num_parts, per_call):
+                self.stop.check()
+                parts = [shard[first : first + per_call] for shard in shards]
+                calls = [worker.submit(operation, own) for worker, own in zip(self.group.workers, parts, strict=True)]
+                for result, found in zip(results, gather(operation.__name__, calls), strict=True):
+                    result += found
+                progress(len(parts[0]))
         pieces: list[Tensor | None] = [None] * len(batch.responses)
         for shard, scores in zip(plan, self.group.mesh.one_per_shard(results), strict=True):
             for rows, score in zip(shard, scores, strict=True):
@@ -177,9 +184,12 @@ class ShardedEngine:
     Ranks that share layers get the same groups and draw the same tokens.
     """
 
-    def __init__(self, group: WorkerGroup, prepare: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, group: WorkerGroup, prepare: Callable[[], None] = lambda: None, *, mesh: Mesh | None = None
+    ) -> None:
         self.group = group
         self.prepare = prepare  # called before anything is sampled
+        self.mesh = mesh or group.mesh.for_sampling
 
     def generate(
         self,
@@ -190,7 +200,7 @@ class ShardedEngine:
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
         self.prepare()
-        mesh = self.group.mesh.for_sampling
+        mesh = self.mesh
         callback = progress if self.group.in_process else None  # it cannot be sent to another process
         results = gather(
             "generate",
@@ -219,7 +229,7 @@ class ShardedEngine:
     ) -> list[OpenGroup]:
         """Each data-parallel rank has its share of the groups and of the quota, and ends its round on its own."""
         self.prepare()
-        mesh = self.group.mesh.for_sampling
+        mesh = self.mesh
         own = None
         if quota is not None:
             assert quota.num_groups % mesh.dp == 0, "checked when the run was built"

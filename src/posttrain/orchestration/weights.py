@@ -18,6 +18,16 @@ class SharedWeights:
         pass
 
 
+class WeightsOfRanks:
+    """For engines that have a copy of the weights and share the device of a rank, which hands them over."""
+
+    def __init__(self, ranks: WorkerGroup) -> None:
+        self._ranks = ranks
+
+    def publish(self, version: int) -> None:
+        call_all(self._ranks, Rank.publish, version)
+
+
 class PushedWeights:
     """For engines in processes of their own. Nothing samples while weights are handed over."""
 

@@ -38,12 +38,13 @@ _DEADLINES_S = {
     "evaluate": _COMPUTE_S,
     "logprobs": _COMPUTE_S,
     "reference_logprobs": _COMPUTE_S,
+    "publish": _FILES_S,
     "generate": _COMPUTE_S,
     "sample_round": _COMPUTE_S,
 }
 _HANGS = {
     "rank": "A rank may hang in a collective that another one has left",
-    "engine": "Its device or its machine may hang; the same command continues from what was saved",
+    "engine": "Its device or its machine may hang",
 }
 _GRACE_S = 10.0  # after the first error, for the rank that caused it: others often fail in a collective with it
 
@@ -109,7 +110,8 @@ class LocalWorker:
         self.rank.request_stop()
 
     def close(self) -> None:
-        pass
+        if isinstance(self.rank, Rank):
+            self.rank.close()
 
 
 def _outcome(call: Callable[[], T]) -> Future[T]:
@@ -151,8 +153,8 @@ def gather(operation: str, pending: Sequence[Future[T]], unit: str = "rank") -> 
     if missing:
         late = ", ".join(str(rank) for rank, future in enumerate(pending) if future in missing)
         raise WorkerTimeoutError(
-            f"{unit} {late} of {len(pending)} has not finished {operation} within {limit_s:.0f} s. {_HANGS[unit]}. If it is only "
-            f"slow, set {DEADLINE_VARIABLE} to more seconds"
+            f"{unit} {late} of {len(pending)} has not finished {operation} within {limit_s:.0f} s. {_HANGS[unit]}; its log, in "
+            f"the run folder's logs, ends with what it was doing. If it is only slow, set {DEADLINE_VARIABLE} to more seconds"
         )
     return [future.result(timeout=0) for future in pending]
 

@@ -41,7 +41,7 @@ class RunCost:
 
 def cost_of(found: RunEstimate, config: RunConfig, gpu_hour_price: float) -> RunCost:
     steps = config.schedule.max_num_steps
-    return RunCost(gpu_hour_price, found.settings.ranks, steps if steps < NO_LIMIT else None, found.time.total_s)
+    return RunCost(gpu_hour_price, config.cluster.num_workers, steps if steps < NO_LIMIT else None, found.time.total_s)
 
 
 def _amount(value: float) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 
 _GIB = 2**30
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def enable_expandable_segments() -> None:
@@ -25,11 +26,24 @@ def enable_expandable_segments() -> None:
     Otherwise torch keeps blocks of the sizes that were requested. One small tensor that stays, such as an optimizer's, keeps
     the whole block that it was cut from: a quarter of the GPU was lost to a KV cache that way.
     """
-    if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        change = (
-            getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-        )
-        change("expandable_segments:True")
+    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+        _set_expandable_segments(True)
+
+
+@contextmanager
+def shareable_memory() -> Iterator[None]:
+    """GPU memory that is allocated inside can be shared with another process: containers forbid that for expandable segments."""
+    given = "".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    _set_expandable_segments(False)
+    try:
+        yield
+    finally:
+        _set_expandable_segments(not given or "expandable_segments:True" in given)
+
+
+def _set_expandable_segments(wanted: bool) -> None:
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    change(f"expandable_segments:{wanted}")
 
 
 class PeakMemory:

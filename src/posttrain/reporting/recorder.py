@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -19,10 +20,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from posttrain.config import LoggerConfig
 from posttrain.errors import Superseded, reason_of
 from posttrain.reporting import results, wording
 from posttrain.reporting.console import Console
 from posttrain.reporting.examination import Examination
+from posttrain.reporting.gpu_monitor import GpuMonitor
+from posttrain.reporting.loggers import RECORD_ID, Loggers, recorded_run
 from posttrain.reporting.presentation import Presentation
 from posttrain.reporting.report import write_report
 from posttrain.reporting.rows import (
@@ -48,6 +52,7 @@ from posttrain.reporting.run_files import (
     complete_row,
     config_files,
     config_from_step,
+    newest_config,
     open_run,
     read_info,
     write_text,
@@ -68,6 +73,7 @@ REPORT_PERIOD_S = 10.0
 REPORT_TIME_SHARE = 0.02  # of the run time that rendering the report may take
 MAX_KEPT_WARNINGS = 100
 MAX_REASONS_PER_STEP = 20
+LOGGERS_LIMIT_S, CRASH_LIMIT_S = 60.0, 5.0  # for sending what trackers do not have yet, when a run ends
 FENCE_PERIOD_S = 1.0  # a line of the log does not look for a newer attempt more often
 LOST_STEP = "lost_up_to_step"  # in run.json
 
@@ -93,6 +99,8 @@ class RunRecorder:
         verbose: bool = False,
         settings: Mapping[str, object] | None = None,
         stop_on_error: bool = False,
+        loggers: Loggers | None = None,
+        gpus: GpuMonitor | None = None,
         stream: TextIO | None = None,
         attempt: Attempt | None = None,
         pieces: Pieces | None = None,
@@ -108,9 +116,12 @@ class RunRecorder:
         self._title = title
         self._device_word = device_word
         self._header = header  # what is trained, on what and how
-        self._examination = Examination(self.folder, presentation.kind, settings or {})  # settings by their dotted keys
+        self._examination = Examination(self.folder, presentation.kind, settings or {})  # settings by dotted keys
         self._stop_on_error = stop_on_error
         self._problem: str | None = None  # an error that the doctor found in the latest step
+        self._settings = settings or {}
+        self._loggers = loggers or Loggers(LoggerConfig())
+        self._gpus = gpus  # None: not looked at
         self._attempt = attempt  # None: nothing else writes to the folder
         self._looked: tuple[float, bool] | None = None  # when the attempt was looked up, and whether it may write
         self._pieces = pieces  # None: token data is not written
@@ -160,6 +171,7 @@ class RunRecorder:
             self._attempt.confirm()  # loading the model may have taken minutes
             self._attempt.has_begun = True
             self._num_losses = self._attempt.num_losses  # before there was anything to lose
+        keeps_id = not resumed_step or not self._trains_rows_anew_with_changes(resumed_step)
         notes, losses = open_run(self.folder, resumed_step)
         if resumed_step:
             self._examination.resume()
@@ -186,12 +198,17 @@ class RunRecorder:
             "device_word": self._device_word,
             **asdict(self._hardware),
             "started_at": before.get("started_at", _now()),
+            RECORD_ID: (keeps_id and before.get(RECORD_ID)) or uuid.uuid4().hex[:12],
             "resumed_at_steps": resumed_at,
             "config_changes": [*earlier_changes, *changes],
         }
         for loss in losses:
             self.warn(loss)
         self._write_info("running")
+        if self._gpus is not None:
+            self._gpus.start()
+        for line in self._loggers.start(recorded_run(self.folder, self._settings)):
+            self.warn(line)
         for note in notes:
             self.say(note)
         self._console.show([Line(line) for line in self._header])
@@ -206,7 +223,7 @@ class RunRecorder:
         self.stage("Preparing batch")
 
     def record_step(self, step: int, report: StepReport, validation: StepReport | None) -> None:
-        row = training_row(step, report, self._hardware)
+        row = training_row(step, report, self._hardware, self._gpus.take() if self._gpus is not None else {})
         if validation is not None:
             row |= validation_row(step, validation)
         row = self._write(
@@ -220,6 +237,7 @@ class RunRecorder:
         for warning in (*report.warnings, *(validation.warnings if validation else ())):
             self.warn(warning)
         self._examine(row, report.groups)
+        self._wake_loggers()
         self._workers.step_done(step)
         self._refresh_report()
 
@@ -234,7 +252,12 @@ class RunRecorder:
         for warning in validation.warnings:
             self.warn(warning)
         self._examine(row, ())
+        self._wake_loggers()
         self._refresh_report()
+
+    def _wake_loggers(self) -> None:
+        for line in self._loggers.wake():
+            self.warn(line)
 
     def finish(self, reason: str, *, is_stopped: bool = False) -> Ending:
         """Write the final state of the run and show how it ended."""
@@ -257,6 +280,7 @@ class RunRecorder:
                 self._examine(None, ())
             self._write_info(FINISHED if is_finished else "ended early", reason)
             self._refresh_report(now=True)
+            self._end_loggers(is_finished=is_finished, limit_s=LOGGERS_LIMIT_S)
             if is_finished:
                 text = f"Max number of steps has been reached ({self._max_steps}), stopping training"
                 self._display.long_form([Line(text)])
@@ -267,6 +291,12 @@ class RunRecorder:
         lines = results.final_lines(self._presentation.headline, rows, reason, self._wall_s(), report, findings) + lines
         self._console.show(lines, even_if_quiet=True)
         return ending
+
+    def _end_loggers(self, *, is_finished: bool, limit_s: float) -> None:
+        if self._gpus is not None:
+            self._gpus.close()
+        for line in self._loggers.finish(is_finished=is_finished, limit_s=limit_s):
+            self.warn(line)
 
     def record_crash(self, error: BaseException, traceback: str) -> None:
         """Write why a run that has begun ends. What cannot be written is left out: the error itself counts more."""
@@ -283,6 +313,7 @@ class RunRecorder:
                 "stopped at once, by a second Ctrl-C" if is_request else f"{type(error).__name__}: {reason_of(error)}"
             )
             self._write_info("ended early" if is_request else "crashed", reason)
+            self._end_loggers(is_finished=False, limit_s=CRASH_LIMIT_S)
             self._refresh_report(now=True)
 
     # ------------------------------------------------------------------ single lines and progress
@@ -455,6 +486,13 @@ class RunRecorder:
             write_whole(self.folder / config_from_step(from_step), content)
             self.say(f"the config differs from that of the steps so far: see {config_from_step(from_step)}")
         return [{"from_step": from_step, "key": row.key, "old": row.old, "new": row.new} for row in changes]
+
+    def _trains_rows_anew_with_changes(self, resumed_step: int) -> bool:
+        """Whether trackers may have steps that are now trained with other settings: then they get a new run."""
+        config = newest_config(self.folder)
+        if load_run(self.folder).last_step <= resumed_step or not config.exists():
+            return False
+        return any(change.is_training for change in self._changes_since(config.read_text("utf-8", "replace")))
 
     def _write_info(self, status: str, reason: str = "") -> None:
         self._info |= {

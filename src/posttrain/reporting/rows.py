@@ -40,12 +40,13 @@ class Hardware:
     flops_per_token: float | None = None
 
 
-def training_row(step: int, report: StepReport, hardware: Hardware) -> Row:
+def training_row(step: int, report: StepReport, hardware: Hardware, gpus: Mapping[str, float] | None = None) -> Row:
+    """`gpus`: what was seen of the GPUs during the step."""
     row: Row = {"step": step}
     memory = {name: value for name, value in report.metrics.items() if name.startswith(PEAK_MEMORY)}
     row |= _prefixed("train", {name: value for name, value in report.metrics.items() if name not in memory})
     row |= _prefixed("timing/train", {**report.timings_s, TOTAL_STEP: total_seconds(report.timings_s, TOTAL_STEP)})
-    row |= _prefixed("performance", {**performance(report, hardware), **memory})
+    row |= _prefixed("performance", {**performance(report, hardware), **memory, **(gpus or {})})
     return row
 
 

@@ -10,6 +10,7 @@
     config.yaml                           the config that the run began with
     config_from_step_N.yaml               the config from step N on, where it differs from the one before
     logs/train.log                        what the run printed, in the long form; appended to, and kept on resume
+    loggers/                              files of trackers: TensorBoard's events, W&B's offline run
     run.json, report.html                 like the configs, written to a temporary name and renamed
     earlier_NNN/                          the same files of a run that used this folder before
     attempts/NNNN.json                    see `attempts.py`
@@ -40,6 +41,7 @@ CONFIG_FILE = "config.yaml"
 INFO_FILE = "run.json"
 REPORT_FILE = "report.html"
 LOG_FOLDER = "logs"
+LOGGERS_FOLDER = "loggers"
 LOG_FILE = f"{LOG_FOLDER}/train.log"
 FINISHED = "finished"  # the status in run.json of a run that has all its steps
 
@@ -52,6 +54,7 @@ FILES_OF_A_RUN = (
     ROLLOUTS_FOLDER,
     UNSCORED_FILE,
     FINDINGS_FILE,
+    LOGGERS_FOLDER,
     WORKERS_FILE,
     METRICS_FILE,
 )

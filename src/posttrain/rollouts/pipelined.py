@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
 from posttrain.algorithms.step_reports import StageClock
-from posttrain.errors import HardwareError
+from posttrain.errors import RankLostError
 from posttrain.roles import Progress, ShowProgress, WeightSync, no_progress
 from posttrain.rollouts.rounds import RoundRollouts
 from posttrain.types import TakenGroups
@@ -63,7 +63,7 @@ class PipelinedRollouts:
             except TimeoutError as error:
                 if self._running.done():
                     raise  # of the round itself
-                raise HardwareError(
+                raise RankLostError(
                     f"the round for step {version + 1} has not ended within {self.limit_s:.0f} s. The same command continues "
                     "from what was saved"
                 ) from error

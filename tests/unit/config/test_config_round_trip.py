@@ -156,9 +156,9 @@ def test_overrides_may_stand_before_between_and_after_options(
 
 
 def test_check_prints_ok_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("check", "grpo", "logger.wandb_enabled=true") == 0
+    assert command("check", "grpo", "data_plane.enabled=true") == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("warning: logger.wandb_enabled")
+    assert out[0].startswith("warning: data_plane.enabled")
     assert out[-1].startswith("ok")
 
 

@@ -94,8 +94,6 @@ GRPO_DEFAULTS = {
     "data.validation": None,
     "data.default.processor": "math_hf_data_processor",
     "env.math.num_workers": 8,
-    "logger.wandb.project": "grpo-dev",
-    "logger.mlflow.tracking_uri": "http://localhost:5000",
     "cluster.master_port_range_low": 1400,
     "data_plane.storage_capacity": 1_000_000,
     "reward_penalties.penalize_unwanted_tokens": False,

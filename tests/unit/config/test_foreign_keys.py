@@ -57,7 +57,6 @@ def test_a_value_that_would_change_results_is_refused(override: str) -> None:
 IGNORED = [
     ("policy.megatron_cfg.optimizer.lr=1.0", "policy.megatron_cfg.activation_checkpointing=true"),
     ("policy.generation.vllm_cfg.gpu_memory_utilization=0.9", "policy.generation.vllm_kwargs.x=1"),
-    ("logger.wandb_enabled=true", "logger.tensorboard_enabled=true"),
     ("grpo.async_grpo.max_trajectory_age_steps=3", "grpo.async_grpo.groups_in_flight=2"),
     ("grpo.reward_scaling.target_min=-1", "grpo.reward_scaling.target_max=2"),
     ("grpo.dynamic_sampling_max_gen_batches=3", "grpo.dynamic_sampling_surplus=discard"),
@@ -80,8 +79,10 @@ QUIET = [
     "policy.megatron_cfg.optimizer.lr=5e-6",
     "policy.generation.vllm_cfg.max_model_len=512",
     "policy.generation.vllm_cfg.max_model_len=${policy.max_total_sequence_length}",
-    "logger.wandb_enabled=false",
+    "logger.wandb_enabled=true",
     "logger.wandb.name=x",
+    "logger.wandb.log_nemo_gym_full_result_tables=false",
+    "logger.monitor_gpus=true",
     "grpo.async_grpo.enabled=false",
     "policy.precision=float32",
     "policy.sequence_packing.enabled=false",
@@ -129,12 +130,62 @@ def test_settings_that_follow_the_config_in_a_file_are_not_mentioned(tmp_path: P
     assert load_config("grpo", file, []).warnings == []
 
 
-def test_vllm_is_accepted_and_the_native_engine_samples() -> None:
+def test_vllm_without_its_environment_is_accepted_and_the_native_engine_samples() -> None:
     loaded = load_config("grpo", None, ["policy.generation.backend=vllm"])
     assert loaded.warnings == [
-        "policy.generation.backend: vllm is not supported in training yet; the native engine samples instead"
+        "policy.generation.backend: vllm needs policy.generation.vllm_cfg.python, the Python of an environment that has vLLM "
+        "(docs/vllm.md); the native engine samples instead"
     ]
-    assert loaded.config.policy.generation.backend == "vllm"
+    assert loaded.config.policy.generation.uses_vllm is False
+
+
+VLLM = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.python=/env/bin/python"]
+
+
+def test_where_vllm_samples_its_settings_are_read_and_its_answers_corrected() -> None:
+    settings = ["gpu_memory_utilization=0.4", "enforce_eager=true", "enable_prefix_caching=false"]
+    loaded = load_config("grpo", None, [*VLLM, *(f"policy.generation.vllm_cfg.{text}" for text in settings)])
+    assert loaded.warnings == []
+    assert loaded.config.policy.generation.uses_vllm is True
+    loss = loaded.config.loss_fn
+    assert loss.use_importance_sampling_correction is True
+    assert (loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio) == ("tis", 2.0)
+    own = load_config("grpo", None, [*VLLM, "loss_fn.use_importance_sampling_correction=false"]).config.loss_fn
+    assert (own.use_importance_sampling_correction, own.truncated_importance_sampling_type) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.generation.vllm_cfg.precision=fp8",
+        "policy.generation.vllm_cfg.logprobs_mode=raw_logprobs",
+        "policy.generation.vllm_cfg.pipeline_parallel_size=2",
+        "policy.generation.vllm_cfg.expert_parallel_size=2",
+        "policy.generation.vllm_cfg.expose_http_server=true",
+        "policy.generation.vllm_cfg.zmq_refit_server_port=5000",
+    ],
+)
+def test_what_vllm_cannot_do_in_training_is_refused_by_name(override: str) -> None:
+    with pytest.raises(ConfigError, match="not implemented"):
+        load_config("grpo", None, [*VLLM, override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "tensor_parallel_size = 2: .* one GPU of its rank"),
+        (["policy.generation.vllm_cfg.max_model_len=100"], "max_model_len = 100 is less than policy.max_total_seq"),
+        (["grpo.async_grpo.enabled=true", "policy.generation.stop_strings=[x]"], "would overlook a stop string"),
+    ],
+)
+def test_settings_of_vllm_that_contradict_others_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config("grpo", None, [*VLLM, *overrides])
+
+
+def test_an_asynchronous_vllm_needs_no_other_engine() -> None:
+    loaded = load_config("grpo", None, [*VLLM, "policy.generation.vllm_cfg.async_engine=true"])
+    assert "policy.generation.vllm_cfg.async_engine: requests are always batched continuously" in loaded.warnings[0]
 
 
 def test_dropout_of_adapters_warns_of_its_position() -> None:

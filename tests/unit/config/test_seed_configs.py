@@ -73,7 +73,7 @@ def test_the_lora_document_loads_as_printed(tmp_path: Path) -> None:
     assert config.env["math"].num_workers == 8
     assert config.checkpointing.keep_top_k == 5
     assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (2, 8)
-    assert "policy.generation.backend: vllm is not supported in training yet" in loaded.warnings[0]
+    assert "policy.generation.backend: vllm needs policy.generation.vllm_cfg.python" in loaded.warnings[0]
 
 
 def test_the_llama_document_loads_once_its_indentation_is_restored(tmp_path: Path) -> None:
@@ -146,4 +146,5 @@ def test_the_command_lines_of_the_documents_are_accepted() -> None:
         ],
     )
     assert llama.config.data.train_sets()[0].dataset_name == "DeepScaler"
-    assert any("metrics stay in the run folder" in warning for warning in llama.warnings)
+    assert llama.config.logger.wandb_enabled
+    assert llama.config.logger.wandb.name == "llama3.1-8b-deepscaler-grpo-2nodes"

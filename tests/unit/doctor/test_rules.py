@@ -280,6 +280,34 @@ def test_answers_cut_off_from_the_start_under_another_template_are_blamed_on_it_
     assert found["truncated"].fixes[0] == "policy.tokenizer.chat_template=default"
 
 
+def test_answers_that_are_the_same_from_the_start_are_blamed_on_the_temperature() -> None:
+    cold = {"policy.generation.temperature": 0.01}
+    curves: dict[str, Curve] = {
+        "train_groups_with_signal": lambda step: 0.05,
+        "train_distinct_answers": lambda step: 0.14,
+        "train_approx_entropy": lambda step: 0.014 if step < 6 else 0.0,
+    }
+    found = only(examine("grpo", settings=cold, steps=20, **curves))
+    assert (found.rule, found.fixes) == ("no-signal", ("policy.generation.temperature=1.0",))
+
+
+def test_stale_answers_show_in_how_far_the_policy_has_moved() -> None:
+    """Without correction their weights are 1, so the effective sample size says nothing."""
+    stale: dict[str, Curve] = {
+        "train_stale_token_fraction": lambda step: 0.8,
+        "train_trajectory_age_mean": lambda step: 4.0,
+    }
+    age = {"grpo.async_grpo.max_trajectory_age_steps": 8}
+    assert examine("grpo", settings=age, train_policy_shift_kl=lambda step: 0.002, **stale) == {}
+    slow = only(examine("grpo", settings=age, train_policy_shift_kl=lambda step: 0.05, **stale))
+    assert (slow.rule, slow.severity) == ("off-policy", "warning")
+    assert slow.fixes[0] == "grpo.async_grpo.max_trajectory_age_steps=4"
+    fast = only(examine("grpo", settings=age, train_policy_shift_kl=lambda step: 0.5, **stale))
+    assert (fast.severity, fast.fixes[0]) == ("error", f"{LR}=1e-6")
+    del stale["train_stale_token_fraction"]  # several updates per step move the policy as well, and that is allowed
+    assert examine("grpo", train_policy_shift_kl=lambda step: 0.5, **stale) == {}
+
+
 def test_a_reward_that_does_not_rise_is_found_when_the_run_is_over() -> None:
     flat = examine("grpo", train_reward=lambda step: 0.3 + 0.01 * (step % 2))
     assert only(flat).rule == "reward-flat"

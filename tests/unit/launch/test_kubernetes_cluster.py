@@ -134,6 +134,24 @@ def test_a_missing_permission_is_named(server: ApiServer, profile: str, capsys: 
     assert "you may not create jobsets.jobset.x-k8s.io in namespace training" in capsys.readouterr().err
 
 
+def test_doctor_starts_the_image_if_it_is_asked_to(
+    server: ApiServer, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.logs["reader"] = "posttrain 0.1\n"
+    assert main(["launch", "doctor", "--on", profile, "--image"]) == 0
+    assert "ok       image registry.example.com/posttrain" in capsys.readouterr().out
+    assert server.named("pods") == []
+
+    def without_posttrain(place: str, body: dict[str, Any]) -> None:
+        terminated = {"exitCode": 128, "message": 'exec: "posttrain": executable file not found in $PATH'}
+        body["status"] = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": terminated}}]}
+
+    server.on_create = without_posttrain  # type: ignore[method-assign]
+    assert main(["launch", "doctor", "--on", profile, "--image"]) == 64
+    assert "does not start posttrain" in capsys.readouterr().out
+    assert server.named("pods") == []
+
+
 def test_what_may_not_be_seen_is_unknown_and_not_missing(
     server: ApiServer, profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +178,15 @@ def test_volcano_that_waits_for_machines_which_karpenter_does_not_buy_is_refused
     assert "Take enqueue out of actions" in capsys.readouterr().err
     server.put(place, {"data": {"volcano-scheduler.conf": settings.replace("enqueue, ", "")}})
     assert launch(profile) == 0
+
+
+def test_a_cluster_that_stays_is_not_submitted_as_a_run(
+    server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = str(write_profile(tmp_path, {**EKS, "scheduler": {"kind": "raycluster"}}))
+    assert launch(profile) == 64
+    assert "take rayjob" in capsys.readouterr().err
+    assert server.requests == []
 
 
 def test_a_name_that_exists_is_refused(server: ApiServer, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +242,29 @@ def test_following_prints_rank_0_and_ends_with_the_run(
     server.on_create = end_of_run  # type: ignore[method-assign]
     assert main(["launch", "--on", profile, "grpo", *RUN, "--yes"]) == 0
     assert "step 1\nstep 2\n" in capsys.readouterr().out
+
+
+def test_a_connection_that_breaks_is_made_again_and_nothing_is_printed_twice(
+    server: ApiServer, profile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = iter(["step 1\nste", "step 1\nstep 2\n", "step 1\nstep 2\nstep 3\n"])
+    answer = server.answer
+
+    def growing(method: str, path: str, query: dict[str, str], body: dict[str, Any]) -> Any:
+        if not path.endswith("/log"):
+            return answer(method, path, query, body)
+        text = next(texts)
+        if text.endswith("2\n"):  # the run is over before the next look
+            put_pods(server, pod(0, 1, "Succeeded", terminated={"exitCode": 0}))
+            for place, one in server.objects.items():
+                if place.endswith("/jobsets/grpo-math"):
+                    one["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
+        return 200, text
+
+    monkeypatch.setattr(server, "answer", growing)
+    server.on_create = lambda place, body: put_pods(server, pod(0, 1))  # type: ignore[method-assign]
+    assert main(["launch", "--on", profile, "grpo", *RUN, "--yes"]) == 0
+    assert capsys.readouterr().out.endswith("step 1\nstep 2\nstep 3\n")
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,14 @@ def test_a_machine_without_gpus_ends_with_64_before_anything_starts(gang: Gang) 
     assert not (gang.folder / "ray_head").exists()
 
 
+def test_a_ray_that_ends_is_a_crash_with_its_last_words(gang: Gang) -> None:
+    gang.script(FOREVER)
+    (gang.folder / "bin/ray").write_text(f"#!{sys.executable}\nimport sys; print('no port is free'); sys.exit(3)\n")
+    gang.start(0, 1)
+    assert gang.codes() == {0: 1, 1: 1}, gang.logs()
+    assert gang.logs().count("the ray process ended with 3\n  no port is free") == 2, "rank 1 knows it, too"
+
+
 def test_a_run_without_progress_ends_with_65(gang: Gang) -> None:
     folder = gang.folder / "run/attempts"
     folder.mkdir(parents=True)

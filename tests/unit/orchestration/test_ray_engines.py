@@ -51,6 +51,7 @@ class Actors:
         monkeypatch.setattr(ray_engines, "start_actor", lambda place, layout, places: next(actors))
         monkeypatch.setattr(ray_engines, "future_of", lambda outcome: outcome)
         monkeypatch.setattr("posttrain.orchestration.ray_actor.future_of", lambda outcome: outcome)
+        monkeypatch.setattr(ray_engines.ray, "kill", lambda actor: self.log.append((actor.number, "kill")))
         self.engine = ray_engines.RayEngine(
             0, object, RankLayout(1, 2, num_engines=1), cast(Any, None), self.said.append
         )
@@ -64,6 +65,7 @@ def test_a_replacement_gets_the_newest_weights_and_repeats_the_call(monkeypatch:
         (0, "build"),
         (0, "receive_weights"),
         (0, "sample_round"),
+        (0, "kill"),
         (1, "build"),
         (1, "receive_weights"),
         (1, "sample_round"),

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.data.packing import MicroBatching
-from posttrain.errors import InputError
+from posttrain.errors import InputError, StopRequested
 from posttrain.orchestration.rank import Rank
 from posttrain.orchestration.sharded import ShardedEngine, ShardedTrainer
 from posttrain.orchestration.workers import LocalWorker
@@ -290,7 +290,8 @@ def test_tensor_parallel_ranks_get_the_same_data_and_count_once() -> None:
     alone = policy_over(2, MicroBatching(num_responses=2))[0]
     assert trainer.update(batch, Objective()).metrics == alone.update(batch, Objective()).metrics
     (_, arguments), *_ = ranks.calls
-    assert arguments[0][0] is arguments[1][0] is not arguments[2][0] is arguments[3][0]
+    first_parts = [parts[0][0] for parts in arguments]
+    assert first_parts[0] is first_parts[1] is not first_parts[2] is first_parts[3]
     groups = ShardedEngine(ranks).generate(tasks_of(5), 1, Sampling(max_new_tokens=1), NoiseKey(0, 0))
     assert [group[0].token_ids[0] for group in groups] == list(range(5))
 
@@ -301,3 +302,33 @@ def test_the_local_worker_calls_its_rank_directly() -> None:
     assert local.mesh.size == 1
     assert local.submit(Rank.end_step).result() == "ended"
     local.close()
+
+
+class StopsAt:
+    """`StopPoints` that ask for a stop at the given check."""
+
+    def __init__(self, check: int) -> None:
+        self.num_left = check
+
+    def check(self) -> None:
+        self.num_left -= 1
+        if self.num_left == 0:
+            raise StopRequested
+
+    commit = check
+
+
+def test_a_pass_without_gradients_can_be_left_in_between() -> None:
+    trainer, ranks = policy_over(2, MicroBatching(num_responses=1), stop=StopsAt(3))
+    with pytest.raises(StopRequested):
+        trainer.logprobs(batch_of([2] * 32, per_prompt=1))
+    parts = [len(by_rank[0][0]) for _, by_rank in ranks.calls]
+    assert parts == [2, 2], "16 micro-batches on each rank, in eighths"
+
+
+def test_an_update_that_is_stopped_has_not_begun() -> None:
+    trainer, ranks = policy_over(1, MicroBatching(num_responses=1), stop=StopsAt(1))
+    with pytest.raises(StopRequested):
+        trainer.update(batch_of([2, 2], per_prompt=1), Objective())
+    assert not ranks.calls
+    assert trainer.num_updates == 0

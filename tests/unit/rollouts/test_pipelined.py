@@ -8,10 +8,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import pytest
+from fakes import ScriptedTasks
+from test_multi_turn import Echo, going_on
+from test_multi_turn import rollouts as multi_turn
+from test_multi_turn import tasks as conversations
 from test_rounds import PROMPTS, TokenByToken, draws, rounds
 
 from posttrain.errors import HardwareError
 from posttrain.rollouts.pipelined import PipelinedRollouts
+from posttrain.rollouts.rounds import RoundRollouts, StreamAndOpenGroups
 from posttrain.types import OpenGroup, TakenGroups
 
 MAX_STEPS = 20
@@ -125,3 +130,28 @@ def test_a_round_that_hangs_ends_the_step_at_its_deadline(cleanup: ExitStack) ->
     source.take(PROMPTS, 2)
     with pytest.raises(HardwareError, match="the round for step 3 has not ended within 0 s"):
         source.publish(2)
+
+
+def test_conversations_that_are_sampled_ahead_resume_exactly(cleanup: ExitStack) -> None:
+    num_steps = 5
+
+    def source() -> PipelinedRollouts:
+        stream = ScriptedTasks([replace(task, draw=draw) for draw, task in enumerate(conversations(2 * num_steps))])
+        fresh = replace(multi_turn(Echo(going_on), num_samples=2), stream=stream)
+        ahead = RoundRollouts(fresh, fresh.engine, StreamAndOpenGroups(stream), 2, num_in_flight=3, max_steps=num_steps)
+        return PipelinedRollouts.start(ahead, PublishedVersions(), 60.0, cleanup)
+
+    def steps(of: PipelinedRollouts, first: int, last: int) -> list[TakenGroups]:
+        taken = []
+        for step in range(first, last + 1):
+            taken.append(of.take(2, step))
+            of.publish(step)
+        return taken
+
+    whole, stopped, resumed = steps(source(), 1, num_steps), source(), source()
+    before = steps(stopped, 1, 2)
+    resumed.rounds.position.load_state_dict(stopped.rounds.position.state_dict())
+    found = [*before, *steps(resumed, 3, num_steps)]
+    assert [taken.groups for taken in found] == [taken.groups for taken in whole]
+    assert sorted(draw for taken in found for draw in draws(taken)) == list(range(2 * num_steps))
+    assert any(r.completion.conversation.num_turns > 1 for t in found for g in t.groups for r in g.rollouts)

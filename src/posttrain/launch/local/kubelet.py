@@ -77,8 +77,8 @@ class Kubelet:
             "link set br0 up\n"
             "route add unreachable default\n"
         )
-        # So that a connection to elsewhere fails at once instead of timing out.
-        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+        with suppress(OSError):  # so that a connection to elsewhere fails at once; else it times out
+            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 
     def _call_ip(self, batch: str) -> None:
         subprocess.run([self._ip, "-batch", "-"], input=batch, text=True, check=True)

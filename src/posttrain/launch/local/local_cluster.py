@@ -74,13 +74,13 @@ class LocalCluster:
 
     def examine(self, objects: Sequence[Object]) -> list[Check]:
         checks = [Check("namespaces of Linux", why_impossible() or "")]
-        if objects and objects[-1]["kind"] == "RayCluster":
-            problem = "scheduler.kind = 'raycluster' is long-lived and is not executed here; take rayjob"
-            checks.append(Check("scheduler", problem))
         for name in _secret_names(objects):
             problem = f"secrets.{name}: on this machine its value is that of the environment variable {name}: set it"
             checks.append(Check(f"secret {name}", "" if os.environ.get(name) else problem))
         return checks
+
+    def try_image(self, objects: Sequence[Object]) -> Check:
+        return Check("image: this machine")
 
     def create(self, objects: Sequence[Object]) -> None:
         name = objects[-1]["metadata"]["labels"][RUN_LABEL]

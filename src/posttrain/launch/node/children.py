@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
@@ -27,9 +28,19 @@ class Children:
         if sys.platform == "linux" and os.getpid() != 1:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """OSError if the command does not exist. A session of its own: a signal for this process is not for it as well."""
-        process = subprocess.Popen(command, env=dict(environment), start_new_session=True, stdin=subprocess.DEVNULL)
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> None:
+        """OSError if the command does not exist. A session of its own: a signal for this process is not for it as well.
+
+        `log` gets what it prints; None: the output of the pod."""
+        with open(log, "wb") if log is not None else nullcontext() as file:
+            process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT if file is not None else None,
+            )
         self._names[process.pid] = name
         self._processes[name] = process
 

@@ -4,11 +4,9 @@ head's `posttrain node` says, and ends with the driver's exit code, or with 85 a
 from __future__ import annotations
 
 import signal
-import tempfile
 import time
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 from posttrain.checkpointing.stopping import STOP_FILE
 from posttrain.launch.node.contract import NodeSettings
@@ -25,7 +23,7 @@ class DriverMember(Member):
     def __init__(self, settings: NodeSettings, environment: Mapping[str, str]) -> None:
         super().__init__(settings, environment)
         self._is_stopping = False
-        self._stop_file = Path(tempfile.mkdtemp(prefix="posttrain-driver-")) / "stop.json"
+        self._stop_file = self._ray_log.with_name("stop.json")
 
     def say(self, text: str) -> None:
         print(f"posttrain node driver: {text}", flush=True)

@@ -18,7 +18,6 @@ import secrets
 import shlex
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -49,7 +48,7 @@ class Head(Member):
         self.drivers: list[Link] = []  # under KubeRay
         self._waiting: list[Link] = []  # for the drivers to end, under KubeRay
         self._token = secrets.token_hex(32)
-        self._folder = Path(tempfile.mkdtemp(prefix="posttrain-node-"))
+        self._stop_file = self._ray_log.with_name("stop.json")
         self._is_stopping = False
         self._ending: int | None = None
 
@@ -142,10 +141,6 @@ class Head(Member):
             DRIVER, driver_command(self.settings), {**self.environment, **more, STOP_FILE: str(self._stop_file)}
         )
 
-    @property
-    def _stop_file(self) -> Path:
-        return self._folder / "stop.json"
-
     # -- interruptions -------------------------------------------------------------------------------------------------
 
     def on_notice(self, notice: Notice, link: Link | None = None) -> None:
@@ -189,8 +184,8 @@ class Head(Member):
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def on_end(self, name: str, code: int) -> None:
-        known = CRASHED if name == RAY else code
-        self.end(exit_code(known, is_stopping=self._is_stopping), f"the {name} process ended with {code}")
+        known, words = (CRASHED, self.ray_words()) if name == RAY else (code, "")
+        self.end(exit_code(known, is_stopping=self._is_stopping), f"the {name} process ended with {code}{words}")
 
     def _left(self, link: Link) -> None:
         if link in self.drivers:

@@ -14,10 +14,13 @@ import queue
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from posttrain.errors import InputError
 from posttrain.launch.node.checks import check_machine
@@ -43,6 +46,13 @@ class Member:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._link: Link | None = None
+        self._ray_log = Path(tempfile.mkdtemp(prefix="posttrain-node-")) / "ray-start.log"
+
+    def ray_words(self) -> str:
+        """The last lines that `ray start` printed."""
+        with suppress(OSError):
+            return "".join(f"\n  {line}" for line in self._ray_log.read_text("utf-8", "replace").splitlines()[-10:])
+        return ""
 
     def say(self, text: str) -> None:
         name = "worker" if self.rank is None else f"rank {self.rank}"
@@ -166,7 +176,7 @@ class Member:
 
     def start_ray(self, command: list[str]) -> None:
         try:
-            self.children.start(RAY, command, self.environment)
+            self.children.start(RAY, command, self.environment, self._ray_log)
         except OSError as error:
             raise InputError(f"Ray cannot be started ({error}): the image needs 'posttrain[ray]'") from error
 
@@ -186,7 +196,7 @@ class Member:
     def on_end(self, name: str, code: int) -> None:
         """Rank 0 decides what becomes of the gang."""
         assert self._link is not None
-        self._link.send({"type": "failed", "code": CRASHED, "why": f"{name} ended with {code}"})
+        self._link.send({"type": "failed", "code": CRASHED, "why": f"{name} ended with {code}{self.ray_words()}"})
 
     def _on_loss(self) -> None:
         self.end(INTERRUPTED, "rank 0 is gone")

@@ -82,7 +82,7 @@ class RunSettings:
     has_reference: bool  # a frozen copy of the model; with LoRA the base model is used
     chunk_tokens: int | None  # whose logits exist at the same time; None: chosen by vocabulary
     scores_answers: bool  # a reward model: no output head
-    ranks: int
+    ranks: int  # that share weights and state
     engine: EngineSettings | None
     checkpoint_copy: CheckpointCopy = "none"
     layer_shares: int = 1  # ranks that share each layer
@@ -101,7 +101,7 @@ def run_settings(
     checkpointing: bool | None = None,
     checkpoint_copy: CheckpointCopy = "none",
 ) -> RunSettings:
-    """`checkpointing` is used if the config has auto."""
+    """`ranks` are all that train. `checkpointing` is used if the config has auto."""
     engine = None
     if policy.generation is not None:
         native = policy.generation.native_cfg
@@ -127,7 +127,7 @@ def run_settings(
         has_reference=has_reference,
         chunk_tokens=policy.logprob_chunk_size,
         scores_answers=scores_answers,
-        ranks=ranks,
+        ranks=ranks // (policy.dtensor_cfg.dp_replicate_size or 1),
         engine=engine,
         checkpoint_copy=checkpoint_copy,
         layer_shares=policy.dtensor_cfg.tensor_parallel_size,

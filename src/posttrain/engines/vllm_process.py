@@ -1,0 +1,204 @@
+"""vLLM's process as posttrain sees it: start it in its own Python environment, ask, wait with a deadline, say why it ended.
+
+Knows nothing of models or of sampling. The program on the other side is `vllm_side/posttrain_vllm.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import HardwareError, InputError
+
+SIDE = Path(__file__).parent / "vllm_side"
+_LENGTH = struct.Struct("<I")
+_NUM_LOG_LINES = 12
+# Variables of this process that would bring its packages or its memory settings into the other environment.
+_OURS = (
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "LOCAL_RANK",
+    "RANK",
+    "WORLD_SIZE",
+)
+
+
+class VllmError(HardwareError):
+    """vLLM ended, did not answer in time, or refused."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without an answer, or during sampling without a sign of life, after which vLLM counts as hung."""
+
+    start_s: float
+    answer_s: float
+
+
+class VllmProcess:
+    def __init__(
+        self,
+        python: str,
+        options: Mapping[str, object],
+        environment: Mapping[str, str],
+        limits: Limits,
+        program: Path = SIDE / "posttrain_vllm.py",
+    ) -> None:
+        self._limits = limits
+        self._has_failed = False
+        self._incoming = bytearray()
+        self.log = Path(tempfile.mkdtemp(prefix="posttrain-vllm-")) / "vllm.log"
+        ours, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        handed_over = (theirs.fileno(), lifeline)
+        try:
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [python, "-u", str(program), *map(str, handed_over)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=handed_over,
+                    start_new_session=True,  # Ctrl-C in the terminal is ours, and a group can be ended as one
+                    env=_environment(environment),
+                )
+        except OSError as error:
+            os.close(self._lifeline)
+            raise InputError(
+                f"policy.generation.vllm_cfg.python = {python}: cannot be started ({error.strerror}); it must be the Python of "
+                "an environment that has vLLM"
+            ) from error
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        self._socket = ours
+        self._end = weakref.finalize(self, _end, self._process, ours, self._lifeline)
+        self._send(options=dict(options))
+        self.version: str = self._answer("start", limits.start_s)["done"]["version"]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, operation: str, **fields: object) -> Any:
+        """What it answers. Raises `VllmError` if it ends, hangs or refuses."""
+        self._send(operation=operation, **fields)
+        return self._answer(operation, self._limits.answer_s)["done"]
+
+    def stream(self, operation: str, **fields: object) -> SampledAnswers:
+        self._send(operation=operation, **fields)
+        return SampledAnswers(self)
+
+    def close(self) -> None:
+        """End it. The log of a process that has failed stays."""
+        self._end()
+        if not self._has_failed:
+            shutil.rmtree(self.log.parent, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _send(self, **fields: object) -> None:
+        data = json.dumps(fields).encode()
+        self._socket.settimeout(self._limits.answer_s)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except TimeoutError:
+            raise self._failure("does not read what it is sent") from None
+        except OSError:
+            raise self._failure("has ended") from None
+
+    def _answer(self, operation: str, limit_s: float) -> dict[str, Any]:
+        """The next frame."""
+        give_up_at = time.monotonic() + limit_s
+        while (frame := self._whole_frame()) is None:
+            ready, _, _ = select.select([self._socket], [], [], max(0.0, give_up_at - time.monotonic()))
+            if not ready:
+                raise self._failure(f"has given no sign of life for {limit_s:.0f} s during `{operation}`")
+            try:
+                data = self._socket.recv(1 << 20)
+            except OSError:
+                data = b""
+            if not data:
+                raise self._failure(f"ended during `{operation}`")
+            self._incoming += data
+        if "error" in frame:
+            raise self._failure(f"failed during `{operation}`: {frame['error']}")
+        return frame
+
+    def _whole_frame(self) -> dict[str, Any] | None:
+        if len(self._incoming) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._incoming)
+        end = _LENGTH.size + length
+        if len(self._incoming) < end:
+            return None
+        frame: dict[str, Any] = json.loads(self._incoming[_LENGTH.size : end])
+        del self._incoming[:end]
+        return frame
+
+    def _failure(self, what: str) -> VllmError:
+        """The error; the process ends with it."""
+        pid = self._process.pid
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(2.0 if "ended" in what else 0.0)
+        code = self._process.returncode
+        if code is not None:
+            what += f", exit code {code}" if code >= 0 else f", signal {-code} ({signal.Signals(-code).name})"
+        self._has_failed = True
+        self.close()
+        lines = self.log.read_text("utf-8", "replace").splitlines()[-_NUM_LOG_LINES:]
+        listed = "".join(f"\n    {line[:300]}" for line in lines)
+        return VllmError(f"vLLM (process {pid}) {what}. The end of its log, {self.log}:{listed}")
+
+
+class SampledAnswers:
+    """The frames of one call that samples, each within the deadline of the one before."""
+
+    def __init__(self, process: VllmProcess) -> None:
+        self._process = process
+        self.rest: list[Any] | None = None  # answers that were not finished, once the call is over
+
+    def next_finished(self) -> list[Any]:
+        """Answers that have just been finished; possibly none."""
+        frame = self._process._answer("generate", self._process._limits.answer_s)
+        if "done" in frame:
+            self.rest = frame["done"]
+            return []
+        finished: list[Any] = frame["finished"]
+        return finished
+
+    def go_on(self, wanted: bool) -> None:
+        self._process._send(go_on=wanted)
+
+
+def _environment(own: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _OURS}
+    usual = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+    return {**usual, **kept, "PYTHONPATH": str(SIDE), **own}
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, lifeline: int) -> None:
+    connection.close()
+    os.close(lifeline)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.2)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10.0)

@@ -1,0 +1,343 @@
+"""vLLM as the engine of a training run, in a process and a Python environment of its own. Implements `roles.RoundEngine`.
+
+Weights are pushed to it under their names in the model's files: buckets with a digest, over CUDA IPC or through files in shared
+memory. Adapters are pushed alone. Every sample is a request with its own seed, a function of (seed, step, draw, sample); its
+log-probabilities are vLLM's, close to the trainer's and not equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.config import PolicyConfig
+from posttrain.config.generation import GenerationConfig
+from posttrain.engines.native.noise import sequence_key
+from posttrain.engines.vllm import allowed_rank, request_seed, sampling_arguments, vllm_options
+from posttrain.engines.vllm_process import Limits, VllmError, VllmProcess
+from posttrain.engines.vllm_side.posttrain_weights import digest, handle_of, layout, lots, padded, views
+from posttrain.errors import InputError, StopRequested
+from posttrain.models.lora import is_adapted
+from posttrain.policy.checkpoint.contents import is_stored_otherwise, named_adapters, named_weights
+from posttrain.policy.runtime import shareable_memory
+from posttrain.roles import Progress
+from posttrain.types import Completion, NoiseKey, OpenAnswer, OpenGroup, Quota, Sampling, Task, Unfinished
+
+_GPU_BUCKET_BYTES, _FILE_BUCKET_BYTES = 1 << 30, 256 << 20
+_SHARED_MEMORY = Path("/dev/shm")
+UNKNOWN = -1  # version of weights that were pushed before any was published
+
+
+class VllmSampler:
+    """`model` is the one that is trained; its tensors are read whenever weights are pushed."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig, device: torch.device
+    ) -> None:
+        assert policy.generation is not None
+        self._model, self._tokenizer, self._device = model, tokenizer, device
+        self._max_tokens = policy.max_total_sequence_length
+        self._is_adapted = is_adapted(model)
+        self._shapes = {name: list(tensor.shape) for name, tensor in base_weights(model)}
+        if is_stored_otherwise(_base(model), dict(base_weights(model))):
+            raise InputError(
+                f"policy.generation.backend = vllm: the files of {type(_base(model)).__name__} hold other tensors than the "
+                "model, and such weights cannot be handed over yet. Use backend native"
+            )
+        self.version: int | None = None  # of the weights that it holds
+        self.should_stop: Callable[[], bool] = lambda: False  # asked at every sign of life; True ends the call
+        self._is_ready = True  # to sample; otherwise its memory has to be brought back first
+        self._is_awake = True
+        self._num_adapters = 0
+        self._shares_gpu = device.type == "cuda"
+        self._folder = Path(tempfile.mkdtemp(prefix="posttrain-weights-", dir=_shared_folder()))
+        vllm = policy.generation.vllm_cfg
+        assert vllm.python is not None, "refused when the config is loaded"
+        with tempfile.TemporaryDirectory(prefix="posttrain-model-") as folder:
+            self._save_model(Path(folder), Path(policy.model_name))
+            self.process = VllmProcess(
+                vllm.python,
+                self._options(policy, policy.generation) | {"model": folder},
+                _environment(policy, policy.generation, device),
+                Limits(vllm.start_timeout_s, vllm.timeout_s),
+            )
+        self.release()
+
+    def _save_model(self, folder: Path, source: Path) -> None:
+        """What vLLM starts from. The weights are pushed later, but for those under adapters, which never change: these are
+        the files that the run started from, or a copy."""
+        files = list(source.glob("*.safetensors*")) if self._is_adapted and source.is_dir() else []
+        weights = {}
+        if self._is_adapted and not files:
+            weights = {name: tensor.cpu() for name, tensor in _whole(base_weights(self._model))}
+        _base(self._model).save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+        for file in files:
+            (folder / file.name).unlink(missing_ok=True)
+            (folder / file.name).symlink_to(file.absolute())
+        self._tokenizer.save_pretrained(folder)
+
+    def _options(self, policy: PolicyConfig, generation: GenerationConfig) -> dict[str, object]:
+        section = generation.vllm_cfg
+        options = vllm_options(section, generation.vllm_kwargs, section.precision or policy.precision)
+        given: dict[str, object] = {
+            "load_format": section.load_format or ("auto" if self._is_adapted else "dummy"),
+            "max_model_len": section.max_model_len or self._max_tokens,
+            "logprobs_mode": "processed_logprobs",
+            "weight_transfer_config": {"backend": "posttrain"},
+            "worker_extension_cls": "posttrain_receiver.WorkerExtension",
+            "enable_sleep_mode": self._shares_gpu,
+            "disable_log_stats": True,
+        }
+        if self._is_adapted:
+            rank = self._model.peft_config["default"].r  # type: ignore[index, union-attr]
+            given |= {"enable_lora": True, "max_lora_rank": allowed_rank(rank), "max_loras": 1}
+        if self._device.type == "cpu":
+            given["enforce_eager"] = True  # compiling takes minutes and gains little
+        return {**options, **given}
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def take_weights(self, version: int) -> None:
+        """Return once it holds the trainer's weights as they are now. On sharded ranks all of them call this together."""
+        self._make_room()
+        self.version = None
+        if self._is_adapted:
+            self._push_adapter()
+        else:
+            self._push(version)
+        self.version = version
+
+    def _push(self, version: int) -> None:
+        self._is_ready, self._is_awake = False, True
+        self.process.call("begin_update", shapes=self._shapes)
+        send = self._send_memory if self._device.type == "cuda" else self._send_files
+        send(version, _whole(base_weights(self._model)))
+        wrong = self.process.call("end_update", version=version)
+        if wrong is not None:
+            raise VllmError(f"vLLM has not taken over the weights of version {version}: {wrong}")
+
+    def _send_files(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for index, lot in enumerate(lots(weights, _FILE_BUCKET_BYTES)):
+            bucket = layout(version, index, lot)
+            file = self._folder / f"bucket-{index}"
+            bucket.file = str(file)
+            with file.open("wb") as opened:
+                os.posix_fallocate(opened.fileno(), 0, bucket.size)  # a mapping without space would end the process
+            flat = torch.from_file(bucket.file, shared=True, size=bucket.size, dtype=torch.uint8)
+            for (_, tensor), (_, view) in zip(lot, views(bucket, flat), strict=True):
+                view.copy_(tensor)
+            bucket.digest = digest(flat)
+            self.process.call("bucket", bucket=dataclasses.asdict(bucket))
+            file.unlink()  # its memory stays until the receiver gives it up
+
+    def _send_memory(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        largest = max(padded(tensor.nbytes) for _, tensor in base_weights(self._model))
+        with shareable_memory():
+            memory = torch.empty(max(_GPU_BUCKET_BYTES, largest), dtype=torch.uint8, device=self._device)
+        handle = handle_of(memory)
+        for index, lot in enumerate(lots(weights, _GPU_BUCKET_BYTES)):
+            bucket = layout(version, index, lot)
+            bucket.handle = handle
+            for (_, tensor), (_, view) in zip(lot, views(bucket, memory), strict=True):
+                view.copy_(tensor)
+            bucket.digest = digest(memory[: bucket.size])  # waits for the copies
+            self.process.call("bucket", bucket=dataclasses.asdict(bucket))
+        del memory
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+    def _push_adapter(self) -> None:
+        self._num_adapters += 1
+        folder = self._folder / f"adapter-{self._num_adapters}"
+        folder.mkdir()
+        adapters = {name: tensor.contiguous().cpu() for name, tensor in _whole(named_adapters(self._model).items())}
+        save_file(adapters, folder / "adapter_model.safetensors")
+        self._model.peft_config["default"].save_pretrained(str(folder))  # type: ignore[index, union-attr]
+        self.process.call("adapter", folder=str(folder), number=self._num_adapters)
+        shutil.rmtree(self._folder / f"adapter-{self._num_adapters - 1}", ignore_errors=True)
+
+    def forget_weights(self) -> None:
+        """The trainer has loaded others: they are pushed before the next answer is sampled."""
+        self.version = None
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @property
+    def holds_gpu_memory(self) -> bool:
+        return self._shares_gpu and self._is_awake
+
+    def release(self) -> None:
+        """Free its GPU memory for training. The weights under adapters stay in host memory, others are forgotten."""
+        if not self.holds_gpu_memory:
+            return
+        self.process.call("sleep", level=1 if self._is_adapted else 2)
+        self._is_awake = self._is_ready = False
+        if not self._is_adapted:
+            self.version = None
+
+    def _be_ready(self) -> None:
+        assert self.version is not None, "weights are pushed before answers are sampled"
+        if not self._is_ready:
+            self._make_room()
+            self.process.call("resume")
+            self._is_ready = self._is_awake = True
+
+    def _make_room(self) -> None:
+        """What training has left in torch's cache is needed for vLLM."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.process.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        tasks: Sequence[Task],
+        num_samples: int,
+        sampling: Sampling,
+        key: NoiseKey,
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        groups = [OpenGroup(task, key.step, (Unfinished(),) * num_samples) for task in tasks]
+        after = self._sample(groups, sampling, key.seed, None, progress)
+        return [[answer for answer in group.answers if isinstance(answer, Completion)] for group in after]
+
+    def sample_round(
+        self,
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        seed: int,
+        quota: Quota | None = None,
+        progress: Progress | None = None,
+    ) -> list[OpenGroup]:
+        return self._sample(groups, sampling, seed, quota, progress)
+
+    def _sample(
+        self,
+        groups: Sequence[OpenGroup],
+        sampling: Sampling,
+        seed: int,
+        quota: Quota | None,
+        progress: Progress | None,
+    ) -> list[OpenGroup]:
+        answers: list[list[OpenAnswer]] = [list(group.answers) for group in groups]
+        places = [
+            (at, sample)
+            for at, group in enumerate(groups)
+            for sample, answer in enumerate(group.answers)
+            if isinstance(answer, Unfinished)
+        ]
+        requests = [self._request(groups[at], sample, sampling, seed) for at, sample in places]
+        born = [group.born for group in groups]
+
+        def is_over() -> bool:
+            whole = [all(answer.is_finished for answer in group) for group in answers]
+            return quota is not None and quota.is_met(born, whole)
+
+        if not requests or is_over():
+            return list(groups)
+        self._be_ready()
+        shared = sampling_arguments(sampling) | {"detokenize": bool(sampling.stop_strings)}  # text is decoded here
+        sampled = self.process.stream("generate", requests=requests, sampling=shared, asks=quota is not None)
+        while sampled.rest is None:
+            finished = sampled.next_finished()
+            if self.should_stop():
+                raise StopRequested
+            for place, *answer in finished:
+                at, sample = places[place]
+                answers[at][sample] = self._completion(answers[at][sample], *answer)
+            if progress is not None and finished:
+                progress(len(finished))
+            if quota is not None and finished:
+                sampled.go_on(not is_over())
+        for place, token_ids, logprobs in sampled.rest:
+            at, sample = places[place]
+            before = answers[at][sample]
+            assert isinstance(before, Unfinished)
+            answers[at][sample] = Unfinished(
+                (*before.token_ids, *token_ids), (*before.logprobs, *logprobs), before.versions
+            )
+        return [dataclasses.replace(group, answers=tuple(found)) for group, found in zip(groups, answers, strict=True)]
+
+    def _request(self, group: OpenGroup, sample: int, sampling: Sampling, seed: int) -> tuple[list[int], int, int]:
+        """Prompt, seed and longest answer. An answer that continues is part of the prompt."""
+        task, begun = group.task, group.answers[sample].token_ids
+        if not 0 < len(task.prompt_ids) < self._max_tokens:
+            raise InputError(
+                f"task {task.id!r} has {len(task.prompt_ids)} prompt tokens: between 1 and {self._max_tokens - 1} fit "
+                f"policy.max_total_sequence_length = {self._max_tokens}"
+            )
+        key = sequence_key(seed, group.born, task.draw, task.first_sample + sample)
+        longest = min(sampling.max_new_tokens, self._max_tokens - len(task.prompt_ids))
+        return [*task.prompt_ids, *begun], request_seed(key, task.first_token + len(begun)), longest - len(begun)
+
+    def _completion(self, before: OpenAnswer, token_ids: list[int], logprobs: list[float], reason: Any) -> Completion:
+        assert isinstance(before, Unfinished)
+        if reason not in ("stop", "length"):
+            raise VllmError(f"vLLM ended an answer with {reason!r}")
+        if any(map(math.isnan, logprobs)):
+            raise FloatingPointError("vLLM's log-probabilities are NaN: the weights of the model have diverged")
+        ids = (*before.token_ids, *token_ids)
+        return Completion(
+            token_ids=ids,
+            logprobs=(*before.logprobs, *logprobs),
+            text=self._tokenizer.decode(ids, skip_special_tokens=True),
+            finish_reason=reason,
+            versions=before.versions,
+        )
+
+
+def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The model's own weights by their names in its files, without adapters."""
+    for name, tensor in named_weights(model).items():
+        if is_adapted(model):
+            if ".lora_" in name:
+                continue
+            name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        yield name, tensor
+
+
+def _whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """One after the other: a sharded tensor is whole only while it is used."""
+    for name, tensor in weights:
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _base(model: nn.Module) -> nn.Module:
+    base: nn.Module = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
+    return base
+
+
+def _shared_folder() -> Path | None:
+    """Containers often have little shared memory, or none; then a folder on a disk does."""
+    usable = os.access(_SHARED_MEMORY, os.W_OK)
+    return _SHARED_MEMORY if usable and shutil.disk_usage(_SHARED_MEMORY).free > 4 * _FILE_BUCKET_BYTES else None
+
+
+def _environment(policy: PolicyConfig, generation: GenerationConfig, device: torch.device) -> dict[str, str]:
+    found = dict(generation.vllm_cfg.env_vars or {})
+    if device.type == "cpu" or policy.deterministic:
+        # The scheduler in vLLM's own second process would begin before it has all requests.
+        found.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if device.type == "cpu":
+        threads = str(policy.num_threads or torch.get_num_threads())
+        usual = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
+        return {**usual, **found}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": devices[device.index or 0], **found}

@@ -1,0 +1,187 @@
+"""A stand-in for vLLM, as far as posttrain's program in vLLM's process uses it: a small `transformers` model on a CPU.
+
+`vllm_pythons.stand_in` writes an interpreter that finds a copy of this file as `vllm`; no test imports it. It has what posttrain
+asks of vLLM 0.25, but for LoRA and sleep. The word in the file `fault` beside it makes it misbehave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import pathlib
+import signal
+import sys
+import time
+import types
+from typing import Any, ClassVar
+
+import torch
+
+__version__ = "0.25.0"
+__path__: list[str] = []
+
+
+def _has(fault: str) -> bool:
+    file = pathlib.Path(__file__).with_name("fault")
+    return file.exists() and file.read_text() == fault
+
+
+def _module(name: str, **members: Any) -> types.ModuleType:
+    module = types.ModuleType(f"vllm.{name}")
+    module.__dict__.update(members)
+    sys.modules[f"vllm.{name}"] = module
+    return module
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+class RequestOutputKind:
+    DELTA, FINAL_ONLY = "delta", "final"
+
+
+class SamplingParams:
+    def __init__(self, **given: Any) -> None:
+        self.__dict__.update(given)
+
+
+class LLMEngine:
+    def __init__(self, model: torch.nn.Module, eos: set[int]) -> None:
+        self.model, self.eos, self.running = model, eos, {}
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running)
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: SamplingParams, lora_request: Any) -> str:
+        generator = torch.Generator().manual_seed(params.seed)
+        self.running[name] = (list(prompt["prompt_token_ids"]), params, generator, [])
+        return name
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            del self.running[name]
+
+    @torch.no_grad()
+    def step(self) -> list[Any]:
+        if _has("hang"):
+            time.sleep(3600)
+        if _has("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        outputs = []
+        for name, (prompt, params, generator, answer) in list(self.running.items()):
+            logits = self.model(torch.tensor([[*prompt, *(t for t, _ in answer)]])).logits[0, -1].float()
+            logprobs = (logits / (params.temperature or 1.0)).log_softmax(-1)
+            greedy = params.temperature == 0
+            token = int(logprobs.argmax() if greedy else torch.multinomial(logprobs.exp(), 1, generator=generator))
+            answer.append((token, types.SimpleNamespace(logprob=float(logprobs[token]))))
+            ends = self.eos | set(params.stop_token_ids or ())
+            reason = "stop" if token in ends and not params.ignore_eos else None
+            reason = reason or ("length" if len(answer) == params.max_tokens else None)
+            if reason:
+                del self.running[name]
+            is_delta = params.output_kind == RequestOutputKind.DELTA
+            new = answer[-1:] if is_delta else answer if reason else []
+            if new:
+                ids, found = [t for t, _ in new], [{t: p} for t, p in new]
+                part = types.SimpleNamespace(token_ids=ids, logprobs=found, finish_reason=reason)
+                outputs.append(types.SimpleNamespace(request_id=name, outputs=[part], finished=bool(reason)))
+        return outputs
+
+
+# -- weights -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class WeightTransferInitInfo:
+    pass
+
+
+class WeightTransferEngine:
+    init_info_cls: type
+    update_info_cls: type
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.device, self.vllm_config, self.model_config = model, torch.device("cpu"), None, None
+
+    def parse_update_info(self, given: dict[str, Any]) -> Any:
+        return self.update_info_cls(**given)
+
+
+class WeightTransferEngineFactory:
+    registry: ClassVar[dict[str, type]] = {}
+
+    @classmethod
+    def register_engine(cls, name: str, engine: type) -> None:
+        cls.registry[name] = engine
+
+
+@torch.no_grad()
+def _load_weights(model: torch.nn.Module, weights: list[tuple[str, torch.Tensor]]) -> None:
+    if _has("stale"):
+        return
+    state = model.state_dict()
+    for name, tensor in weights:
+        state[name].copy_(tensor)
+
+
+_module("sampling_params", RequestOutputKind=RequestOutputKind)
+_module("config", set_current_vllm_config=lambda config: contextlib.nullcontext())
+_base = _module(
+    "distributed.weight_transfer.base",
+    WeightTransferInitInfo=WeightTransferInitInfo,
+    WeightTransferEngine=WeightTransferEngine,
+)
+_factory = _module("distributed.weight_transfer.factory", WeightTransferEngineFactory=WeightTransferEngineFactory)
+_module("distributed", __path__=[])
+_module("distributed.weight_transfer", base=_base, factory=_factory, __path__=[])
+_reload = _module(
+    "model_executor.model_loader.reload",
+    initialize_layerwise_reload=lambda model: None,
+    finalize_layerwise_reload=lambda model, config: None,
+)
+_module("model_executor", __path__=[])
+_module("model_executor.model_loader", reload=_reload, __path__=[])
+
+
+class LLM:
+    def __init__(self, model: str, worker_extension_cls: str, weight_transfer_config: dict[str, str], **options: Any):
+        if _has("start"):
+            raise ValueError("no such model")
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(1)  # other weights than the trainer's
+        config = AutoConfig.from_pretrained(model)
+        self.model = AutoModelForCausalLM.from_config(config).eval()
+        self.model.load_weights = lambda weights: _load_weights(self.model, weights)
+        self.llm_engine = LLMEngine(self.model, {config.eos_token_id})
+        module, name = worker_extension_cls.rsplit(".", 1)
+        self.worker = getattr(importlib.import_module(module), name)()
+        self.receiver = WeightTransferEngineFactory.registry[weight_transfer_config["backend"]](self.model)
+        self.worker.weight_transfer_engine = self.receiver
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        self.receiver.init_transfer_engine(self.receiver.init_info_cls(**request["init_info"]))
+
+    def start_weight_update(self) -> None:
+        self.receiver.start_weight_update()
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        if _has("damage"):
+            file = request["update_info"]["file"]
+            with open(file, "r+b") as opened:
+                opened.write(b"x")
+        self.receiver.update_weights(request["update_info"])
+
+    def finish_weight_update(self) -> None:
+        self.receiver.finish_weight_update()
+
+    def collective_rpc(self, method: str) -> list[Any]:
+        return [getattr(self.worker, method)()]
+
+    def reset_prefix_cache(self) -> bool:
+        return not _has("cache")
+
+
+sys.modules["vllm"].sampling_params = sys.modules["vllm.sampling_params"]  # type: ignore[attr-defined]
