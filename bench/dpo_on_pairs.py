@@ -128,7 +128,7 @@ def run_trl(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_posttrain(job: dict[str, Any], packed: bool) -> dict[str, Any]:
-    from posttrain.build import Run
+    from posttrain.build import TrainingRun
     from posttrain.config import load_config
 
     folder = Path(job["out"])
@@ -159,7 +159,7 @@ def run_posttrain(job: dict[str, Any], packed: bool) -> dict[str, Any]:
         "checkpointing.save_optimizer=false",
         "checkpointing.metric_name=null",
     ]
-    run = Run(load_config("dpo", None, overrides), quiet=True)
+    run = TrainingRun(load_config("dpo", None, overrides), quiet=True)
     times: list[float] = []
     algorithm = run.loop.algorithm
     step = algorithm.step

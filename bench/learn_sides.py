@@ -122,14 +122,14 @@ def train_posttrain(args: argparse.Namespace, rows: Sequence[dict[str, str]]) ->
 
     from posttrain import __version__
     from posttrain.api.start import quieten_libraries
-    from posttrain.build import Run
+    from posttrain.build import TrainingRun
     from posttrain.config import load_config
 
     quieten_libraries()
     data, config = args.out / "train.jsonl", args.out / "config.yaml"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config.write_text(json.dumps(posttrain_settings(args, data)))  # JSON is YAML
-    run = Run(load_config("grpo", config, [*RECIPES[args.recipe], *args.set]), quiet=True)
+    run = TrainingRun(load_config("grpo", config, [*RECIPES[args.recipe], *args.set]), quiet=True)
     algorithm: Any = run.loop.algorithm
 
     def save(folder: Path) -> None:

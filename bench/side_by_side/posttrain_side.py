@@ -1,6 +1,6 @@
 """The job with posttrain: `python -m side_by_side.posttrain_side JOB.json RESULT.json`.
 
-A config file and `posttrain.build.Run`, as the command line has it: run folder, scoring processes and report are written
+A config file and `posttrain.build.TrainingRun`, as the command line has it: run folder, scoring processes and report are written
 as for any user. The only thing added is a watch around the step of the algorithm.
 """
 
@@ -22,7 +22,7 @@ from posttrain import __version__
 from posttrain.algorithms.dpo import Dpo, PairStream
 from posttrain.algorithms.grpo import Grpo
 from posttrain.api.start import quieten_libraries
-from posttrain.build import Run
+from posttrain.build import TrainingRun
 from posttrain.config import load_config
 from posttrain.roles import Algorithm, Objective, Trainer
 from posttrain.types import Pair, StepReport, TokenBatch, UpdateReport
@@ -146,7 +146,7 @@ def main(job_file: str, result_file: str) -> None:
         folder = Path(scratch)
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in job.rows))
         (folder / "config.yaml").write_text(json.dumps(settings(job, folder)))  # JSON is YAML
-        run = Run(load_config("grpo" if job.kind == GRPO else "dpo", folder / "config.yaml", []), quiet=True)
+        run = TrainingRun(load_config("grpo" if job.kind == GRPO else "dpo", folder / "config.yaml", []), quiet=True)
         watched = WatchedAlgorithm(run.loop.algorithm)
         run.loop.algorithm = watched
         code = run.execute()

@@ -54,7 +54,7 @@ Planner = Callable[[RunConfig, str, int], str]
 ExportMaker = Callable[[Callable[[str], None], bool], Exporter]
 
 
-class Run:
+class TrainingRun:
     """A training run, ready to go. Close it to end worker processes."""
 
     def __init__(

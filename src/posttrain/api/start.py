@@ -71,10 +71,10 @@ def _train(
                 print(f"{kind.upper()} of {loaded.config.policy.model_name}: loading data and model", flush=True)
 
             quieten_libraries()
-            from posttrain.build import Run
+            from posttrain.build import TrainingRun
             from posttrain.export.convert import PeriodicExport
 
-            return Run(
+            return TrainingRun(
                 loaded,
                 quiet=quiet,
                 make_export=PeriodicExport,

@@ -29,10 +29,10 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from posttrain.launch.node.contract import read_settings
     from posttrain.launch.node.driver import DriverMember
-    from posttrain.launch.node.head import Head
+    from posttrain.launch.node.head import HeadMember
     from posttrain.launch.node.member import Member
 
     settings = read_settings(os.environ)
     if args.part == "driver":
         return DriverMember(settings, os.environ).run()
-    return (Head if settings.rank == 0 else Member)(settings, os.environ).run()
+    return (HeadMember if settings.rank == 0 else Member)(settings, os.environ).run()

@@ -66,7 +66,7 @@ def _at_most_one(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     pattern: str  # of dotted keys; * stands for anything
     accepts: Accepts  # values that do what they say, or that change nothing
     note: str  # what is missing, or what happens instead; ignored keys with the same note share one warning
@@ -85,124 +85,130 @@ _OWN_PLAN = "plans of one's own; a model is split by the plan that transformers 
 _OPENAI_FORMAT = "keys of the openai_format dataset; name the columns with input_key and output_key"
 _DRAFT = "no draft model is trained, so its settings are not used"
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[KeyRule, ...] = (
     # grpo
-    Rule(
+    KeyRule(
         "grpo.async_grpo.in_flight_weight_updates",
         _off,
         "new weights during a round, which no resumed run could repeat; weights change between rounds",
     ),
-    Rule("grpo.async_grpo.recompute_kv_cache_after_weight_updates", _anything, "the KV cache is always recomputed"),
-    Rule("grpo.async_grpo.max_generation_failures", _off, "answers that may fail; a failed answer is unscored"),
-    Rule("grpo.invalid_tool_call_advantage", lambda value: value is None, "advantages of tool calls"),
-    Rule("grpo.malformed_thinking_advantage", lambda value: value is None, "advantages of thinking tags"),
-    Rule("grpo.adv_estimator.name", lambda value: value != "opd", "distillation"),
-    Rule("grpo.val_batch_size", _anything, _NOT_NEEDED),
-    Rule("policy.sequence_packing.microbatch_order", _anything, "the order of micro-batches changes no result"),
-    Rule("*.val_micro_batch_size", _anything, "validation uses policy.logprob_batch_size"),
-    Rule("grpo.calculate_advantages_on_gpu", _anything, _NOT_NEEDED),
-    Rule("grpo.deduplicate_multimodal_data", _anything, _NOT_NEEDED),
-    Rule("grpo.debug_payload_metrics", _anything, _NOT_NEEDED),
+    KeyRule("grpo.async_grpo.recompute_kv_cache_after_weight_updates", _anything, "the KV cache is always recomputed"),
+    KeyRule("grpo.async_grpo.max_generation_failures", _off, "answers that may fail; a failed answer is unscored"),
+    KeyRule("grpo.invalid_tool_call_advantage", lambda value: value is None, "advantages of tool calls"),
+    KeyRule("grpo.malformed_thinking_advantage", lambda value: value is None, "advantages of thinking tags"),
+    KeyRule("grpo.adv_estimator.name", lambda value: value != "opd", "distillation"),
+    KeyRule("grpo.val_batch_size", _anything, _NOT_NEEDED),
+    KeyRule("policy.sequence_packing.microbatch_order", _anything, "the order of micro-batches changes no result"),
+    KeyRule("*.val_micro_batch_size", _anything, "validation uses policy.logprob_batch_size"),
+    KeyRule("grpo.calculate_advantages_on_gpu", _anything, _NOT_NEEDED),
+    KeyRule("grpo.deduplicate_multimodal_data", _anything, _NOT_NEEDED),
+    KeyRule("grpo.debug_payload_metrics", _anything, _NOT_NEEDED),
     # env
-    Rule("env.*.stop_strings", _off, "texts that end answers of one environment; use policy.generation.stop_strings"),
+    KeyRule(
+        "env.*.stop_strings", _off, "texts that end answers of one environment; use policy.generation.stop_strings"
+    ),
     # checkpointing
-    Rule(
+    KeyRule(
         "checkpointing.ft_*", lambda value: value is None, "extra saves against crashes; use checkpointing.save_period"
     ),
-    Rule("checkpointing.pretrained_checkpoint", _off, "starting from a Megatron checkpoint"),
-    Rule("checkpointing.pretrained_checkpoint.*", _nothing, "starting from a Megatron checkpoint"),
-    Rule(
+    KeyRule("checkpointing.pretrained_checkpoint", _off, "starting from a Megatron checkpoint"),
+    KeyRule("checkpointing.pretrained_checkpoint.*", _nothing, "starting from a Megatron checkpoint"),
+    KeyRule(
         "checkpointing.model_save_format",
         lambda value: value in (None, "safetensors"),
         "other formats than safetensors",
     ),
-    Rule("checkpointing.model_cache_dir", _anything, _NOT_NEEDED),
-    Rule("checkpointing.model_repo_id", _anything, _NOT_NEEDED),
-    Rule("checkpointing.is_*", _anything, _NOT_NEEDED),
-    Rule("checkpointing.peft_config*", _anything, _NOT_NEEDED),
+    KeyRule("checkpointing.model_cache_dir", _anything, _NOT_NEEDED),
+    KeyRule("checkpointing.model_repo_id", _anything, _NOT_NEEDED),
+    KeyRule("checkpointing.is_*", _anything, _NOT_NEEDED),
+    KeyRule("checkpointing.peft_config*", _anything, _NOT_NEEDED),
     # policy
-    Rule("policy.precision", lambda value: value != "float16", "training in float16; use bfloat16 or float32"),
-    Rule("policy.offload_optimizer_for_logprob", _anything, _MEMORY),
-    Rule("policy.quant_cfg", _off, "quantisation-aware training"),
-    Rule("policy.quant_cfg.*", _nothing, "quantisation-aware training"),
-    Rule("policy.dtensor_cfg.enabled", _anything, "posttrain always trains with PyTorch"),
-    Rule("policy.dtensor_cfg.expert_parallel_size", _at_most_one, "experts on ranks of their own"),
-    Rule("policy.dtensor_cfg.sequence_parallel", _off, "norms on parts of a row; see context_parallel_size"),
-    Rule("policy.dtensor_cfg.cpu_offload", _off, "keeping weights in CPU memory"),
-    Rule("policy.dtensor_cfg.custom_parallel_plan", lambda value: value is None, _OWN_PLAN),
-    Rule("policy.dtensor_cfg.moe_parallelizer", _off, _OWN_PLAN),
-    Rule("policy.dtensor_cfg.moe_parallelizer.*", _nothing, _OWN_PLAN),
-    Rule("policy.dtensor_cfg.automodel_kwargs", _anything, _NOT_NEEDED),
-    Rule("policy.dtensor_cfg.automodel_kwargs.force_hf", _anything, _NOT_NEEDED),
-    Rule("policy.dtensor_cfg.automodel_kwargs.use_liger_kernel", _anything, _NOT_NEEDED),
-    Rule("policy.dtensor_cfg.automodel_kwargs.backend*", _anything, _NOT_NEEDED),
-    Rule("policy.dtensor_cfg.automodel_kwargs.*", _nothing, "arguments of NeMo's model loader"),
-    Rule("policy.dtensor_cfg.env_vars*", _anything, "set environment variables before the command instead"),
-    Rule("policy.dtensor_cfg.defer_fsdp_grad_sync", _anything, _MEMORY),
-    Rule("policy.dtensor_cfg.clear_cache_every_n_steps", _anything, _MEMORY),
-    Rule("policy.megatron_cfg.enabled", _off, "training with Megatron"),
-    Rule("policy.megatron_cfg.*", _anything, _MEGATRON),
-    Rule("policy.draft.enabled", _off, "training a draft model"),
-    Rule("policy.draft.*", _anything, _DRAFT),
-    Rule("policy.router_replay.enabled", _off, "replay of expert choices"),
-    Rule(
+    KeyRule("policy.precision", lambda value: value != "float16", "training in float16; use bfloat16 or float32"),
+    KeyRule("policy.offload_optimizer_for_logprob", _anything, _MEMORY),
+    KeyRule("policy.quant_cfg", _off, "quantisation-aware training"),
+    KeyRule("policy.quant_cfg.*", _nothing, "quantisation-aware training"),
+    KeyRule("policy.dtensor_cfg.enabled", _anything, "posttrain always trains with PyTorch"),
+    KeyRule("policy.dtensor_cfg.expert_parallel_size", _at_most_one, "experts on ranks of their own"),
+    KeyRule("policy.dtensor_cfg.sequence_parallel", _off, "norms on parts of a row; see context_parallel_size"),
+    KeyRule("policy.dtensor_cfg.cpu_offload", _off, "keeping weights in CPU memory"),
+    KeyRule("policy.dtensor_cfg.custom_parallel_plan", lambda value: value is None, _OWN_PLAN),
+    KeyRule("policy.dtensor_cfg.moe_parallelizer", _off, _OWN_PLAN),
+    KeyRule("policy.dtensor_cfg.moe_parallelizer.*", _nothing, _OWN_PLAN),
+    KeyRule("policy.dtensor_cfg.automodel_kwargs", _anything, _NOT_NEEDED),
+    KeyRule("policy.dtensor_cfg.automodel_kwargs.force_hf", _anything, _NOT_NEEDED),
+    KeyRule("policy.dtensor_cfg.automodel_kwargs.use_liger_kernel", _anything, _NOT_NEEDED),
+    KeyRule("policy.dtensor_cfg.automodel_kwargs.backend*", _anything, _NOT_NEEDED),
+    KeyRule("policy.dtensor_cfg.automodel_kwargs.*", _nothing, "arguments of NeMo's model loader"),
+    KeyRule("policy.dtensor_cfg.env_vars*", _anything, "set environment variables before the command instead"),
+    KeyRule("policy.dtensor_cfg.defer_fsdp_grad_sync", _anything, _MEMORY),
+    KeyRule("policy.dtensor_cfg.clear_cache_every_n_steps", _anything, _MEMORY),
+    KeyRule("policy.megatron_cfg.enabled", _off, "training with Megatron"),
+    KeyRule("policy.megatron_cfg.*", _anything, _MEGATRON),
+    KeyRule("policy.draft.enabled", _off, "training a draft model"),
+    KeyRule("policy.draft.*", _anything, _DRAFT),
+    KeyRule("policy.router_replay.enabled", _off, "replay of expert choices"),
+    KeyRule(
         "policy.reward_model_cfg.reward_model_type",
         lambda value: value in (None, "bradley_terry"),
         "other reward models than bradley_terry",
     ),
     # policy.generation
-    Rule("policy.generation.backend", lambda value: value in ("native", "vllm"), "other engines than native and vllm"),
-    Rule("policy.generation.bad_words", _off, "forbidden words"),
-    Rule("policy.generation.quant_cfg", _off, "quantised sampling"),
-    Rule("policy.generation.quant_cfg.*", _nothing, "quantised sampling"),
-    Rule("policy.generation.real_quant", _off, "quantised sampling"),
-    Rule("policy.generation.vllm_*", _anything, _OWN_ENGINE),
-    Rule("policy.generation.mcore_generation_config*", _anything, _OWN_ENGINE),
-    Rule("policy.generation.refit_*", _anything, _OWN_ENGINE),
-    Rule("policy.generation.use_async_rollouts", _anything, _OWN_ENGINE),
+    KeyRule(
+        "policy.generation.backend", lambda value: value in ("native", "vllm"), "other engines than native and vllm"
+    ),
+    KeyRule("policy.generation.bad_words", _off, "forbidden words"),
+    KeyRule("policy.generation.quant_cfg", _off, "quantised sampling"),
+    KeyRule("policy.generation.quant_cfg.*", _nothing, "quantised sampling"),
+    KeyRule("policy.generation.real_quant", _off, "quantised sampling"),
+    KeyRule("policy.generation.vllm_*", _anything, _OWN_ENGINE),
+    KeyRule("policy.generation.mcore_generation_config*", _anything, _OWN_ENGINE),
+    KeyRule("policy.generation.refit_*", _anything, _OWN_ENGINE),
+    KeyRule("policy.generation.use_async_rollouts", _anything, _OWN_ENGINE),
     # generation of an evaluation
-    Rule("generation.colocated.*", _anything, _NOT_NEEDED),
-    Rule("generation.val_*", _anything, "read by nothing in an evaluation"),
-    Rule("data.repeat", _anything, "read by nothing in an evaluation"),
+    KeyRule("generation.colocated.*", _anything, _NOT_NEEDED),
+    KeyRule("generation.val_*", _anything, "read by nothing in an evaluation"),
+    KeyRule("data.repeat", _anything, "read by nothing in an evaluation"),
     # data, env
-    Rule("data.use_multiple_dataloader", _off, "drawing from each dataset separately"),
-    Rule("data.num_prompts_per_dataloader", lambda value: value is None, "drawing from each dataset separately"),
-    Rule("data.custom_dataloader", lambda value: value is None, "data loaders of your own"),
-    Rule("data.processor", _anything, "the dataset decides how its rows become prompts"),
-    Rule("data.*.processor", lambda value: value is None or value in PROCESSORS, "this processor"),
-    Rule("data.add_bos", bool, "leaving out the start token that the chat template writes"),
-    Rule("data.add_eos", bool, "answers without their end"),
-    Rule("data.add_generation_prompt", _anything, "the header of an answer belongs to the prompt and is never trained"),
-    Rule("data.*.tool_key", lambda value: value is None, _OPENAI_FORMAT),
-    Rule("data.*.use_preserving_dataset", _off, _OPENAI_FORMAT),
+    KeyRule("data.use_multiple_dataloader", _off, "drawing from each dataset separately"),
+    KeyRule("data.num_prompts_per_dataloader", lambda value: value is None, "drawing from each dataset separately"),
+    KeyRule("data.custom_dataloader", lambda value: value is None, "data loaders of your own"),
+    KeyRule("data.processor", _anything, "the dataset decides how its rows become prompts"),
+    KeyRule("data.*.processor", lambda value: value is None or value in PROCESSORS, "this processor"),
+    KeyRule("data.add_bos", bool, "leaving out the start token that the chat template writes"),
+    KeyRule("data.add_eos", bool, "answers without their end"),
+    KeyRule(
+        "data.add_generation_prompt", _anything, "the header of an answer belongs to the prompt and is never trained"
+    ),
+    KeyRule("data.*.tool_key", lambda value: value is None, _OPENAI_FORMAT),
+    KeyRule("data.*.use_preserving_dataset", _off, _OPENAI_FORMAT),
     # the rest
-    Rule("cluster.segment_size", _anything, _NOT_NEEDED),
-    Rule("cluster.master_port_range_*", _anything, "a free port is found by itself"),
-    Rule("data_plane*", _anything, "batches travel in the process or through Ray; NeMo's data plane is not used"),
-    Rule("reward_penalties.penalize_*", _off, "reward penalties"),
-    Rule("on_policy_distillation", _off, "distillation"),
-    Rule("on_policy_distillation.*", _nothing, "distillation"),
-    Rule("async_rl", _off, "the single-controller mode"),
-    Rule("async_rl.*", _nothing, "the single-controller mode"),
+    KeyRule("cluster.segment_size", _anything, _NOT_NEEDED),
+    KeyRule("cluster.master_port_range_*", _anything, "a free port is found by itself"),
+    KeyRule("data_plane*", _anything, "batches travel in the process or through Ray; NeMo's data plane is not used"),
+    KeyRule("reward_penalties.penalize_*", _off, "reward penalties"),
+    KeyRule("on_policy_distillation", _off, "distillation"),
+    KeyRule("on_policy_distillation.*", _nothing, "distillation"),
+    KeyRule("async_rl", _off, "the single-controller mode"),
+    KeyRule("async_rl.*", _nothing, "the single-controller mode"),
 )
 
 _VLLM = "policy.generation.vllm_cfg"
 # Where vLLM samples, these are asked before `RULES`.
-VLLM_RULES: tuple[Rule, ...] = (
-    Rule(f"{_VLLM}.async_engine", _anything, "requests are always batched continuously, and a round ends by itself"),
-    Rule(f"{_VLLM}.use_tqdm", _anything, "posttrain shows the progress"),
-    Rule(f"{_VLLM}.*vllm_metrics_logger*", _anything, "vLLM's own metrics are not recorded"),
-    Rule(f"{_VLLM}.precision", lambda value: value in (None, "bfloat16", "float32", "auto"), "FP8 in vLLM; use native"),
-    Rule(f"{_VLLM}.logprobs_mode", lambda value: value == "processed_logprobs", "log-probabilities without temperature"),
-    Rule(f"{_VLLM}.pipeline_parallel_size", _at_most_one, "layers of vLLM on different GPUs"),
-    Rule(f"{_VLLM}.expert_parallel_size", _at_most_one, "experts of vLLM on different GPUs"),
+VLLM_RULES: tuple[KeyRule, ...] = (
+    KeyRule(f"{_VLLM}.async_engine", _anything, "requests are always batched continuously, and a round ends by itself"),
+    KeyRule(f"{_VLLM}.use_tqdm", _anything, "posttrain shows the progress"),
+    KeyRule(f"{_VLLM}.*vllm_metrics_logger*", _anything, "vLLM's own metrics are not recorded"),
+    KeyRule(f"{_VLLM}.precision", lambda value: value in (None, "bfloat16", "float32", "auto"), "FP8 in vLLM; use native"),
+    KeyRule(f"{_VLLM}.logprobs_mode", lambda value: value == "processed_logprobs", "log-probabilities without temperature"),
+    KeyRule(f"{_VLLM}.pipeline_parallel_size", _at_most_one, "layers of vLLM on different GPUs"),
+    KeyRule(f"{_VLLM}.expert_parallel_size", _at_most_one, "experts of vLLM on different GPUs"),
     *(
-        Rule(f"{_VLLM}.{key}", _off, "vLLM's process does what this run asks for, and nothing else")
+        KeyRule(f"{_VLLM}.{key}", _off, "vLLM's process does what this run asks for, and nothing else")
         for key in ("expose_http_server", "http_refit_*", "zmq_refit_*", "is_mx", "video", "limit_mm_per_prompt",
                     "use_deep_gemm", "skip_tokenizer_init", "reset_encoder_cache_*")
     ),
-    Rule("policy.generation.native_cfg.precision", lambda value: value == "auto", "FP8 in vLLM; use backend native"),
-    *(Rule(pattern, _implemented, "") for pattern in (f"{_VLLM}.*", "policy.generation.vllm_kwargs*")),
+    KeyRule("policy.generation.native_cfg.precision", lambda value: value == "auto", "FP8 in vLLM; use backend native"),
+    *(KeyRule(pattern, _implemented, "") for pattern in (f"{_VLLM}.*", "policy.generation.vllm_kwargs*")),
 )  # fmt: skip
 
 
@@ -294,7 +300,7 @@ def every_value(values: object, path: Path = ()) -> Iterator[tuple[Path, object]
 
 
 @lru_cache(maxsize=4096)
-def rule_for(key: str, *, vllm_samples: bool = False) -> Rule | None:
+def rule_for(key: str, *, vllm_samples: bool = False) -> KeyRule | None:
     rules = (*VLLM_RULES, *RULES) if vllm_samples else RULES
     return next((rule for rule in rules if fnmatchcase(key, rule.pattern)), None)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from posttrain.build import Run
+from posttrain.build import TrainingRun
 from posttrain.config import load_config
 from posttrain.demo.arithmetic import SHARE_RIGHT, build_model, write_data
 from posttrain.errors import FolderHeld, InputError
@@ -88,7 +88,9 @@ def _forget(marker: Path) -> None:
 
 
 def _train(kind: str, folder: Path, overrides: list[str]) -> int:
-    return Run(load_config(kind, None, overrides), title=f"posttrain demo: {kind.upper()} on arithmetic").execute()
+    return TrainingRun(
+        load_config(kind, None, overrides), title=f"posttrain demo: {kind.upper()} on arithmetic"
+    ).execute()
 
 
 def _common(

@@ -44,7 +44,7 @@ class VllmError(HardwareError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class Deadlines:
     """Seconds without an answer, or during sampling without a sign of life, after which vLLM counts as hung."""
 
     start_s: float
@@ -57,7 +57,7 @@ class VllmProcess:
         python: str,
         options: Mapping[str, object],
         environment: Mapping[str, str],
-        limits: Limits,
+        limits: Deadlines,
         program: Path = SIDE / "posttrain_vllm.py",
     ) -> None:
         self._limits = limits

@@ -26,7 +26,7 @@ from posttrain.config import PolicyConfig
 from posttrain.config.generation import GenerationConfig
 from posttrain.engines.native.noise import sequence_key
 from posttrain.engines.vllm import allowed_rank, request_seed, sampling_arguments, vllm_options
-from posttrain.engines.vllm_process import Limits, VllmError, VllmProcess
+from posttrain.engines.vllm_process import Deadlines, VllmError, VllmProcess
 from posttrain.engines.vllm_side.posttrain_weights import digest, handle_of, layout, lots, padded, views
 from posttrain.errors import InputError, StopRequested
 from posttrain.models.lora import is_adapted
@@ -71,7 +71,7 @@ class VllmSampler:
                 vllm.python,
                 self._options(policy, policy.generation) | {"model": folder},
                 _environment(policy, policy.generation, device),
-                Limits(vllm.start_timeout_s, vllm.timeout_s),
+                Deadlines(vllm.start_timeout_s, vllm.timeout_s),
             )
         self.release()
 

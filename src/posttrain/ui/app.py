@@ -21,7 +21,7 @@ from posttrain.errors import InputError
 from posttrain.ui.access import COOKIE, Access, Guard
 from posttrain.ui.catalogue import Catalogue
 from posttrain.ui.comparison import config_differences
-from posttrain.ui.rollout_filters import Filters, Limits
+from posttrain.ui.rollout_filters import Filters, Range
 from posttrain.ui.rollout_store import Cursor, Kind
 from posttrain.ui.run_view import RunView
 from posttrain.ui.shipping import pipeline_page, pipeline_row, registry_page
@@ -53,7 +53,7 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Answer(Response):
+class UiResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
@@ -62,13 +62,13 @@ class Answer(Response):
 
 def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], bool] = lambda: False) -> FastAPI:
     app = FastAPI(
-        title="posttrain watch", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=Answer
+        title="posttrain watch", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=UiResponse
     )
     app.add_middleware(Guard, access=access)
 
     @app.exception_handler(InputError)
-    def unreadable(request: Request, error: InputError) -> Answer:
-        return Answer({"error": "a record cannot be read"}, 500)
+    def unreadable(request: Request, error: InputError) -> UiResponse:
+        return UiResponse({"error": "a record cannot be read"}, 500)
 
     def run_of(run_id: str) -> RunView:
         found = catalogue.run(run_id)
@@ -81,12 +81,12 @@ def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], boo
     # -------------------------------------------------------------- runs
 
     @app.get("/api/runs")
-    def runs() -> Answer:
-        return Answer({"now": time.time(), "runs": [run.summary() for run in catalogue.runs.values()]})
+    def runs() -> UiResponse:
+        return UiResponse({"now": time.time(), "runs": [run.summary() for run in catalogue.runs.values()]})
 
     @app.get("/api/runs/{run_id}")
-    def run(run: Run) -> Answer:
-        return Answer({"now": time.time(), **run.page()})
+    def run(run: Run) -> UiResponse:
+        return UiResponse({"now": time.time(), **run.page()})
 
     @app.get("/api/runs/{run_id}/curves")
     def curves(
@@ -95,31 +95,33 @@ def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], boo
         points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 300,
         first: int | None = None,
         last: int | None = None,
-    ) -> Answer:
-        return Answer({name: run.metrics.curve(name, points, first, last) for name in key})
+    ) -> UiResponse:
+        return UiResponse({name: run.metrics.curve(name, points, first, last) for name in key})
 
     @app.get("/api/runs/{run_id}/doctor")
-    def doctor(run: Run, again: bool = False) -> Answer:
+    def doctor(run: Run, again: bool = False) -> UiResponse:
         found = run.examined() if again else run.findings
-        return Answer({"findings": [one.to_json() for one in found], "unscored": run.unscored()})
+        return UiResponse({"findings": [one.to_json() for one in found], "unscored": run.unscored()})
 
     @app.get("/api/runs/{run_id}/cluster")
-    def cluster(run: Run) -> Answer:
-        return Answer(run.cluster())
+    def cluster(run: Run) -> UiResponse:
+        return UiResponse(run.cluster())
 
     @app.get("/api/runs/{run_id}/config")
-    def config(run: Run) -> Answer:
-        return Answer({"configs": [{"from_step": step, "text": text} for step, text in run.configs().items()]})
+    def config(run: Run) -> UiResponse:
+        return UiResponse({"configs": [{"from_step": step, "text": text} for step, text in run.configs().items()]})
 
     @app.get("/api/config-differences")
-    def differences(run: Annotated[list[str], Query(min_length=2, max_length=8)]) -> Answer:
-        return Answer(config_differences([run_of(one) for one in run]))
+    def differences(run: Annotated[list[str], Query(min_length=2, max_length=8)]) -> UiResponse:
+        return UiResponse(config_differences([run_of(one) for one in run]))
 
     # -------------------------------------------------------------- rollouts
 
     @app.get("/api/runs/{run_id}/rollouts/{kind}")
-    def steps(run: Run, kind: Kind) -> Answer:
-        return Answer({"steps": run.rollouts.steps(kind), "with_tokens": run.rollouts.steps(kind, with_tokens=True)})
+    def steps(run: Run, kind: Kind) -> UiResponse:
+        return UiResponse(
+            {"steps": run.rollouts.steps(kind), "with_tokens": run.rollouts.steps(kind, with_tokens=True)}
+        )
 
     @app.get("/api/runs/{run_id}/rollouts/{kind}/search")
     def search(
@@ -128,10 +130,10 @@ def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], boo
         filters: Annotated[Filters, Depends(filters_of)],
         step: Annotated[int | None, Query(ge=0)] = None,
         index: Annotated[int, Query(ge=0)] = 0,
-    ) -> Answer:
+    ) -> UiResponse:
         found = run.rollouts.search(kind, filters, None if step is None else Cursor(step, index))
         cursor = None if found.cursor is None else {"step": found.cursor.step, "index": found.cursor.index}
-        return Answer({"hits": found.hits, "cursor": cursor, "num_steps_left": found.num_steps_left})
+        return UiResponse({"hits": found.hits, "cursor": cursor, "num_steps_left": found.num_steps_left})
 
     @app.get("/api/runs/{run_id}/rollouts/{kind}/{step}")
     def step_groups(
@@ -141,7 +143,7 @@ def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], boo
         filters: Annotated[Filters, Depends(filters_of)],
         sort: str = "order",
         offset: Annotated[int, Query(ge=0)] = 0,
-    ) -> Answer:
+    ) -> UiResponse:
         found, total = run.rollouts.listing(kind, step, filters)
         if sort in SORTS:
             name, descending = SORTS[sort]
@@ -150,41 +152,41 @@ def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], boo
                 row for row in found if row[name] is None
             ]
         page = found[offset : offset + PAGE_GROUPS]
-        return Answer({"total": total, "matching": len(found), "groups": page, "offset": offset})
+        return UiResponse({"total": total, "matching": len(found), "groups": page, "offset": offset})
 
     @app.get("/api/runs/{run_id}/rollouts/{kind}/{step}/{index}")
-    def group(run: Run, kind: Kind, step: int, index: Annotated[int, PathPart(ge=0)]) -> Answer:
+    def group(run: Run, kind: Kind, step: int, index: Annotated[int, PathPart(ge=0)]) -> UiResponse:
         found = run.rollouts.group(kind, step, index)
         if found is None:
             raise HTTPException(404, "no such group")
         lines = run.rollouts.lines(kind, step)
-        return Answer({"group": found, "num_groups": len(lines.lines) if lines else 0})
+        return UiResponse({"group": found, "num_groups": len(lines.lines) if lines else 0})
 
     @app.get("/api/runs/{run_id}/tokens/{step}/{draw}/{sample}")
-    def tokens(run: Run, step: int, draw: int, sample: int) -> Answer:
+    def tokens(run: Run, step: int, draw: int, sample: int) -> UiResponse:
         found = token_table(run.place, step, draw, sample)
         if found is None:
             raise HTTPException(404, "no token data of this answer")
-        return Answer(found)
+        return UiResponse(found)
 
     # -------------------------------------------------------------- pipelines and registries
 
     @app.get("/api/pipelines")
-    def pipelines() -> Answer:
-        return Answer({"pipelines": [pipeline_row(one, home) for one, home in catalogue.pipelines.items()]})
+    def pipelines() -> UiResponse:
+        return UiResponse({"pipelines": [pipeline_row(one, home) for one, home in catalogue.pipelines.items()]})
 
     @app.get("/api/pipelines/{pipeline_id}")
-    def pipeline(pipeline_id: str) -> Answer:
-        return Answer(pipeline_page(pipeline_id, _known(catalogue.pipelines, pipeline_id)))
+    def pipeline(pipeline_id: str) -> UiResponse:
+        return UiResponse(pipeline_page(pipeline_id, _known(catalogue.pipelines, pipeline_id)))
 
     @app.get("/api/registries")
-    def registries() -> Answer:
+    def registries() -> UiResponse:
         names = {one: Path(text).name for one, text in catalogue.registries.items()}
-        return Answer({"registries": [{"id": one, "name": name} for one, name in names.items()]})
+        return UiResponse({"registries": [{"id": one, "name": name} for one, name in names.items()]})
 
     @app.get("/api/registries/{registry_id}")
-    def registry(registry_id: str) -> Answer:
-        return Answer(registry_page(_known(catalogue.registries, registry_id)))
+    def registry(registry_id: str) -> UiResponse:
+        return UiResponse(registry_page(_known(catalogue.registries, registry_id)))
 
     # -------------------------------------------------------------- changes, login, files
 
@@ -208,10 +210,10 @@ def create_app(catalogue: Catalogue, access: Access, is_ending: Callable[[], boo
         return StreamingResponse(stream(), media_type="text/event-stream")
 
     @app.post("/api/login")
-    def login(token: Annotated[str, Body(embed=True, max_length=4096)]) -> Answer:
+    def login(token: Annotated[str, Body(embed=True, max_length=4096)]) -> UiResponse:
         if not access.is_token(token):
             raise HTTPException(401, "this is not the token")
-        answer = Answer({})
+        answer = UiResponse({})
         answer.set_cookie(COOKIE, access.cookie, httponly=True, samesite="strict", max_age=30 * 86400)
         return answer
 
@@ -246,11 +248,11 @@ def filters_of(
     return Filters(
         text=q,
         task=task,
-        reward=Limits(reward_min, reward_max),
-        spread=Limits(spread_min, spread_max),
-        length=Limits(length_min, length_max),
+        reward=Range(reward_min, reward_max),
+        spread=Range(spread_min, spread_max),
+        length=Range(length_min, length_max),
         part=part,
-        part_value=Limits(part_min, part_max),
+        part_value=Range(part_min, part_max),
         finish=finish,
         error=error,
     )

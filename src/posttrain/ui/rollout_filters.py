@@ -21,7 +21,7 @@ _ROLES = ("system", "user", "assistant", "model", "tool", "<think>", "</think>")
 
 
 @dataclass(frozen=True)
-class Limits:
+class Range:
     low: float | None = None
     high: float | None = None
 
@@ -41,11 +41,11 @@ class Limits:
 class Filters:
     text: str = ""  # in the prompt, the answer or one of its turns; upper and lower case are the same
     task: str = ""  # id of the task, exactly
-    reward: Limits = Limits()
-    spread: Limits = Limits()  # highest minus lowest reward of the group
-    length: Limits = Limits()  # tokens of the answer
+    reward: Range = Range()
+    spread: Range = Range()  # highest minus lowest reward of the group
+    length: Range = Range()  # tokens of the answer
     part: str = ""  # name of a reward part
-    part_value: Limits = Limits()
+    part_value: Range = Range()
     finish: str = ""  # "stop" or "length"
     error: bool | None = None  # True: unscored
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.engines.vllm_process import SIDE, Limits, VllmError, VllmProcess
+from posttrain.engines.vllm_process import SIDE, Deadlines, VllmError, VllmProcess
 from posttrain.errors import InputError
 
 HEAD = f"""
@@ -25,7 +25,7 @@ READY = HEAD + 'channel.send(done={"version": "0.25.0"})\nrequest = channel.rece
 def start(folder: Path, text: str, *, start_s: float = 60.0, answer_s: float = 60.0) -> VllmProcess:
     program = folder / "program.py"
     program.write_text(text)
-    return VllmProcess(sys.executable, {"model": "m"}, {"A": "1"}, Limits(start_s, answer_s), program)
+    return VllmProcess(sys.executable, {"model": "m"}, {"A": "1"}, Deadlines(start_s, answer_s), program)
 
 
 def test_an_answer_comes_back_as_it_was_sent(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_start_that_fails_is_named(tmp_path: Path) -> None:
 
 def test_an_interpreter_that_does_not_exist_is_an_error_of_the_config() -> None:
     with pytest.raises(InputError, match=r"vllm_cfg.python = /no/such/python: cannot be started"):
-        VllmProcess("/no/such/python", {}, {}, Limits(1, 1))
+        VllmProcess("/no/such/python", {}, {}, Deadlines(1, 1))
 
 
 def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:

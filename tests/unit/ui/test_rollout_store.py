@@ -11,7 +11,7 @@ import pytest
 from made_runs import write_groups
 
 from posttrain.ui.places import LocalPlace
-from posttrain.ui.rollout_filters import Filters, Limits, asked
+from posttrain.ui.rollout_filters import Filters, Range, asked
 from posttrain.ui.rollout_store import RolloutStore, StepCache
 
 
@@ -58,15 +58,15 @@ def test_without_filters_every_group_is_shown(store: RolloutStore) -> None:
 
 
 def test_filters_choose_groups_by_their_answers(store: RolloutStore) -> None:
-    assert shown(store, reward=Limits(0.9, None)) == [(0, [0])]
-    assert shown(store, reward=Limits(None, 0.3)) == [(0, [1]), (2, [1])]
-    assert shown(store, spread=Limits(0.5, None)) == [(0, [0, 1])]
-    assert shown(store, length=Limits(12, None)) == [(0, [0]), (2, [1])]
+    assert shown(store, reward=Range(0.9, None)) == [(0, [0])]
+    assert shown(store, reward=Range(None, 0.3)) == [(0, [1]), (2, [1])]
+    assert shown(store, spread=Range(0.5, None)) == [(0, [0, 1])]
+    assert shown(store, length=Range(12, None)) == [(0, [0]), (2, [1])]
     assert shown(store, finish="length") == [(0, [1])]
     assert shown(store, error=True) == [(2, [0])]
-    assert shown(store, part="format", part_value=Limits(0.5, None)) == [(1, [1])]
+    assert shown(store, part="format", part_value=Range(0.5, None)) == [(1, [1])]
     assert shown(store, task="set:1") == [(1, [0, 1])]
-    assert shown(store, text="e", reward=Limits(0.4, None)) == [(0, [0]), (1, [0, 1])]
+    assert shown(store, text="e", reward=Range(0.4, None)) == [(0, [0]), (1, [0, 1])]
 
 
 def test_search_ignores_case_also_beyond_ascii_and_finds_what_json_escapes(store: RolloutStore) -> None:

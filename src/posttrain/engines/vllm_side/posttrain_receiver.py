@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from posttrain_weights import Bucket, digest, open_handle, views
+from posttrain_weights import WeightBucket, digest, open_handle, views
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import base, factory
@@ -28,7 +28,7 @@ class Receiver(base.WeightTransferEngine):
     """Raises nothing during an update: of several workers vLLM reads the first one's exception only, and the next call would
     get the answers of the others. It keeps the error, and `WorkerExtension` hands it out."""
 
-    init_info_cls, update_info_cls, supports_draft_weight_update = Names, Bucket, False
+    init_info_cls, update_info_cls, supports_draft_weight_update = Names, WeightBucket, False
     version: int | None = None  # of the weights in place; None: a mixture
     error: str | None = None
 
@@ -51,7 +51,7 @@ class Receiver(base.WeightTransferEngine):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Bucket) -> None:
+    def receive_weights(self, update_info: WeightBucket) -> None:
         bucket = update_info
         flat = self._bytes(bucket)
         if bucket.index != self.next:
@@ -66,7 +66,7 @@ class Receiver(base.WeightTransferEngine):
         self.due -= {name for name, *_ in bucket.tensors}
         self.next, self.coming = bucket.index + 1, bucket.version
 
-    def _bytes(self, bucket: Bucket) -> Tensor:
+    def _bytes(self, bucket: WeightBucket) -> Tensor:
         """Memory that stays as it is until the update is finished: vLLM holds views until a layer is complete."""
         if bucket.file:
             return torch.from_file(bucket.file, shared=False, size=bucket.size, dtype=torch.uint8)

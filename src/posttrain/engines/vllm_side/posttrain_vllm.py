@@ -74,7 +74,7 @@ class Lease:
         self.state = after
 
 
-class Engine:
+class LeasedEngine:
     def __init__(self, options: dict[str, Any]) -> None:
         import vllm
 
@@ -188,7 +188,7 @@ class Engine:
 def serve(channel: Channel) -> None:
     setup = channel.receive()
     try:
-        engine = Engine(setup["options"])
+        engine = LeasedEngine(setup["options"])
         import vllm
 
         channel.send(done={"version": vllm.__version__})

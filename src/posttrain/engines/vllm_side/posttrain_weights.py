@@ -19,7 +19,7 @@ _ALIGNMENT = 16  # bytes; the digest reads words of 8
 
 
 @dataclasses.dataclass
-class Bucket:
+class WeightBucket:
     """What the receiver is told of one bucket. Plain values only: it travels as JSON."""
 
     version: int  # of the weights
@@ -43,7 +43,7 @@ def digest(flat: Tensor) -> int:
     return int(total)
 
 
-def views(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+def views(bucket: WeightBucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
     for name, dtype_name, shape, first in bucket.tensors:
         dtype: torch.dtype = getattr(torch, dtype_name)
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -64,8 +64,8 @@ def lots(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tup
         yield lot
 
 
-def layout(version: int, index: int, lot: list[tuple[str, Tensor]]) -> Bucket:
-    bucket = Bucket(version, index, 0, 0, [])
+def layout(version: int, index: int, lot: list[tuple[str, Tensor]]) -> WeightBucket:
+    bucket = WeightBucket(version, index, 0, 0, [])
     for name, tensor in lot:
         bucket.tensors.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bucket.size))
         bucket.size += padded(tensor.nbytes)

@@ -23,7 +23,7 @@ from posttrain.launch.lint import (
     volcano_rules,
 )
 from posttrain.launch.lint.custom_schemas import CustomSchemas
-from posttrain.launch.lint.findings import Finding, Findings, Place
+from posttrain.launch.lint.findings import Findings, LintFinding, ManifestPlace
 from posttrain.launch.lint.reading import map_of, pods_of
 from posttrain.launch.manifest_files import Manifest, read_manifests, read_text
 
@@ -52,18 +52,18 @@ RULES: dict[str, str] = {
 @dataclass
 class LintReport:
     manifests: list[Manifest]
-    findings: list[Finding]
+    findings: list[LintFinding]
     skipped: list[str] = field(default_factory=list)  # layers that did not run, and why
 
     @property
-    def errors(self) -> list[Finding]:
+    def errors(self) -> list[LintFinding]:
         return [finding for finding in self.findings if finding.level == "error"]
 
 
 def check_paths(paths: Sequence[Path], crds: Path | None = None, values: Sequence[Path] = ()) -> LintReport:
     """Files, folders and Helm charts (a folder with Chart.yaml; `values` are for it)."""
     manifests: list[Manifest] = []
-    findings: list[Finding] = []
+    findings: list[LintFinding] = []
     for path in paths:
         if not path.exists():
             raise InputError(f"{path}: no such file or folder")
@@ -124,7 +124,7 @@ def _semantic(manifest: Manifest) -> Findings:
 
 
 def _check_shape(manifest: Manifest) -> Findings:
-    place = Place(manifest)
+    place = ManifestPlace(manifest)
     if not isinstance(manifest.body, dict):
         yield place.error("object", manifest.body, "is no object", "expected apiVersion, kind, metadata and spec")
         return
@@ -135,7 +135,7 @@ def _check_shape(manifest: Manifest) -> Findings:
         yield place.at("metadata", "name").error("object", None, "is required")
 
 
-def _without_repetition(findings: Sequence[Finding]) -> list[Finding]:
+def _without_repetition(findings: Sequence[LintFinding]) -> list[LintFinding]:
     """A semantic rule says more than a schema about the same place."""
     semantic = {(f.file, f.title, f.path) for f in findings if f.rule not in _OWN and f.level == "error"}
     kept = [
@@ -151,7 +151,7 @@ def find_helm() -> str | None:
     return shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
 
 
-def _render_chart(chart: Path, values: Sequence[Path]) -> tuple[list[Manifest], list[Finding]]:
+def _render_chart(chart: Path, values: Sequence[Path]) -> tuple[list[Manifest], list[LintFinding]]:
     helm = find_helm()
     if helm is None:
         raise InputError(
@@ -161,7 +161,7 @@ def _render_chart(chart: Path, values: Sequence[Path]) -> tuple[list[Manifest], 
     manifest = Manifest(str(chart), 1, {"kind": "chart", "metadata": {"name": chart.name}})
     linted = _run([helm, "lint", str(chart), *options])
     findings = [
-        Place(manifest, line.removeprefix("[ERROR] ").partition(":")[0]).error(
+        ManifestPlace(manifest, line.removeprefix("[ERROR] ").partition(":")[0]).error(
             "helm-lint", None, line.removeprefix("[ERROR] ")
         )
         for line in linted.stdout.splitlines()
@@ -169,7 +169,7 @@ def _render_chart(chart: Path, values: Sequence[Path]) -> tuple[list[Manifest], 
     ]
     rendered = _run([helm, "template", "release", str(chart), *options])
     if rendered.returncode != 0:
-        findings.append(Place(manifest).error("helm-lint", None, rendered.stderr.strip().splitlines()[0]))
+        findings.append(ManifestPlace(manifest).error("helm-lint", None, rendered.stderr.strip().splitlines()[0]))
         return [], findings
     return read_text(rendered.stdout, str(chart)), findings
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from posttrain.launch.lint.findings import Finding, Findings, Place
+from posttrain.launch.lint.findings import Findings, LintFinding, ManifestPlace
 from posttrain.launch.manifest_files import Manifest
 
 VERSION = "1.36.0"
@@ -30,7 +30,7 @@ def check_core_schema(manifest: Manifest) -> Findings:
     validator = _validator(manifest.kind.lower(), str(manifest.body.get("apiVersion", "")))
     if validator is None:
         yield (
-            Place(manifest)
+            ManifestPlace(manifest)
             .at("kind")
             .error(
                 RULE,
@@ -78,8 +78,8 @@ def findings_of(manifest: Manifest, errors: Iterable[Any], rule: str = RULE) -> 
         yield _finding_of(manifest, deepest, rule)
 
 
-def _finding_of(manifest: Manifest, error: Any, rule: str) -> Finding:
-    place = Place(manifest).at(*_keys(error.absolute_path))
+def _finding_of(manifest: Manifest, error: Any, rule: str) -> LintFinding:
+    place = ManifestPlace(manifest).at(*_keys(error.absolute_path))
     if error.validator == "additionalProperties" and isinstance(error.instance, dict):
         known = error.schema.get("properties", {})
         unknown = [key for key in error.instance if key not in known]

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.errors import InputError, reason_of
 from posttrain.launch.lint.core_schemas import findings_of
-from posttrain.launch.lint.findings import Findings, Place
+from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.manifest_files import Manifest, read_manifests
 
 RULE = "crd-schema"
@@ -66,7 +66,7 @@ class CustomSchemas:
         if key not in self.schemas:
             versions = sorted({f"{group}/{version} {kind}" for group, version, kind in self.schemas if group == key[0]})
             yield (
-                Place(manifest)
+                ManifestPlace(manifest)
                 .at("apiVersion")
                 .error(
                     RULE,
@@ -79,7 +79,7 @@ class CustomSchemas:
         if key not in self._validators:
             self._validators[key] = Draft202012Validator(_closed(self.schemas[key], is_root=True))
         yield from findings_of(manifest, self._validators[key].iter_errors(manifest.body), RULE)
-        for place, rule, value in _rules(self.schemas[key], manifest.body, Place(manifest)):
+        for place, rule, value in _rules(self.schemas[key], manifest.body, ManifestPlace(manifest)):
             if (problem := self._cel.failure(rule, value)) is not None:
                 yield place.error(CEL_RULE, None, problem)
 
@@ -121,7 +121,9 @@ def _closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
     return result
 
 
-def _rules(schema: dict[str, Any], value: Any, place: Place) -> Iterator[tuple[Place, dict[str, str], Any]]:
+def _rules(
+    schema: dict[str, Any], value: Any, place: ManifestPlace
+) -> Iterator[tuple[ManifestPlace, dict[str, str], Any]]:
     """Every CEL rule whose value is in the object."""
     for rule in schema.get("x-kubernetes-validations", ()):
         if "oldSelf" not in rule["rule"]:

@@ -14,7 +14,7 @@ _SHOWN = 80  # characters of a value
 
 
 @dataclass(frozen=True)
-class Finding:
+class LintFinding:
     level: Level
     rule: str
     file: str
@@ -30,17 +30,17 @@ class Finding:
         return f"{self.level}: {self.file}: {self.title}: {self.path}{value}: {self.message}{remedy} [{self.rule}]"
 
 
-Findings = Iterator[Finding]
+Findings = Iterator[LintFinding]
 
 
 @dataclass(frozen=True)
-class Place:
+class ManifestPlace:
     """A position in an object. `at` goes deeper; `error` and `warning` make the finding."""
 
     manifest: Manifest
     path: str = ""
 
-    def at(self, *keys: str | int) -> Place:
+    def at(self, *keys: str | int) -> ManifestPlace:
         path = self.path
         for key in keys:
             if isinstance(key, int):
@@ -49,16 +49,16 @@ class Place:
                 path += f"[{key!r}]"
             else:
                 path += f".{key}" if path else key
-        return Place(self.manifest, path)
+        return ManifestPlace(self.manifest, path)
 
-    def error(self, rule: str, value: Any, message: str, remedy: str = "") -> Finding:
+    def error(self, rule: str, value: Any, message: str, remedy: str = "") -> LintFinding:
         return self._finding("error", rule, value, message, remedy)
 
-    def warning(self, rule: str, value: Any, message: str, remedy: str = "") -> Finding:
+    def warning(self, rule: str, value: Any, message: str, remedy: str = "") -> LintFinding:
         return self._finding("warning", rule, value, message, remedy)
 
-    def _finding(self, level: Level, rule: str, value: Any, message: str, remedy: str) -> Finding:
+    def _finding(self, level: Level, rule: str, value: Any, message: str, remedy: str) -> LintFinding:
         shown = "" if value is None else redact(repr(value))
         if len(shown) > _SHOWN:
             shown = shown[:_SHOWN] + "…"
-        return Finding(level, rule, self.manifest.file, self.manifest.title, self.path, shown, message, remedy)
+        return LintFinding(level, rule, self.manifest.file, self.manifest.title, self.path, shown, message, remedy)

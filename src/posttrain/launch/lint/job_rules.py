@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from posttrain.launch.instances import GPU_RESOURCE
-from posttrain.launch.lint.findings import Findings, Place
+from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import get, is_kind, job_specs, list_of, map_of, number, pods_of
 from posttrain.launch.manifest_files import Manifest
 
@@ -53,7 +53,7 @@ def check_jobs(manifest: Manifest) -> Findings:
         longest = len(manifest.name) + 1 + len(str(number(get(manifest.body, "spec", "completions"), 1)))
         if longest > _MAX_LABEL or (manifest.name and not _DNS_LABEL.fullmatch(manifest.name)):
             yield (
-                Place(manifest)
+                ManifestPlace(manifest)
                 .at("metadata", "name")
                 .error(
                     "job-name",
@@ -66,7 +66,7 @@ def check_jobs(manifest: Manifest) -> Findings:
         yield from _check_jobset(manifest)
 
 
-def _check_shape(place: Place, spec: dict[str, Any], has_gpus: bool) -> Findings:
+def _check_shape(place: ManifestPlace, spec: dict[str, Any], has_gpus: bool) -> Findings:
     mode, completions, parallelism = spec.get("completionMode"), spec.get("completions"), spec.get("parallelism")
     if mode not in (None, "Indexed", "NonIndexed"):
         yield place.at("completionMode").error("completion-mode", mode, "must be Indexed or NonIndexed")
@@ -101,7 +101,7 @@ def _check_shape(place: Place, spec: dict[str, Any], has_gpus: bool) -> Findings
             )
 
 
-def _check_failure_policy(place: Place, spec: dict[str, Any]) -> Findings:
+def _check_failure_policy(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
     policy = spec.get("podFailurePolicy")
     if not isinstance(policy, dict):
         return
@@ -123,7 +123,7 @@ def _check_failure_policy(place: Place, spec: dict[str, Any]) -> Findings:
         yield from _check_failure_rule(place.at("podFailurePolicy", "rules", index), rule, containers, spec)
 
 
-def _check_failure_rule(place: Place, rule: Any, containers: list[Any], spec: dict[str, Any]) -> Findings:
+def _check_failure_rule(place: ManifestPlace, rule: Any, containers: list[Any], spec: dict[str, Any]) -> Findings:
     name, action = "failure-policy-rule", get(rule, "action")
     if action not in _ACTIONS:
         yield place.at("action").error(name, action, f"must be one of {', '.join(_ACTIONS)}")
@@ -151,7 +151,7 @@ def _check_failure_rule(place: Place, rule: Any, containers: list[Any], spec: di
             )
 
 
-def _check_gang_end(place: Place, spec: dict[str, Any], is_spot: bool) -> Findings:
+def _check_gang_end(place: ManifestPlace, spec: dict[str, Any], is_spot: bool) -> Findings:
     if spec.get("completionMode") != "Indexed":
         return
     if not spec.get("successPolicy"):
@@ -178,7 +178,7 @@ def _check_gang_end(place: Place, spec: dict[str, Any], is_spot: bool) -> Findin
 
 
 def _check_jobset(manifest: Manifest) -> Findings:
-    root, spec = Place(manifest).at("spec"), map_of(manifest.body, "spec")
+    root, spec = ManifestPlace(manifest).at("spec"), map_of(manifest.body, "spec")
     jobs = list_of(spec, "replicatedJobs")
     names = [str(get(job, "name")) for job in jobs]
     if not jobs:
@@ -213,7 +213,7 @@ def _check_jobset(manifest: Manifest) -> Findings:
     yield from _check_set_failures(root.at("failurePolicy"), map_of(spec, "failurePolicy"), names)
 
 
-def _check_set_failures(place: Place, policy: dict[str, Any], names: list[str]) -> Findings:
+def _check_set_failures(place: ManifestPlace, policy: dict[str, Any], names: list[str]) -> Findings:
     rule_id = "jobset-failure-policy"
     if policy.get("restartStrategy") not in (None, *_STRATEGIES):
         yield place.at("restartStrategy").error(

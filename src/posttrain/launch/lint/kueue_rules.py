@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.launch.lint.findings import Findings, Place
+from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import get, list_of, map_of, quantity
 from posttrain.launch.manifest_files import Manifest
 
@@ -26,17 +26,17 @@ _RENAMED = {"cohort": "cohortName", "admissionChecks": "admissionChecksStrategy"
 def check_kueue(manifest: Manifest) -> Findings:
     if manifest.group != GROUP:
         return
-    root, spec = Place(manifest).at("spec"), map_of(manifest.body, "spec")
+    root, spec = ManifestPlace(manifest).at("spec"), map_of(manifest.body, "spec")
     version = str(manifest.body.get("apiVersion", "")).rpartition("/")[2]
     if version == "v1beta1":
         yield (
-            Place(manifest)
+            ManifestPlace(manifest)
             .at("apiVersion")
             .warning("kueue-version", manifest.body["apiVersion"], "is deprecated", f"use {GROUP}/v1beta2")
         )
     elif version != "v1beta2":
         yield (
-            Place(manifest)
+            ManifestPlace(manifest)
             .at("apiVersion")
             .error("kueue-version", manifest.body.get("apiVersion"), f"use {GROUP}/v1beta2")
         )
@@ -52,7 +52,7 @@ def check_kueue(manifest: Manifest) -> Findings:
         yield from _check_topology(root, spec)
 
 
-def _check_cluster_queue(root: Place, spec: dict[str, Any], version: str) -> Findings:
+def _check_cluster_queue(root: ManifestPlace, spec: dict[str, Any], version: str) -> Findings:
     for old, new in _RENAMED.items():
         if version == "v1beta2" and old in spec:
             yield root.at(old).error("kueue-renamed", spec[old], "unknown field in v1beta2", f"write {new}")
@@ -86,7 +86,7 @@ def _check_cluster_queue(root: Place, spec: dict[str, Any], version: str) -> Fin
         )
 
 
-def _check_topology(root: Place, spec: dict[str, Any]) -> Findings:
+def _check_topology(root: ManifestPlace, spec: dict[str, Any]) -> Findings:
     labels = [get(level, "nodeLabel") for level in list_of(spec, "levels")]
     if not labels:
         yield root.at("levels").error("kueue-topology", labels, "needs at least one level")

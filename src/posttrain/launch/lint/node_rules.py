@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from posttrain.launch.lint.findings import Findings, Place
+from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import (
     INSTANCE_LABEL,
     KARPENTER_CAPACITY,
@@ -42,12 +42,12 @@ _LARGE_DISK = 200 * 1024**3
 
 def check_nodes(manifest: Manifest) -> Findings:
     if is_kind(manifest, "karpenter.sh", "NodePool"):
-        yield from _check_pool(Place(manifest).at("spec"), map_of(manifest.body, "spec"))
+        yield from _check_pool(ManifestPlace(manifest).at("spec"), map_of(manifest.body, "spec"))
     elif is_kind(manifest, "karpenter.k8s.aws", "EC2NodeClass"):
-        yield from _check_class(Place(manifest).at("spec"), map_of(manifest.body, "spec"))
+        yield from _check_class(ManifestPlace(manifest).at("spec"), map_of(manifest.body, "spec"))
 
 
-def _check_pool(place: Place, spec: dict[str, Any]) -> Findings:
+def _check_pool(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
     inner_place, inner = place.at("template", "spec"), map_of(spec, "template", "spec")
     reference = map_of(inner, "nodeClassRef")
     for key, usual in (("group", "karpenter.k8s.aws"), ("kind", "EC2NodeClass"), ("name", "")):
@@ -99,7 +99,9 @@ def _check_pool(place: Place, spec: dict[str, Any]) -> Findings:
         )
 
 
-def _check_disruption(place: Place, spec: dict[str, Any], inner_place: Place, inner: dict[str, Any]) -> Findings:
+def _check_disruption(
+    place: ManifestPlace, spec: dict[str, Any], inner_place: ManifestPlace, inner: dict[str, Any]
+) -> Findings:
     for key in ("disruption", "consolidationPolicy", "consolidateAfter"):
         if key in inner:
             yield inner_place.at(key).error(
@@ -125,7 +127,7 @@ def _check_disruption(place: Place, spec: dict[str, Any], inner_place: Place, in
         )
 
 
-def _check_requirement(place: Place, requirement: Any) -> Findings:
+def _check_requirement(place: ManifestPlace, requirement: Any) -> Findings:
     key, operator, values = get(requirement, "key"), get(requirement, "operator"), list_of(requirement, "values")
     name = "nodepool-requirements"
     if not key:
@@ -144,7 +146,7 @@ def _check_requirement(place: Place, requirement: Any) -> Findings:
                 yield place.at("values", index).error(name, value, "must be spot, on-demand or reserved")
 
 
-def _check_class(place: Place, spec: dict[str, Any]) -> Findings:
+def _check_class(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
     for key in ("amiSelectorTerms", "subnetSelectorTerms", "securityGroupSelectorTerms"):
         if not list_of(spec, key):
             yield place.at(key).error("nodeclass-required", spec.get(key), "needs at least one term")

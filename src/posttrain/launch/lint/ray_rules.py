@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from posttrain.launch.instances import GPU_RESOURCE
-from posttrain.launch.lint.findings import Findings, Place
+from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import RAY_SPECS, get, list_of, map_of, number, quantity, ray_groups
 from posttrain.launch.manifest_files import Manifest
 
@@ -33,7 +33,7 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 def check_ray(manifest: Manifest) -> Findings:
     if manifest.group != "ray.io" or manifest.kind not in RAY_SPECS:
         return
-    root = Place(manifest)
+    root = ManifestPlace(manifest)
     longest = 53 if manifest.kind == "RayCluster" else 47
     if len(manifest.name) > longest or not _DNS_1035.fullmatch(manifest.name):
         yield root.at("metadata", "name").error(
@@ -59,7 +59,7 @@ def check_ray(manifest: Manifest) -> Findings:
         yield from _check_kueue(manifest, names)
 
 
-def _check_group(place: Place, group: dict[str, Any], is_head: bool) -> Findings:
+def _check_group(place: ManifestPlace, group: dict[str, Any], is_head: bool) -> Findings:
     params, resources = map_of(group, "rayStartParams"), map_of(group, "resources")
     for key, value in params.items():
         if not isinstance(value, str):
@@ -98,7 +98,7 @@ def _check_group(place: Place, group: dict[str, Any], is_head: bool) -> Findings
         )
 
 
-def _check_token(place: Place, spec: dict[str, Any]) -> Findings:
+def _check_token(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
     version = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion", "")))
     if get(spec, "authOptions", "mode") == "token" and (
         version is None or (int(version[1]), int(version[2])) < (2, 52)
@@ -108,7 +108,7 @@ def _check_token(place: Place, spec: dict[str, Any]) -> Findings:
         )
 
 
-def _check_job(place: Place, spec: dict[str, Any]) -> Findings:
+def _check_job(place: ManifestPlace, spec: dict[str, Any]) -> Findings:
     selector, cluster, mode = (
         spec.get("clusterSelector"),
         spec.get("rayClusterSpec"),
@@ -140,7 +140,7 @@ def _check_job(place: Place, spec: dict[str, Any]) -> Findings:
 
 
 def _check_kueue(manifest: Manifest, names: list[Any]) -> Findings:
-    root, spec = Place(manifest), map_of(manifest.body, *RAY_SPECS[manifest.kind])
+    root, spec = ManifestPlace(manifest), map_of(manifest.body, *RAY_SPECS[manifest.kind])
     if manifest.kind == "RayJob":
         if get(manifest.body, "spec", "shutdownAfterJobFinishes") is not True:
             yield root.at("spec", "shutdownAfterJobFinishes").error(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.launch.instances import INSTANCES, Instance
-from posttrain.launch.lint.findings import Place
+from posttrain.launch.lint.findings import ManifestPlace
 from posttrain.launch.manifest_files import Manifest
 
 INSTANCE_LABEL = "node.kubernetes.io/instance-type"
@@ -57,7 +57,7 @@ def quantity(value: Any) -> float | None:
 class Pods:
     """The pods of one template."""
 
-    place: Place  # of the template
+    place: ManifestPlace  # of the template
     template: dict[str, Any]
     count: int
     gang_size: int  # of the whole object: pods that need each other
@@ -68,7 +68,7 @@ class Pods:
         return map_of(self.template, "spec")
 
     @property
-    def spec_place(self) -> Place:
+    def spec_place(self) -> ManifestPlace:
         return self.place.at("spec")
 
     @property
@@ -79,7 +79,7 @@ class Pods:
     def annotations(self) -> dict[str, Any]:
         return map_of(self.template, "metadata", "annotations")
 
-    def containers(self, *kinds: str) -> Iterator[tuple[Place, dict[str, Any]]]:
+    def containers(self, *kinds: str) -> Iterator[tuple[ManifestPlace, dict[str, Any]]]:
         for kind in kinds or ("initContainers", "containers"):
             for index, container in enumerate(list_of(self.spec, kind)):
                 if isinstance(container, dict):
@@ -134,9 +134,9 @@ def is_volcano_job(manifest: Manifest) -> bool:
     return is_kind(manifest, "batch.volcano.sh", "Job")
 
 
-def job_specs(manifest: Manifest) -> Iterator[tuple[Place, dict[str, Any]]]:
+def job_specs(manifest: Manifest) -> Iterator[tuple[ManifestPlace, dict[str, Any]]]:
     """Specs of batch/v1 Jobs: the object itself, and those inside a JobSet or CronJob."""
-    root = Place(manifest)
+    root = ManifestPlace(manifest)
     if is_kind(manifest, "batch", "Job"):
         yield root.at("spec"), map_of(manifest.body, "spec")
     elif is_kind(manifest, "batch", "CronJob"):
@@ -149,12 +149,12 @@ def job_specs(manifest: Manifest) -> Iterator[tuple[Place, dict[str, Any]]]:
 RAY_SPECS = {"RayCluster": ("spec",), "RayJob": ("spec", "rayClusterSpec"), "RayService": ("spec", "rayClusterConfig")}
 
 
-def ray_groups(manifest: Manifest) -> Iterator[tuple[Place, dict[str, Any], bool]]:
+def ray_groups(manifest: Manifest) -> Iterator[tuple[ManifestPlace, dict[str, Any], bool]]:
     """(place, group, is the head)"""
     keys = RAY_SPECS.get(manifest.kind) if manifest.group == "ray.io" else None
     if keys is None:
         return
-    place, spec = Place(manifest).at(*keys), map_of(manifest.body, *keys)
+    place, spec = ManifestPlace(manifest).at(*keys), map_of(manifest.body, *keys)
     if "headGroupSpec" in spec:
         yield place.at("headGroupSpec"), map_of(spec, "headGroupSpec"), True
     for index, group in enumerate(list_of(spec, "workerGroupSpecs")):
@@ -164,8 +164,8 @@ def ray_groups(manifest: Manifest) -> Iterator[tuple[Place, dict[str, Any], bool
 
 def pods_of(manifest: Manifest) -> list[Pods]:
     """Every pod template of an object."""
-    root, body = Place(manifest), manifest.body
-    found: list[tuple[Place, Any, int, bool]] = []
+    root, body = ManifestPlace(manifest), manifest.body
+    found: list[tuple[ManifestPlace, Any, int, bool]] = []
     if is_kind(manifest, "", "Pod"):
         found = [(root, body, 1, False)]
     elif is_kind(manifest, "apps", "Deployment", "StatefulSet", "ReplicaSet", "DaemonSet"):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from posttrain.launch.instances import GPU_RESOURCE
-from posttrain.launch.lint.findings import Findings, Place
+from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.kueue_rules import GROUP as KUEUE
 from posttrain.launch.lint.reading import (
     get,
@@ -52,7 +52,9 @@ class _Index:
                 return manifest
         return None
 
-    def check(self, place: Place, group: str, kind: str, name: object, namespace: str | None = None) -> Findings:
+    def check(
+        self, place: ManifestPlace, group: str, kind: str, name: object, namespace: str | None = None
+    ) -> Findings:
         """An error if objects of this kind are in the files, and none has this name."""
         known = self.of(group, kind)
         if not name or not known or self.find(group, kind, str(name), namespace):
@@ -74,7 +76,11 @@ def check_references(manifests: Sequence[Manifest]) -> Findings:
     for manifest in manifests:
         key = (manifest.group, manifest.kind, manifest.namespace, manifest.name)
         if manifest.name and key in seen:
-            yield Place(manifest).at("metadata", "name").error("twice", manifest.name, "stands twice in the files")
+            yield (
+                ManifestPlace(manifest)
+                .at("metadata", "name")
+                .error("twice", manifest.name, "stands twice in the files")
+            )
         seen.add(key)
         yield from _check_services(manifest, index)
         yield from _check_volumes(manifest, index)
@@ -100,7 +106,7 @@ def _check_services(manifest: Manifest, index: _Index) -> Findings:
         if service is None:
             yield here.error("headless-service", name, "no Service of this name in these files and this namespace")
             continue
-        root, own = Place(service).at("spec"), map_of(service.body, "spec")
+        root, own = ManifestPlace(service).at("spec"), map_of(service.body, "spec")
         if own.get("clusterIP") != "None":
             yield root.at("clusterIP").error(
                 "headless-service", own.get("clusterIP"), "the Service has one address", "None"
@@ -137,7 +143,7 @@ def _check_volumes(manifest: Manifest, index: _Index) -> Findings:
                             "reference", get(item, "key"), "ConfigMap lacks it"
                         )
     if is_kind(manifest, "", "PersistentVolumeClaim"):
-        spec, root = map_of(manifest.body, "spec"), Place(manifest).at("spec")
+        spec, root = map_of(manifest.body, "spec"), ManifestPlace(manifest).at("spec")
         yield from index.check(
             root.at("storageClassName"), "storage.k8s.io", "StorageClass", spec.get("storageClassName")
         )
@@ -149,7 +155,7 @@ def _check_volumes(manifest: Manifest, index: _Index) -> Findings:
 
 
 def _check_queues(manifest: Manifest, index: _Index) -> Findings:
-    root = Place(manifest)
+    root = ManifestPlace(manifest)
     if is_volcano_job(manifest):
         name = get(manifest.body, "spec", "queue")
         if name == "root":
@@ -175,7 +181,7 @@ def _check_queues(manifest: Manifest, index: _Index) -> Findings:
         )
 
 
-def _check_quota(manifest: Manifest, place: Place, queue: str, index: _Index) -> Findings:
+def _check_quota(manifest: Manifest, place: ManifestPlace, queue: str, index: _Index) -> Findings:
     local = index.find(KUEUE, "LocalQueue", queue, manifest.namespace)
     cluster = (
         index.find(KUEUE, "ClusterQueue", str(get(local.body, "spec", "clusterQueue"))) if local is not None else None
@@ -220,7 +226,7 @@ def _check_volcano_config(manifest: Manifest, index: _Index) -> Findings:
     actions = re.search(r"^actions:\s*[\"']?([^\"'\n]*)", text, re.MULTILINE)
     if actions is None or "enqueue" not in actions[1] or not re.search(r"name:\s*overcommit", text):
         return
-    place = Place(manifest).at("data", VOLCANO_CONFIG)
+    place = ManifestPlace(manifest).at("data", VOLCANO_CONFIG)
     message = "a gang larger than the machines that exist is not enqueued, so no pods wait, and Karpenter buys nothing"
     has_pools = bool(index.of("karpenter.sh", "NodePool"))
     finding = place.error if has_pools else place.warning
@@ -236,7 +242,7 @@ def _check_classes(manifest: Manifest, index: _Index) -> Findings:
     if not is_kind(manifest, "karpenter.sh", "NodePool"):
         return
     reference = map_of(manifest.body, "spec", "template", "spec", "nodeClassRef")
-    place = Place(manifest).at("spec", "template", "spec", "nodeClassRef", "name")
+    place = ManifestPlace(manifest).at("spec", "template", "spec", "nodeClassRef", "name")
     if reference.get("kind") not in (None, "EC2NodeClass") or not reference.get("name"):
         return
     if not index.of("karpenter.k8s.aws", "EC2NodeClass"):
@@ -250,7 +256,7 @@ def _check_classes(manifest: Manifest, index: _Index) -> Findings:
     most = quantity(limits.get(GPU_RESOURCE))
     if most is not None and size > most:
         yield (
-            Place(manifest)
+            ManifestPlace(manifest)
             .at("spec", "limits", GPU_RESOURCE)
             .error(
                 "quota-too-small",

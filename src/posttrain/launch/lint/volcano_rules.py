@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from posttrain.launch.lint.findings import Findings, Place
+from posttrain.launch.lint.findings import Findings, ManifestPlace
 from posttrain.launch.lint.reading import get, is_kind, is_volcano_job, list_of, map_of, number
 from posttrain.launch.manifest_files import Manifest
 
@@ -34,7 +34,7 @@ def check_volcano(manifest: Manifest) -> Findings:
         yield from _check_queue(manifest)
     if not is_volcano_job(manifest):
         return
-    root, spec = Place(manifest).at("spec"), map_of(manifest.body, "spec")
+    root, spec = ManifestPlace(manifest).at("spec"), map_of(manifest.body, "spec")
     tasks = [task for task in list_of(spec, "tasks") if isinstance(task, dict)]
     if not tasks:
         yield root.at("tasks").error("volcano-tasks", spec.get("tasks"), "a job needs at least one task")
@@ -47,7 +47,7 @@ def check_volcano(manifest: Manifest) -> Findings:
     yield from _check_restarts(root, spec, tasks)
 
 
-def _check_gang(root: Place, spec: dict[str, Any], tasks: list[Any]) -> Findings:
+def _check_gang(root: ManifestPlace, spec: dict[str, Any], tasks: list[Any]) -> Findings:
     total = sum(number(task.get("replicas"), 1) for task in tasks)
     least = spec.get("minAvailable")
     if isinstance(least, int) and least > total:
@@ -60,7 +60,7 @@ def _check_gang(root: Place, spec: dict[str, Any], tasks: list[Any]) -> Findings
         yield root.at("schedulerName").error("volcano-scheduler", spec["schedulerName"], "must be volcano")
 
 
-def _check_tasks(root: Place, tasks: list[Any]) -> Findings:
+def _check_tasks(root: ManifestPlace, tasks: list[Any]) -> Findings:
     names = [task.get("name") for task in tasks]
     for index, name in enumerate(names):
         here = root.at("tasks", index, "name")
@@ -70,7 +70,7 @@ def _check_tasks(root: Place, tasks: list[Any]) -> Findings:
             yield here.error("volcano-tasks", name, "stands twice")
 
 
-def _check_plugins(root: Place, spec: dict[str, Any], tasks: list[Any]) -> Findings:
+def _check_plugins(root: ManifestPlace, spec: dict[str, Any], tasks: list[Any]) -> Findings:
     plugins = map_of(spec, "plugins")
     for name in plugins:
         if name not in _PLUGINS:
@@ -93,7 +93,7 @@ def _check_plugins(root: Place, spec: dict[str, Any], tasks: list[Any]) -> Findi
             yield root.at("plugins", "pytorch").error("volcano-plugins", argument, "no task has this name")
 
 
-def _check_policies(place: Place, policies: list[Any]) -> Findings:
+def _check_policies(place: ManifestPlace, policies: list[Any]) -> Findings:
     name, matches_all = "volcano-policy", False
     for index, policy in enumerate(policies):
         here = place.at(index)
@@ -123,7 +123,7 @@ def _events(policy: Any) -> list[Any]:
     return [*([get(policy, "event")] if get(policy, "event") is not None else []), *list_of(policy, "events")]
 
 
-def _check_restarts(root: Place, spec: dict[str, Any], tasks: list[Any]) -> Findings:
+def _check_restarts(root: ManifestPlace, spec: dict[str, Any], tasks: list[Any]) -> Findings:
     policies = [*list_of(spec, "policies"), *(policy for task in tasks for policy in list_of(task, "policies"))]
     restarts = [
         policy
@@ -145,7 +145,7 @@ def _check_restarts(root: Place, spec: dict[str, Any], tasks: list[Any]) -> Find
 
 
 def _check_queue(manifest: Manifest) -> Findings:
-    root = Place(manifest)
+    root = ManifestPlace(manifest)
     weight = get(manifest.body, "spec", "weight")
     if weight is not None and number(weight, 0) < 1:
         yield root.at("spec", "weight").error("volcano-queue", weight, "must be a whole number of at least 1")

@@ -41,7 +41,7 @@ _POLL_S = 0.2
 _MEANINGS = {EXIT_ERROR_FOUND: NO_PROGRESS, 129: INTERRUPTED, 143: INTERRUPTED}
 
 
-class Head(Member):
+class HeadMember(Member):
     def __init__(self, settings: NodeSettings, environment: Mapping[str, str]) -> None:
         super().__init__(settings, environment)
         self.members: dict[int, Link] = {}  # by rank
