@@ -70,6 +70,7 @@ def _math_verify_scorer(
     readings: Readings, *, as_math_verify: bool, **comparison: Any
 ) -> Callable[[ScoringItem], float]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from sympy import SympifyError
 
     # It warns that its own time limits are off. They rely on signals; the pool's limit does not.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -96,7 +97,10 @@ def _math_verify_scorer(
     def read_response(text: str) -> list[Any]:
         # GSM8K ends with `#### 33`; without this, "the answer as a percentage: 33.3" further up would win.
         line = _LAST_LINE.search(text) if last_boxed(text) is None else None
-        return (read(line[1], response_targets) if line else []) or read(text, response_targets)
+        try:
+            return (read(line[1], response_targets) if line else []) or read(text, response_targets)
+        except SympifyError:  # digits of other scripts, which math-verify takes for numbers and sympy cannot read
+            return []
 
     def is_equal(truth: Any, answer: Any) -> bool:
         equal = bool(verify(truth, answer, timeout_seconds=None, raise_on_error=True, **comparison))

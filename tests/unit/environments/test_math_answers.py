@@ -181,6 +181,11 @@ def test_numbers_that_differ_are_not_equal_because_both_are_cut_off(
     assert hf_score(item(f"\\boxed{{{response}}}", reference)) == reward
 
 
+@pytest.mark.parametrize("answer", ["The answer is \u07c4", "\\boxed{\u07c4}"])
+def test_digits_of_another_script_are_a_wrong_answer(hf_score: Callable[[ScoringItem], float], answer: str) -> None:
+    assert hf_score(item(answer, "4")) == 0.0
+
+
 @pytest.mark.parametrize("reference", ["5", "x<2", "[0,1]", r"\{1,2\}", r"(-\infty,3)"])
 @pytest.mark.parametrize(
     "response",
