@@ -86,6 +86,7 @@ class GenerateSampling:
         self.model = model
         self.batch = batch
         self.model.config.use_cache = True
+        self.model.generation_config.eos_token_id = None  # `generate` takes from it what the call leaves out
 
     def sample(self, prompts: Sequence[Sequence[int]], work: Workload) -> Callable[[], Sampled]:
         group = work.num_samples

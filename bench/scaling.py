@@ -34,7 +34,8 @@ from posttrain.data.packing import MicroBatching
 from posttrain.engines.native.scheduler import PromptGroup, Sample, Scheduler, pages_for
 from posttrain.errors import InputError
 from posttrain.orchestration.rank import Rank
-from posttrain.orchestration.sharded import ShardedTrainer, SharedWeights
+from posttrain.orchestration.sharded import ShardedTrainer
+from posttrain.orchestration.weights import SharedWeights
 from posttrain.orchestration.workers import LocalWorker
 from posttrain.recipes.grpo import GrpoRecipe
 from posttrain.recipes.grpo_credit import build_credit, build_objective

@@ -176,7 +176,7 @@ def gathered(rank: PolicyTrainer, metrics: dict[str, float]) -> dict[str, float]
 
 def sampled(rank: PolicyTrainer, number: int) -> tuple[list[Any], int]:
     """Token ids by task, and the parameters that this rank held meanwhile."""
-    engine = engine_for_training(rank.model, rank.tokenizer, rank.config)
+    engine = engine_for_training(rank.model, rank.tokenizer, rank.config, rank.device)
     assert engine is not None
     tasks = [Task(at, str(at), "", tuple(range(5 + at, 9 + 2 * at))) for at in range(3)]
     mesh = rank.mesh.for_sampling

@@ -18,7 +18,7 @@ STEPS = 100  # so many that the run is not over before
 
 
 def cases(lab: Lab, short: bool) -> Iterable[Case]:
-    for scheduler in SCHEDULERS if not short else ():  # CI: tests/invariants/test_spot_is_exact.py
+    for scheduler in SCHEDULERS if not short else ():  # CI: tests/integration/test_spot_is_exact.py
         yield Case(scheduler, partial(lose_machines, lab, scheduler), tries=INTERRUPTIONS)
 
 

@@ -20,7 +20,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PARTS if name != "spot"])  # that: invariants/test_spot_is_exact.py
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "spot"])  # that: integration/test_spot_is_exact.py
 def test_promises_hold(name: str, lab: Lab) -> None:
     result = run_part(PARTS[name], lab, SEED, short=True)
     failed = [f"{one.case}: {one.message}\n{result.repro(one)}" for one in result.outcomes if one.verdict == "failed"]

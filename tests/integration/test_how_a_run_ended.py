@@ -13,8 +13,8 @@ import pytest
 from tiny_runs import run, save_data, save_model, sft
 
 from posttrain import build
+from posttrain.api import start
 from posttrain.attempts import read_attempts
-from posttrain.cli import train_command
 from posttrain.reporting import recorder
 
 
@@ -115,7 +115,7 @@ def test_a_signal_before_the_loop_ends_the_attempt_and_leaves_nothing(
     if moment == "the model is loaded":
         monkeypatch.setattr(build, "start_workers", interrupted)
     else:
-        monkeypatch.setattr(train_command, "quieten_libraries", interrupted)
+        monkeypatch.setattr(start, "quieten_libraries", interrupted)
     assert run(arguments) == 143
     assert "posttrain: SIGTERM: stopped at once" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

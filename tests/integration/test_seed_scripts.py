@@ -235,7 +235,9 @@ def test_llama_on_deepscaler_with_conversion_and_evaluation(run_script: RunScrip
         EVAL_SIZES="generation.vllm_cfg.precision=float32 data.prompt_file=null generation.vllm_cfg.max_model_len=48",
     )
     assert trained_steps(folder) == [1, 2]
-    assert "metrics stay in the run folder" in said, "W&B is accepted, and said to do nothing"
+    assert "wandb is not installed: pip install 'posttrain[wandb]'" in said, (
+        "a logger without its client does not end a run"
+    )
     for file in ("config.yaml", "training_info.json", "policy/tokenizer/tokenizer.json", "policy/weights/model"):
         assert f"{folder}/step_2/{file}" in said
     assert (folder / "hf" / "config.json").is_file()

@@ -32,7 +32,7 @@ def _subdomain(name: str | None) -> str | None:
 
 class ClusterSection(Section):
     kind: Literal["eks", "gke", "kubernetes", "local"] = Field(
-        description="Who runs the cluster; decides fabric, Spot and storage. local is this machine."
+        description="Who runs the cluster; decides fabric, Spot and storage; local is this machine."
     )
     context: str | None = Field(default=None, description="Context of the kubeconfig; null is the current one.")
     namespace: str = Field(default="default", description="Namespace of everything that a run creates.")

@@ -78,9 +78,7 @@ def test_keyword_arguments_receive_everything_that_is_not_asked_for_by_name(tmp_
     assert score(ITEM) == ("<user>2+2?", "four", "4")
 
 
-@pytest.mark.parametrize(
-    "parameters", ["", "response, gold", "prompts, completions, **kw", "a, b, c, d", "response, x, y"]
-)
+@pytest.mark.parametrize("parameters", ["", "response, gold", "a, b, c, d", "response, x, y"])
 def test_a_signature_that_cannot_be_served_is_refused(tmp_path: Path, parameters: str) -> None:
     with pytest.raises(FunctionLoadError, match="parameters must be some of prompt, response"):
         scorer_of(tmp_path, f"def f({parameters}): return 1")

