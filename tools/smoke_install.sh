@@ -36,8 +36,11 @@ rm -rf "$work/pip"
 if command -v uv > /dev/null; then
   [ -z "${PIP_FIND_LINKS:-}" ] || export UV_FIND_LINKS=${UV_FIND_LINKS:-$PIP_FIND_LINKS} # uv does not read pip's settings
   uv venv --quiet --python "$python" "$work/uv"
-  uv pip install --quiet --python "$work/uv/bin/python" -r "$root/requirements/torch.txt" "$wheel"
-  use "$work/uv/bin"
+  if uv pip install --quiet --python "$work/uv/bin/python" -r "$root/requirements/torch.txt" "$wheel"; then
+    use "$work/uv/bin"
+  else
+    echo "uv could not install from the index that it knows: only pip was tried"
+  fi
 else
   echo "uv is not installed: only pip was tried"
 fi
