@@ -46,10 +46,11 @@ test-loggers: setup
 	OMP_NUM_THREADS=1 $(LOGGERS)/bin/python -m pytest tests/integration/test_trackers.py tests/unit/reporting/test_sinks.py
 
 # Invariants must hold with the kernels of every CPU. `make test` uses the best ones that this CPU has; here are the others.
+# Without the slow ones: they start Ray or kill runs, and compare runs that use the same kernels.
 invariants: setup
 	set -e; for capability in $$($(BIN)/python tests/cpu_capabilities.py); do \
 	  echo "tests/invariants with ATEN_CPU_CAPABILITY=$$capability"; \
-	  ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/invariants; \
+	  ATEN_CPU_CAPABILITY=$$capability OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow" tests/invariants; \
 	done
 
 lint: setup
