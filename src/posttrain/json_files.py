@@ -20,6 +20,7 @@ JsonObject = dict[str, Any]
 JsonMapping = Mapping[str, Any]  # the same, not to be changed
 
 MAX_DEPTH = 100
+_PIECE_BYTES = 2**20
 MAX_FILE_BYTES = 256 * 2**20  # of a file that describes a model, a run or a registry; data is read row by row
 
 
@@ -82,11 +83,13 @@ def read_json(path: Path, error: type[InputError] = InputError) -> JsonObject:
 def read_at_most(path: Path, max_bytes: int) -> bytes:
     """The content of a file, also of one without an end such as /dev/zero; ValueError if it is longer."""
     refuse_pipe(path)
+    content = bytearray()
     with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
+        while piece := file.read(min(_PIECE_BYTES, max_bytes + 1 - len(content))):  # read(n) reserves n bytes at once
+            content += piece
     if len(content) > max_bytes:
         raise ValueError(f"more than {max_bytes / 2**20:g} MiB")
-    return content
+    return bytes(content)
 
 
 def refuse_pipe(path: str | Path) -> None:

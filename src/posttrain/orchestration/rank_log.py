@@ -7,6 +7,8 @@ hangs, the stacks of its threads follow shortly before the driver's deadline.
 from __future__ import annotations
 
 import faulthandler
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -41,12 +43,22 @@ class RankLog:
         begin = time.monotonic()
         self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {name} …")
         self._file.flush()
-        faulthandler.dump_traceback_later(_SHARE_OF_DEADLINE * deadline_s(name), file=self._file)
+        timer = threading.Timer(_SHARE_OF_DEADLINE * deadline_s(name), self._write_stacks)
+        timer.daemon = True
+        timer.start()
         try:
             yield
         except BaseException:
             self._file.write(f" failed after {time.monotonic() - begin:.1f} s\n{redact(traceback.format_exc())}")
             raise
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            timer.cancel()
         self._file.write(f" {time.monotonic() - begin:.3f} s\n")
+
+    def _write_stacks(self) -> None:
+        """Under the interpreter's lock: faulthandler's timer reads frames that run on meanwhile, and can crash the process."""
+        assert self._file is not None
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            stack = "".join(traceback.format_stack(frame))
+            self._file.write(redact(f"\nthread {names.get(ident, ident)}\n{stack}"))
