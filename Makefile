@@ -85,7 +85,7 @@ measure: setup
 bench: setup
 	$(BIN)/python bench/cpu_vs_trl.py
 
-# vLLM has an environment of its own: its pins never meet ours. For a GPU: python tools/vllm_env.py .vllm-venv
+# vLLM has an environment of its own: its pins do not affect ours. For a GPU: python tools/vllm_env.py .vllm-venv
 VLLM_VENV ?= .vllm-venv
 vllm-env: setup
 	test -f $(VLLM_VENV)/.installed || $(BIN)/python tools/vllm_env.py $(VLLM_VENV) --cpu

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The doctor on small runs that are healthy, and on runs made sick in twelve ways: what it finds, and whether its fix mends.
+"""The doctor on small healthy runs, and on runs made sick in twelve ways: what it finds, and whether its fix works.
 
     python bench/doctor_runs.py --folder /tmp/doctor_runs                 all runs, on one core, in about half an hour
     python bench/doctor_runs.py --folder /tmp/doctor_runs --only lr grpo  those whose names begin with one of these
@@ -7,8 +7,8 @@
 
 The model is the demo's: it has learnt the format of an answer from examples that are mostly wrong. A healthy run should have no
 error and at most one note. A sick run should have an error or a warning of one of the rules that are expected for it. Then the
-first fix of its first finding is applied, and the run with it is looked at like a healthy one; what is found there is mended in
-the same way, three times at most. A fix that is no setting (mend the reward, remove duplicates) is made as the case says.
+first fix of its first finding is applied, and the run with it is looked at like a healthy one; what is found there is fixed in
+the same way, three times at most. A fix that is no setting (fix the reward, remove duplicates) is made as the case says.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Case:
     name: str
     kind: str
     settings: tuple[str, ...] = ()
-    expected: tuple[str, ...] = ()  # rules of which one has to speak; none: the run is healthy
-    mend: tuple[str, ...] = ()  # in place of the doctor's fix, where that is no setting
+    expected: tuple[str, ...] = ()  # rules of which one must report; none: the run is healthy
+    fix: tuple[str, ...] = ()  # in place of the doctor's fix, where that is no setting
     noisy_sampler: bool = False
 
 
@@ -168,12 +168,12 @@ def main() -> int:
             continue
         settings, report = case.settings, found
         for number in range(1, MAX_FIXES + 1):
-            fix = case.mend if number == 1 and case.mend else first_setting(report)
-            mended = look(folder, case, (*settings, *fix), f"-mended-{number}", args.look) if fix else None
-            if mended is None:
+            fix = case.fix if number == 1 and case.fix else first_setting(report)
+            fixed = look(folder, case, (*settings, *fix), f"-fixed-{number}", args.look) if fix else None
+            if fixed is None:
                 break
-            settings, report = (*settings, *fix), mended
-            rows.append([f"  {number}. {' '.join(fix)}".replace(str(folder), "."), "mended", verdict(report), ""])
+            settings, report = (*settings, *fix), fixed
+            rows.append([f"  {number}. {' '.join(fix)}".replace(str(folder), "."), "fixed", verdict(report), ""])
             if is_healthy(report):
                 break
         unmended += not is_healthy(report)

@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["RAY_ADDRESS"] = "local"  # nor a Ray cluster that runs on this machine
 
-# A busy machine is no bug: no deadlines. The same examples every time: a red test stays red until it is mended.
+# A busy machine is no bug: no deadlines. The same examples every time: a red test stays red until it is fixed.
 settings.register_profile("posttrain", deadline=None, derandomize=True, database=None)
 settings.load_profile("posttrain")
 

@@ -15,9 +15,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import byte_tokenizer, tiny_model
 
+from posttrain.serve.listener import listen
 from posttrain.serve.loading import build_service
 from posttrain.serve.options import EngineOptions, ServeOptions
-from posttrain.serve.server import DrainingServer, listen
+from posttrain.serve.server import DrainingServer
 from posttrain.serve.service import Service
 
 VOCAB_SIZE = 260  # that of the tokenizer of bytes

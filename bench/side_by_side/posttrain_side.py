@@ -80,7 +80,7 @@ class WatchedAlgorithm:
         wall, cpu = time.perf_counter(), time.process_time()
         report = self.algorithm.step(step)
         seconds, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        self.helpers |= peaks_of_helpers()  # whoever looks from outside may miss those of a short run
+        self.helpers |= peaks_of_helpers()  # a look from outside may miss those of a short run
         name, stage = ("reference", "policy_and_reference_logprobs") if self.pairs else ("generation", "generation")
         stages = {name: report.timings_s[stage], "training": seconds - report.timings_s[stage]}
         loss, grad_norm = report.metrics["loss"], report.metrics["grad_norm"]

@@ -22,7 +22,7 @@ class CheckpointError(InputError):
     """A checkpoint that cannot be used by this run. The message names the file and what is wrong with it."""
 
 
-# What the user can mend at the path that the error names: it is missing, of another kind, not allowed, not a name.
+# What the user can fix at the path that the error names: it is missing, of another kind, not allowed, not a name.
 _OF_A_PATH = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM, errno.EROFS,
     errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ, errno.ENXIO,
@@ -66,7 +66,7 @@ def storage_error(error: BaseException) -> StorageError | None:
         return None
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     return StorageError(
-        f"{place_and_reason(error)}{notes}. The run had begun, so this is a fault of the storage: when it is mended, the same "
+        f"{place_and_reason(error)}{notes}. The run had begun, so this is a fault of the storage: when it is fixed, the same "
         "command resumes from the newest checkpoint"
     )
 

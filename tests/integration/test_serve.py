@@ -28,9 +28,10 @@ from posttrain.engines.choose_engine import load_for_sampling
 from posttrain.errors import InputError
 from posttrain.serve import server as serve_server
 from posttrain.serve.canary import CanaryRules
+from posttrain.serve.listener import listen
 from posttrain.serve.loading import build_service
 from posttrain.serve.options import ServerLimits
-from posttrain.serve.server import DrainingServer, listen
+from posttrain.serve.server import DrainingServer
 from posttrain.types import NoiseKey, Sampling, Task
 
 HELLO = [{"role": "user", "content": "hello"}]

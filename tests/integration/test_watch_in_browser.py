@@ -14,10 +14,11 @@ import pytest
 from browsers import chromium
 from made_runs import append, conversation_group, make_run, write_attempt, write_groups, write_step
 
+from posttrain.serve.listener import listen
 from posttrain.ui.access import Access
 from posttrain.ui.catalogue import Catalogue
 from posttrain.ui.places import LocalPlace
-from posttrain.ui.server import WatchServer, listen
+from posttrain.ui.server import WatchServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

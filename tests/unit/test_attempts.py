@@ -208,7 +208,7 @@ def test_a_live_holder_whose_record_cannot_be_parsed_keeps_the_folder(content: s
         take(tmp_path, clock=lambda: 1001.0)
     first.confirm()
     first.beat()
-    assert [one.token for one in read_attempts(tmp_path)] == [first.record.token], "the next beat mends it"
+    assert [one.token for one in read_attempts(tmp_path)] == [first.record.token], "the next beat fixes it"
 
 
 def test_a_record_with_a_key_of_a_newer_version_is_read(tmp_path: Path) -> None:

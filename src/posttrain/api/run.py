@@ -104,7 +104,7 @@ class Run:
         return read_rollouts(files[wanted])
 
     def doctor(self) -> Findings:
-        """What is wrong with the run, with the settings that mend it. Shown as text, and a list of findings."""
+        """What is wrong with the run, with the settings that fix it. Shown as text, and a list of findings."""
         from posttrain.reporting.examination import examine_folder
 
         return Findings(examine_folder(self.folder)[1])

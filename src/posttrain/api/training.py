@@ -54,7 +54,7 @@ def grpo(
         also resume_with_changes, restart, quiet and verbose, which are switches of the command line.
 
     The same call resumes a run that was stopped. Returns the run when it is finished; raises RunFailed if it ended without
-    success, KeyboardInterrupt after Ctrl-C (the run is saved first), and InputError for what must be mended.
+    success, KeyboardInterrupt after Ctrl-C (the run is saved first), and InputError for what must be fixed.
     """
     return _train("grpo", model, data, reward, validation, config, **settings)
 

@@ -1,4 +1,4 @@
-"""`posttrain doctor`: what is wrong with a run, and the setting that mends it."""
+"""`posttrain doctor`: what is wrong with a run, and the setting that fixes it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ exit codes: 0 no error found · 3 an error found · 64 no run in the folder
 
 
 def add_parser(commands: Subparsers) -> None:
-    parser = add_command(commands, "doctor", "what is wrong with a run, and the setting that mends it", epilog=EPILOG)
+    parser = add_command(commands, "doctor", "what is wrong with a run, and the setting that fixes it", epilog=EPILOG)
     parser.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the folder of a run")
     parser.add_argument("--rules", action="store_true", help="print the rules instead")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")

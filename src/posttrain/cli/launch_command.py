@@ -238,7 +238,8 @@ def _check(args: argparse.Namespace) -> int:
             print(finding)
         for skipped in report.skipped:
             print(f"not checked: {skipped}", file=sys.stderr)
-        print(f"{len(report.manifests)} objects: {_counts(report)}")
+        number = len(report.manifests)
+        print(f"{number} object{'' if number == 1 else 's'}: {_counts(report)}")
     return InputError.exit_code if report.errors else 0
 
 

@@ -69,7 +69,7 @@ Tune language models from preferences and rewards.
   posttrain eval results/grpo data.dataset_name=gsm8k
                                                    measure a checkpoint; eval compare A B sets two side by side
   posttrain status results/grpo                    is a run alive, who holds its folder, why did it stop
-  posttrain doctor results/grpo                    what is wrong with a run, and the setting that mends it
+  posttrain doctor results/grpo                    what is wrong with a run, and the setting that fixes it
   posttrain watch results                          curves, rollouts and findings of runs in the browser, live
   posttrain log sync results/grpo --to wandb       send a run to TensorBoard, W&B, MLflow, Trackio or SwanLab
   posttrain config show grpo --config FILE         every setting, and where it came from

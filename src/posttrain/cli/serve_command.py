@@ -149,7 +149,7 @@ def _add_canary(parser: argparse.ArgumentParser) -> None:
         "--canary-max-error-rate",
         type=float,
         metavar="RATE",
-        help=f"more sends everybody back ({usual.max_error_rate:g})",
+        help=f"more sends all traffic back ({usual.max_error_rate:g})",
     )
     group.add_argument(
         "--canary-min-requests", type=int, metavar="N", help=f"before that is judged ({usual.min_requests})"

@@ -6,6 +6,7 @@ A config file has the full names, and so has the `config.yaml` of a run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from posttrain.config.errors import ConfigError
 from posttrain.config.overrides import parse_override
@@ -40,6 +41,7 @@ ALIASES_OF_KIND = {
     },
     "dpo": {"beta": "dpo.reference_policy_kl_penalty"},
 }
+_CLOSE = 0.75  # no section of a config is that close to a short name
 # Written with their section, and in the wrong one.
 MISPLACED = {"policy.learning_rate": "lr", "policy.lr": "lr", "policy.optimizer.lr": "lr"}
 
@@ -74,6 +76,8 @@ def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
     if name == "data" and not value.lstrip().startswith(("{", "[")):
         quoted = "'" + value.replace("'", "''") + "'"
         return [f"data.train={{dataset_name: {DATASETS.get(kind, 'ResponseDataset')}, data_path: {quoted}}}"]
+    if name not in short_names(kind) and (near := get_close_matches(name, short_names(kind), 1, _CLOSE)):
+        raise ConfigError(f"command line: unknown key `{name}`; did you mean `{near[0]}`?")
     return [text]
 
 

@@ -48,6 +48,6 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A section that posttrain reads nothing from but its switch: keys it has not heard of are carried along."""
+    """A section that posttrain reads nothing from but its switch: unknown keys are carried along."""
 
     model_config = ConfigDict(extra="allow")

@@ -177,7 +177,7 @@ RULES: tuple[KeyRule, ...] = (
     KeyRule("data.add_bos", bool, "leaving out the start token that the chat template writes"),
     KeyRule("data.add_eos", bool, "answers without their end"),
     KeyRule(
-        "data.add_generation_prompt", _anything, "the header of an answer belongs to the prompt and is never trained"
+        "data.add_generation_prompt", _anything, "the header of an answer is part of the prompt and is never trained"
     ),
     KeyRule("data.*.tool_key", lambda value: value is None, _OPENAI_FORMAT),
     KeyRule("data.*.use_preserving_dataset", _off, _OPENAI_FORMAT),

@@ -119,7 +119,7 @@ class RegistrySection(Section):
 class CanarySection(Section):
     share: Fraction = Field(default=0.1, description="Share of the users, or of requests, that the canary answers.")
     max_error_rate: Fraction = Field(
-        default=0.05, description="Share of failed answers above which everybody goes back to production."
+        default=0.05, description="Share of failed answers above which all traffic goes back to production."
     )
     min_requests: Annotated[int, Field(ge=1, le=200)] = Field(
         default=20, description="Answers before the share of failures is judged."

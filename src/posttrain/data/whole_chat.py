@@ -1,7 +1,7 @@
 """Conversations as a reward model reads them: whole, exactly as the chat template writes them.
 
 A language model is trained up to the end of its turn, because sampling stops there. A reward model reads finished
-conversations, and everybody who uses one (`transformers`, TRL, vLLM) hands it `apply_chat_template` of all messages, which
+conversations, and its users (`transformers`, TRL, vLLM) pass it `apply_chat_template` of all messages, which
 often prints something after the last turn. The score is read at the last token, so that something must be there.
 """
 

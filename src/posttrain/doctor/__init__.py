@@ -1,4 +1,4 @@
-"""Names what is wrong with a run and the setting that mends it, from the run's metrics. docs/doctor.md lists the rules."""
+"""Names what is wrong with a run and the setting that fixes it, from the run's metrics. docs/doctor.md lists the rules."""
 
 from posttrain.doctor.doctor import Doctor
 from posttrain.doctor.findings import Answer, Finding, Severity, worst

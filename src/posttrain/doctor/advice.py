@@ -45,7 +45,7 @@ ADVICE = {
     ),
     "unscored": (
         "The reward function raised, timed out or gave no number. Those answers are left out of training. The reasons"
-        " are counted in `unscored.jsonl`. Mend the function, or give it more time: `env.NAME.timeout_s`."
+        " are counted in `unscored.jsonl`. Fix the function, or give it more time: `env.NAME.timeout_s`."
     ),
     "sampler-mismatch": (
         "The sampler gives its tokens other probabilities than the trainer does, so the gradient is that of another "
@@ -75,7 +75,7 @@ ADVICE = {
         "such as length, or the same pairs repeat. `posttrain data inspect` shows both."
     ),
     "memorised": (
-        "Training pairs are ranked rightly and held-out ones are not: the model has learnt the pairs by heart. Fewer "
+        "Training pairs are ranked rightly and held-out ones are not: the model has memorised the pairs. Fewer "
         "epochs, more data, no duplicates."
     ),
     "equal-pairs": (

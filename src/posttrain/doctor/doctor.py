@@ -35,7 +35,7 @@ class Doctor:
         return worst_first(list(self._found.values()))
 
     def observe(self, row: JsonMapping) -> list[Finding]:
-        """What a row of metrics.jsonl adds: rules that speak for the first time, or of something worse than before."""
+        """What a row of metrics.jsonl adds: rules that report for the first time, or something worse than before."""
         self.history.append(row)
         if not any(key.startswith("train/") for key in row):
             return []  # a validation before or beside the steps: the next step looks at it

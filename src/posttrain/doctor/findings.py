@@ -1,4 +1,4 @@
-"""What the doctor says: one problem of a run, its evidence, and the setting that mends it."""
+"""What the doctor says: one problem of a run, its evidence, and the setting that fixes it."""
 
 from __future__ import annotations
 

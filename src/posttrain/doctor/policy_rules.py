@@ -316,7 +316,7 @@ def unscored(run: History) -> Sighting | None:
         "train/unscored",
         failed[-1],
         text,
-        ("mend the reward", *fixes),
+        ("fix the reward", *fixes),
         "unscored",
     )
 

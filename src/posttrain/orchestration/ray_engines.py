@@ -25,7 +25,7 @@ from posttrain.policy.weight_files import SentWeights
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_REPLACEMENTS = 2  # in one call: what ends every new process too, another one does not mend
+MAX_REPLACEMENTS = 2  # in one call: what ends every new process too, another one does not fix
 _GRACE_S = 10.0  # the wait for all engines ends before that for one, with a message that names those that are late
 
 

@@ -270,7 +270,7 @@ class RunRecorder:
             ending = "nothing scored"
             reason += (
                 f", but not one of the {num_rollouts:.0f} rollouts could be scored, so nothing was learnt. {UNSCORED_FILE} has "
-                "the reasons; mend the reward, and begin again with --restart"
+                "the reasons; fix the reward, and begin again with --restart"
             )
         elif self._lost_step is not None:
             ending = "record lost"

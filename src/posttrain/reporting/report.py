@@ -107,7 +107,7 @@ def _health_tile(run: RunData) -> Html:
 
 
 def _findings(run: RunData) -> Html:
-    """What is wrong with the run, the worst first, with the setting that mends it."""
+    """What is wrong with the run, the worst first, with the setting that fixes it."""
     if not run.findings:
         return Html()
     articles = [

@@ -1,4 +1,4 @@
-"""`workers.jsonl`: what the processes of a run are doing, for whoever looks at it from outside.
+"""`workers.jsonl`: what the processes of a run are doing, for readers outside the run.
 
     {"step": 7, "time": 1763290000.1, "phase": "Training policy"}            a phase begins
     {"step": 7, "time": 1763290004.9, "phase": "step done", "ranks": [...]}  with host, process, device and memory of each rank
@@ -52,7 +52,7 @@ class WorkerRows:
         self._last_done = now
         if now >= self._next_ranks:
             self._next_ranks = now + RANKS_PERIOD_S
-            with suppress(Exception):  # what ails a rank is told by its next operation
+            with suppress(Exception):  # the next operation of a faulty rank raises its error
                 self._append({"step": step, "time": now, "phase": STEP_DONE, "ranks": list(self._ask_ranks())})
 
     def _append(self, row: Row) -> None:

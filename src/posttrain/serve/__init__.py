@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over the native engine. Needs the extra `serve`; nothing else of posttrain imports it."""
+"""An OpenAI-compatible server over the native engine. Needs the extra `serve`. The dashboard uses its listener."""

@@ -16,8 +16,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from posttrain.errors import InputError
 from posttrain.serve.app import create_app
+from posttrain.serve.listener import listen, url_of
 from posttrain.serve.protocol import ApiError
 from posttrain.serve.service import Service
 
@@ -122,29 +122,12 @@ def _is_silent(connection: Any) -> bool:
     return is_idle and getattr(connection, "timeout_keep_alive_task", None) is None
 
 
-def listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is explicit: asyncio sets TCP_NODELAY only on such sockets. Otherwise each response waits up to 40 ms for
-    # the client to acknowledge the previous packet.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-        return listener
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise InputError(f"cannot listen at {host}, port {port}: {error}") from error
-
-
 def run(service: Service, host: str, port: int, drain_timeout_s: float) -> int:
     """Serve until a signal; the exit code: 0, or 1 if requests were cut off."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with listen(host, port) as listener:
-        address = listener.getsockname()
-        shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-        ready = f"ready: http://{shown}:{address[1]}/v1  models: {', '.join(service.models)}"
-        server = DrainingServer(service, host, address[1], drain_timeout_s, lambda: say(ready))
+        ready = f"ready: {url_of(listener)}v1  models: {', '.join(service.models)}"
+        server = DrainingServer(service, host, listener.getsockname()[1], drain_timeout_s, lambda: say(ready))
         server.run(sockets=[listener])
     if server.num_cut:
         say(f"ended with {server.num_cut} samples unfinished")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from posttrain.errors import InputError
+from posttrain.serve.listener import listen, url_of
 from posttrain.ui.access import Access
 from posttrain.ui.app import create_app
 from posttrain.ui.catalogue import Catalogue
@@ -30,24 +30,9 @@ class WatchServer(uvicorn.Server):
         self._on_ready()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(128)
-        return listener
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise InputError(f"cannot listen at {host}, port {port}: {error}; --port 0 takes a free one") from error
-
-
 def run(catalogue: Catalogue, access: Access, host: str, port: int, *, on_ready: Callable[[str], None]) -> int:
     with listen(host, port) as listener:
-        address = listener.getsockname()
-        shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-        server = WatchServer(catalogue, access, lambda: on_ready(f"http://{shown}:{address[1]}/"))
+        server = WatchServer(catalogue, access, lambda: on_ready(url_of(listener)))
         server.run(sockets=[listener])
     print("posttrain watch: ended", file=sys.stderr)
     return 0

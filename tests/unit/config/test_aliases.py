@@ -9,7 +9,7 @@ import pytest
 from posttrain.config import load_config
 from posttrain.config.aliases import aliases_of, expand_aliases
 from posttrain.config.errors import ConfigError
-from posttrain.config.runs import KINDS
+from posttrain.config.runs import ALL_KINDS, KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import find, schema_of
 
 
@@ -40,6 +40,17 @@ def test_short_names_set_what_the_full_ones_set() -> None:
 )
 def test_expansion(text: str, full: list[str]) -> None:
     assert expand_aliases("dpo", [text]) == full
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_sections_are_not_taken_for_misspelt_short_names(kind: Kind) -> None:
+    for section in RUN_CONFIGS[kind].model_fields:
+        assert expand_aliases(kind, [f"{section}={{}}"]) == [f"{section}={{}}"]
+
+
+def test_a_misspelt_short_name_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key `stps`; did you mean `steps`\?"):
+        load_config("grpo", None, ["stps=3"])
 
 
 def test_lora_takes_a_rank() -> None:

@@ -271,7 +271,7 @@ def test_a_function_that_stops_importing_leaves_all_unscored_after_a_few_starts(
         assert "no worker of env.mine could start" in str(scores[0].error)
         assert "No module named 'no_such_module'" in str(scores[0].error)
         assert 1 <= len((tmp_path / "starts").read_text()) <= 4
-        file.write_text("def f(response): return 1\n")  # mended while the run goes on
+        file.write_text("def f(response): return 1\n")  # fixed while the run goes on
         assert [one.reward for one in score(environment, ["a"] * 3)] == [1.0] * 3
 
 

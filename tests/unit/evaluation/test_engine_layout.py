@@ -39,7 +39,7 @@ def test_engines_fill_the_gpus_of_the_cluster(
     engines.start_engines(config, MODEL)
     build, layout = started[0]
     assert (layout.num_nodes, layout.ranks_per_node, layout.gpus_per_rank) == (nodes, per_node, gpus)
-    assert not layout.is_process_group, "engines know nothing of each other"
+    assert not layout.is_process_group, "engines are independent of each other"
     assert (config.num_engines, config.num_devices) == (nodes * per_node, devices)
     several = VLLM in words and layout.num_ranks > 1
     assert (build.args[1].vllm_kwargs.get("distributed_executor_backend") == "mp") == several

@@ -20,7 +20,7 @@ _ALIGNMENT = 16  # bytes; the digest reads words of 8
 
 @dataclasses.dataclass
 class WeightBucket:
-    """What the receiver is told of one bucket. Plain values only: it travels as JSON."""
+    """Description of one bucket, for the receiver. Plain values only: it travels as JSON."""
 
     version: int  # of the weights
     index: int

@@ -61,7 +61,7 @@ def evaluate(expression: str) -> Fraction:
         raise ToolError(f"the expression is longer than {_MAX_CHARACTERS} characters")
     text = expression.translate(_SIGNS).replace("^", "**")
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).strip()
-    text = re.sub(r"(?<![\w.])0+(?=\d)", "", text)  # 07 is a number to everybody but Python
+    text = re.sub(r"(?<![\w.])0+(?=\d)", "", text)  # 07 is a number, though not in Python
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):

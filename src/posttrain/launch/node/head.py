@@ -36,7 +36,7 @@ MARGIN_S = 2.0  # of the time that is left: for the gang to end after the driver
 _GOODBYE_S = 1.0  # for members to take leave
 _RAY_START_S = 120.0
 _POLL_S = 0.2
-# Codes of a driver that schedulers need not know: stopped by the doctor, which a restart does not mend; stopped by a signal
+# Codes of a driver that schedulers need not know: stopped by the doctor, which a restart does not fix; stopped by a signal
 # with nothing to save.
 _MEANINGS = {EXIT_ERROR_FOUND: NO_PROGRESS, 129: INTERRUPTED, 143: INTERRUPTED}
 

@@ -148,11 +148,11 @@ def _ended(code: int, algorithm: str) -> tuple[int, str]:
     if code in (129, 143):
         return 85, "train: stopped before there was anything to save; the same command starts it again"
     if code == 74:
-        return code, f"train: the storage failed; see the error above. When it is mended, {again}"
+        return code, f"train: the storage failed; see the error above. When it is fixed, {again}"
     if code == 65:
         return (
             code,
-            "train: not one rollout could be scored, so nothing was learnt; see the reasons above and mend the reward",
+            "train: not one rollout could be scored, so nothing was learnt; see the reasons above and fix the reward",
         )
     if code in (75, 76):
         return code, f"train: another process is training in this folder; see above. When it has ended, {again}"

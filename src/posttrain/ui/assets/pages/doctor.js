@@ -1,4 +1,4 @@
-// What is wrong with a run, and the setting that mends it.
+// What is wrong with a run, and the setting that fixes it.
 import { get, watch } from "../api.js";
 import { button, h, note, section, table } from "../dom.js";
 import { findingCard, runHeader } from "../run_parts.js";
