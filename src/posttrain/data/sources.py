@@ -31,6 +31,7 @@ from posttrain.json_files import JsonMapping, parse_json
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz")
 MAX_LINE_BYTES = 256 << 20
 MAX_JSON_BYTES = 4 << 30  # of a file that holds one list
+HUB_SHARD = re.compile(r"-\d{5}-of-\d{5}\.parquet$")  # as the hub names the files of a split
 SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -260,6 +261,11 @@ def _files_of_split(filesystem: Any, root: str, split: str | None, default_split
     wanted = split or default_split
     chosen = [file for file in files if _has_word(names[file], wanted)]
     if chosen:
+        folders = sorted({os.path.dirname(names[file]) for file in chosen if HUB_SHARD.search(file)})
+        if len(folders) > 1:
+            raise DataError(
+                f"{root}: several subsets have the split {wanted!r}: {', '.join(folders)}; choose one with `subset`"
+            )
         return chosen
     unmarked = not any(_has_word(names[file], word) for file in files for word in SPLIT_WORDS)
     if len(files) == 1 or (split is None and unmarked):

@@ -109,6 +109,22 @@ def test_folder_without_splits_is_read_whole(tmp_path: Path) -> None:
         list(read_local(str(tmp_path), "test"))
 
 
+def test_folder_of_a_hub_dataset_with_several_subsets_needs_the_subset(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    for subset in ("main", "socratic"):
+        (tmp_path / subset).mkdir()
+        for split in ("train", "test"):
+            table = pyarrow.Table.from_pylist([{"name": subset}])
+            parquet.write_table(table, tmp_path / subset / f"{split}-00000-of-00001.parquet")
+    with pytest.raises(
+        DataError, match="several subsets have the split 'train': main, socratic; choose one with `subset`"
+    ):
+        list(read_local(str(tmp_path)))
+    assert [row.values["name"] for row in read_local(str(tmp_path), subset="socratic")] == ["socratic"]
+
+
 def test_subset_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "main").mkdir()
     (tmp_path / "main" / "rows.jsonl").write_text(lines(RECORDS))
