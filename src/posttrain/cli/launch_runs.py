@@ -121,8 +121,8 @@ def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
 
 
 def _price_lines(request: LaunchRequest, config: RunConfig) -> list[str]:
-    from posttrain.cli.plan_command import cost_on_cluster
     from posttrain.launch.prices import price_of
+    from posttrain.pipeline.predicted_cost import cost_on_cluster
 
     try:
         return cost_on_cluster(request.profile, config).lines()
