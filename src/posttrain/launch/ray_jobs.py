@@ -46,7 +46,7 @@ _PHASES = {
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _MEANINGS = {
     85: ": interrupted. Nothing starts it again: `posttrain launch stop` removes it, and the same launch resumes it",
-    127: ": the image of the Ray cluster has no `posttrain`; see Dockerfile",
+    127: ": executable file not found; the image of the Ray cluster needs `posttrain`, see Dockerfile",
 }
 
 
@@ -142,7 +142,7 @@ class RayJobs:
         taken = f"{name} exists already: `posttrain launch stop {name} --on PROFILE` removes it, or give --name"
         return [
             Check(f"Jobs API of Ray {version.get('ray_version', '')}"),
-            Check(f"the name {name}", taken if self.workloads(name) else ""),
+            Check(f"no run named {name}", taken if self.workloads(name) else ""),
         ]
 
     def try_image(self, objects: Sequence[Object]) -> Check:
@@ -248,7 +248,7 @@ def _workload(job: Object) -> Object:
     code, phase = job.get("driver_exit_code"), _PHASES.get(job["status"], "Running")
     metadata = {"name": job["submission_id"], "namespace": "", "labels": dict(job["metadata"])}
     message = "" if phase in ("Pending", "Running", "Succeeded") else _why_it_ended(job)
-    state = {"terminated": {"exitCode": code}} if code is not None else {}
+    state = {"terminated": {"exitCode": code, "message": message}} if code is not None else {}
     return {
         "kind": "Ray job",
         "metadata": metadata,

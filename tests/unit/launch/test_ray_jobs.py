@@ -259,11 +259,25 @@ def test_following_prints_the_driver_and_ends_with_its_code(
     assert "-- grpo-math: Failed: exit code 64" in err
 
 
+def test_an_image_without_posttrain_ends_the_command_and_leaves_nothing(
+    ray: JobsApi, profile: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit = ray._submit
+
+    def not_found(body: dict[str, Any]) -> None:
+        submit(body)
+        ray.end(body["submission_id"], "FAILED", 127)
+
+    monkeypatch.setattr(ray, "_submit", not_found)
+    assert launch(profile) == 64
+    assert "the image lacks it; see Dockerfile" in capsys.readouterr().err
+    assert ray.jobs == {}
+
+
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
         ("FAILED", 85, "the same launch resumes it"),
-        ("FAILED", 127, "has no `posttrain`"),
         ("FAILED", None, "Failed, attempt 1: the end of grpo-math-"),
         ("SUCCEEDED", 0, "Succeeded, attempt 1\n"),
     ],
