@@ -131,6 +131,10 @@ def load_profile(name: str) -> ClusterProfile:
 
     if name == "local":
         return ClusterProfile.model_validate({"cluster": {"kind": "local"}})
+    if not Path(name).exists():
+        raise InputError(
+            f"--on {name}: no such file; a cluster profile is expected (docs/launch.md), or the word local"
+        )
     return load_standalone(ClusterProfile, Path(name))
 
 

@@ -82,6 +82,11 @@ def request_run(
             f"cluster.gpus_per_node = {config.cluster.gpus_per_node}: {instance.name or 'a machine of the profile'} has "
             f"{instance.gpus} GPUs; set cluster.gpus_per_node={instance.gpus} and more nodes, or another nodes.instance_type"
         )
+    if config.cluster.launcher == "local" and config.cluster.num_workers > 1:
+        raise InputError(
+            f"cluster.launcher = 'local' is one process, and the run has {config.cluster.num_workers} (num_nodes x "
+            "gpus_per_node); set cluster.launcher=auto"
+        )
     text, files = _config_and_files(loaded, profile, config_folder)
     return LaunchRequest(
         name=_checked_name(name) if name is not None else _name_from(loaded.kind, config.checkpointing.checkpoint_dir),

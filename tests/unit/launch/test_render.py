@@ -302,6 +302,7 @@ def test_profile_is_strict(tmp_path: Path, change: dict[str, Any], message: str)
         ((), ("checkpointing.checkpoint_dir=results/grpo",), "outside the shared file system at /shared"),
         ((), ("checkpointing.checkpoint_dir=/shared/../tmp/x",), "outside the shared"),
         ((), ("logger.log_dir=/tmp/logs",), r"logger\.log_dir"),
+        ((), ("cluster.launcher=local",), r"one process, and the run has 16"),
         ((), ("cluster.gpus_per_node=16",), "has 8 GPUs"),
         (("nodes.instance_type=p5n.48xlarge",), (), "did you mean p5en.48xlarge"),
         (("nodes.instance_type=a4-highgpu-8g",), (), "does not exist on cluster.kind"),
