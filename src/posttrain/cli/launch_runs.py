@@ -113,10 +113,10 @@ def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
         ]
     gpus = f" with {request.gpus_per_node} GPUs" if request.gpus_per_node else ""
     capacity = profile.nodes.capacity.replace("_", "-")
-    place = f"as a {profile.scheduler.kind} in namespace {profile.cluster.namespace} of {where}"
+    form = f"a {profile.scheduler.kind} in namespace {profile.cluster.namespace}"
     if profile.scheduler.kind == "raycluster":
-        place = f"as a job of {where}"
-    lines = [f"{request.name}: {count}{gpus} on {machine} ({capacity}), {place}"]
+        form = "a job"
+    lines = [f"{request.name}: {count}{gpus} on {machine} ({capacity}), as {form} of {where}"]
     return lines + _price_lines(request, config)
 
 

@@ -10,6 +10,7 @@ import re
 from datetime import date
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,6 +29,15 @@ def _subdomain(name: str | None) -> str | None:
     if name is not None and not _SUBDOMAIN.fullmatch(name):
         raise ValueError("lower-case letters, digits, '-' and '.' are accepted, as in every name of Kubernetes")
     return name
+
+
+def is_http_address(text: str) -> bool:
+    """http://HOST:PORT, without a user: it is shown in messages."""
+    try:
+        place = urlsplit(text)
+        return place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0 and "@" not in text
+    except ValueError:  # of the port
+        return False
 
 
 class ClusterSection(Section):
@@ -121,7 +131,7 @@ class SchedulerSection(Section):
     @field_validator("ray_address")
     @classmethod
     def _is_address(cls, address: str | None) -> str | None:
-        if address is not None and not re.fullmatch(r"https?://[A-Za-z0-9._\-\[\]:]+(/[\w./-]*)?", address):
+        if address is not None and not is_http_address(address):
             raise ValueError("http://HOST:PORT or https://HOST:PORT is accepted, without a user or password")
         return address
 

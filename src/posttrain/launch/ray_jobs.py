@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from posttrain.config.cluster_profile import is_http_address
 from posttrain.errors import InputError, reason_of
 from posttrain.json_files import JsonObject, parse_json
 from posttrain.launch.launch_request import LaunchRequest
@@ -89,9 +90,8 @@ class RayJobs:
 
     def __init__(self, address: str | None) -> None:
         self._address = (address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS).rstrip("/")
-        place = urlsplit(self._address)
-        if place.scheme not in ("http", "https") or not place.hostname:  # of the variable; a profile's is checked
-            raise InputError(f"{ADDRESS_VARIABLE}={self._address!r}: http://HOST:PORT is accepted")
+        if not is_http_address(self._address):  # the variable's; a profile's is checked
+            raise InputError(f"{ADDRESS_VARIABLE}: http://HOST:PORT is accepted, without a user or password")
         self.title = f"the Ray cluster at {self._address}"
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -153,9 +153,8 @@ class RayJobs:
     def create(self, objects: Sequence[Object]) -> None:
         package, job = objects
         path = f"/api/packages/gcs/{package['metadata']['name']}"
-        if (
-            self._call("GET", path) is None
-        ):  # asking keeps an old one from being removed; Ray removes those without a job
+        # Asking keeps one that is there from being removed for a while, as Ray removes those without a job.
+        if self._call("GET", path) is None:
             self._call("PUT", path, package["content"])
         self._submit(job["spec"])
 
@@ -172,7 +171,7 @@ class RayJobs:
     def workloads(self, name: str | None = None) -> list[Object]:
         jobs = [job for job in self._call("GET", "/api/jobs/") or [] if RUN_LABEL in (job.get("metadata") or {})]
         found = [_workload(job) for job in jobs if job.get("submission_id")]
-        return sorted((body for body in found if name in (None, name_of(body))), key=name_of)
+        return sorted((body for body in found if name in (None, name_of(body), body["metadata"]["name"])), key=name_of)
 
     def pods(self, workload: Object) -> list[Object]:
         """The driver. Ray does not tell which machines its ranks are on."""

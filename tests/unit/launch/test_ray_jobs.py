@@ -303,9 +303,12 @@ def test_jobs_are_found_by_their_label_at_the_address_of_rays_variable(
     assert (row["name"], row["kind"], row["phase"]) == ("grpo-math", "Ray job", "Running")
     assert main(["launch", "logs", "grpo-math"]) == 0
     assert capsys.readouterr().out == "step 1\n"
-    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "127.0.0.1:8265")
-    assert main(["launch", "list"]) == 64
-    assert "http://HOST:PORT is accepted" in capsys.readouterr().err
+    for wrong in ("127.0.0.1:8265", "http://me:secret@head:8265"):
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", wrong)
+        assert main(["launch", "list"]) == 64
+        shown = capsys.readouterr().err
+        assert "http://HOST:PORT is accepted" in shown
+        assert "secret" not in shown
 
 
 def test_stop_ends_a_job_and_removes_it(ray: JobsApi, profile: str) -> None:

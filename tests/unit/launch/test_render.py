@@ -279,6 +279,7 @@ def test_values_are_for_a_raycluster(tmp_path: Path) -> None:
         ({"scheduler": {"topology": ["zone"]}}, "set kueue_queue"),
         ({"scheduler": {"kind": "job", "ray_address": "http://head:8265"}}, "for kind raycluster"),
         ({"scheduler": {"kind": "raycluster", "ray_address": "head:8265"}}, "http://HOST:PORT"),
+        ({"scheduler": {"kind": "raycluster", "ray_address": "http://head:port"}}, "http://HOST:PORT"),
         ({"scheduler": {"kind": "raycluster", "ray_address": "http://me:pw@head"}}, "without a user or password"),
         ({"cluster": {"kind": "local"}, "nodes": {}, "scheduler": {"kind": "raycluster"}}, "take rayjob"),
         ({"storage": {"claim": "c", "mount": "shared"}}, "absolute"),
