@@ -12,10 +12,10 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
 COPY configs ./configs
 COPY examples ./examples
-# torch is the one of BASE: a constraint keeps another from being pulled.
+# torch is the one of BASE: a constraint keeps another from being pulled. ray[default] has the Jobs API, which KubeRay uses.
 RUN python -c "import torch; print(f'torch=={torch.__version__}')" > /tmp/constraints.txt \
- && python -m pip install --no-cache-dir --constraint /tmp/constraints.txt ".[ray,s3]" \
- && python -c "import posttrain, ray" \
+ && python -m pip install --no-cache-dir --constraint /tmp/constraints.txt ".[ray,s3]" "ray[default]" \
+ && python -c "import posttrain, ray, aiohttp_cors" \
  && rm /tmp/constraints.txt
 
 # Pods run as this user; volumes get its group.

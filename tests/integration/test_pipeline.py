@@ -131,6 +131,11 @@ def test_reports_are_linked_and_the_kpi_is_drawn(world: Path, uninterrupted: Pat
     assert row["incumbent_score"] is not None
     assert 0 < row["device_hours"] * 3600 <= row["seconds"]
     assert row["cost"] == pytest.approx(3600.0 * row["device_hours"])
+    assert row["predicted"] is None
+    assert "no machine is known to plan for" in page, "the first iteration on a machine that the planner does not know"
+    trained = last_iteration(home).record("train")
+    assert trained is not None
+    assert row["actual"]["cost"] == pytest.approx([trained.seconds] * 2)
     drawing = ElementTree.parse(home / "kpi.svg").getroot()
     assert drawing.tag.endswith("svg")
     assert f"{row['score']:.4f}" in page
@@ -314,7 +319,10 @@ def test_new_traces_begin_a_second_iteration_from_production(
     new = set((home / "evaluations").iterdir()) - evaluations
     assert len(new) == 1, "the model in production was measured when it was the candidate"
     assert [version.stage for version in registry.versions("tiny")] == ["production", "canary"]
-    assert [row["iteration"] for row in json.loads((home / "kpi.json").read_text())] == [1, 2]
+    rows = json.loads((home / "kpi.json").read_text())
+    assert [row["iteration"] for row in rows] == [1, 2]
+    assert rows[1]["predicted"]["num_steps"] == rows[1]["actual"]["num_steps"] == 4
+    assert "train: predicted" in said, "from the steps of the first iteration"
 
     # A canary that was taken back stays back, and the iteration is over all the same.
     registry.rollback("tiny", stage="canary", why="error rate 7 %")

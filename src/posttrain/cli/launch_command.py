@@ -131,11 +131,15 @@ def load_profile(name: str) -> ClusterProfile:
 
     if name == "local":
         return ClusterProfile.model_validate({"cluster": {"kind": "local"}})
+    if not Path(name).exists():
+        raise InputError(
+            f"--on {name}: no such file; a cluster profile is expected (docs/launch.md), or the word local"
+        )
     return load_standalone(ClusterProfile, Path(name))
 
 
-def _request(args: argparse.Namespace) -> tuple[LaunchRequest, LoadedConfig[Any]]:
-    from posttrain.launch.launch_request import request_run
+def _request(args: argparse.Namespace, *, submits: bool = False) -> tuple[LaunchRequest, LoadedConfig[Any]]:
+    from posttrain.launch.launch_request import CONFIG_FOLDER, request_run
 
     words = list(args.words)
     kind = words.pop(0) if words and words[0] in KINDS else None
@@ -146,18 +150,18 @@ def _request(args: argparse.Namespace) -> tuple[LaunchRequest, LoadedConfig[Any]
         raise ConfigError(f"give the kind of run ({', '.join(KINDS)}), or --config FILE")
     profile = load_profile(args.on)
     loaded = load_config(kind or guess_kind(args.config), args.config, words)
-    request = request_run(loaded, profile, args.name)
+    is_ray_job = submits and profile.scheduler.kind == "raycluster"
+    request = request_run(loaded, profile, args.name, "" if is_ray_job else CONFIG_FOLDER)
     for warning in [*loaded.warnings, *request.warnings]:
         print(f"warning: {warning}", file=sys.stderr)
     return request, loaded
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from posttrain.launch.workloads import render_run
-
-    request, loaded = _request(args)
-    objects = render_run(request)
-    _check_own(args, objects, f"run {request.name}", "nothing was created")
+    request, loaded = _request(args, submits=True)
+    objects = launch_runs.objects_of(request)
+    if request.profile.scheduler.kind != "raycluster":  # a job is no manifest
+        _check_own(args, objects, f"run {request.name}", "nothing was created")
     cluster = launch_runs.cluster_of(request.profile)
     if problems := [check.problem for check in cluster.examine(objects) if check.problem]:
         raise InputError("\n".join([*problems, "nothing was created"]))

@@ -29,15 +29,22 @@ _SHOWN_EVENTS = 12
 
 def cluster_of(profile: ClusterProfile) -> Cluster:
     if profile.scheduler.kind == "raycluster":
-        raise InputError(
-            "scheduler.kind = 'raycluster' is a cluster that stays, not a run: create it with `launch render`, or with `launch "
-            "values` and the chart, and submit to it with `ray job submit -- posttrain node driver`; for one run take rayjob"
-        )
+        from posttrain.launch.ray_jobs import RayJobs
+
+        return RayJobs(profile.scheduler.ray_address)
     if profile.cluster.kind == "local":
         from posttrain.launch.local.local_cluster import LocalCluster
 
         return LocalCluster()
     return _kubernetes(profile.cluster.context, profile.cluster.namespace)
+
+
+def objects_of(request: LaunchRequest) -> list[Object]:
+    """What `create` of `cluster_of` takes: manifests, or a job for a Ray cluster that exists."""
+    from posttrain.launch.ray_jobs import render_job
+    from posttrain.launch.workloads import render_run
+
+    return (render_job if request.profile.scheduler.kind == "raycluster" else render_run)(request)
 
 
 def _kubernetes(context: str | None, namespace: str | None) -> Cluster:
@@ -52,9 +59,11 @@ def _kubernetes(context: str | None, namespace: str | None) -> Cluster:
 
 
 def _clusters(args: argparse.Namespace) -> list[Cluster]:
-    """Where to look for runs: what the arguments name, else this machine, and the cluster of the kubeconfig if there is one."""
+    """Where to look for runs: what the arguments name, else this machine, and the clusters of the kubeconfig and of Ray's own
+    variable if there are any."""
     from posttrain.cli.launch_command import load_profile
     from posttrain.launch.local.local_cluster import LocalCluster
+    from posttrain.launch.ray_jobs import ADDRESS_VARIABLE, RayJobs
 
     if args.on is not None:
         return [cluster_of(load_profile(args.on))]
@@ -64,6 +73,8 @@ def _clusters(args: argparse.Namespace) -> list[Cluster]:
     configured = os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
     if any(Path(path).is_file() for path in configured.split(os.pathsep)):
         clusters.append(_kubernetes(None, None))
+    if os.environ.get(ADDRESS_VARIABLE):
+        clusters.append(RayJobs(None))
     return clusters
 
 
@@ -102,16 +113,16 @@ def offer(request: LaunchRequest, config: RunConfig, where: str) -> list[str]:
         ]
     gpus = f" with {request.gpus_per_node} GPUs" if request.gpus_per_node else ""
     capacity = profile.nodes.capacity.replace("_", "-")
-    lines = [
-        f"{request.name}: {count}{gpus} on {machine} ({capacity}), as a {profile.scheduler.kind} in namespace "
-        f"{profile.cluster.namespace} of {where}"
-    ]
+    form = f"a {profile.scheduler.kind} in namespace {profile.cluster.namespace}"
+    if profile.scheduler.kind == "raycluster":
+        form = "a job"
+    lines = [f"{request.name}: {count}{gpus} on {machine} ({capacity}), as {form} of {where}"]
     return lines + _price_lines(request, config)
 
 
 def _price_lines(request: LaunchRequest, config: RunConfig) -> list[str]:
-    from posttrain.cli.plan_command import cost_on_cluster
     from posttrain.launch.prices import price_of
+    from posttrain.pipeline.predicted_cost import cost_on_cluster
 
     try:
         return cost_on_cluster(request.profile, config).lines()
@@ -371,12 +382,11 @@ def _doctor(args: argparse.Namespace) -> int:
     from posttrain.config import load_config
     from posttrain.launch.instances import find_instance
     from posttrain.launch.launch_request import request_run
-    from posttrain.launch.workloads import render_run
 
     profile = load_profile(args.on)
     gpus = find_instance(profile.nodes, profile.cluster.kind).gpus
     settings = [f"checkpointing.checkpoint_dir={profile.storage.mount}/doctor", f"cluster.gpus_per_node={gpus or 1}"]
-    objects = render_run(request_run(load_config("grpo", None, settings), profile, "doctor"))
+    objects = objects_of(request_run(load_config("grpo", None, settings), profile, "doctor"))
     cluster = cluster_of(profile)
     checks = cluster.examine(objects)
     if args.image and not any(check.problem for check in checks):

@@ -13,7 +13,7 @@ It has no settings: rank, sizes and ports are in environment variables (docs/dec
 other pods of the run, starts Ray and on rank 0 the driver, watches for the end of the machine, and lets the run save.
 
   posttrain node            in every pod
-  posttrain node driver     entrypoint of a RayJob, in the head's pod
+  posttrain node driver     entrypoint of a RayJob or Ray job, in the head's pod
 
 exit codes: that of the run, the same in all pods: 0 done · 64 bad config, or a machine without what it needs · 65 three
 attempts without a new checkpoint · 85 interrupted: start all pods again
@@ -22,7 +22,7 @@ attempts without a new checkpoint · 85 interrupted: start all pods again
 
 def add_parser(commands: Subparsers) -> None:
     parser: OverridesParser = add_command(commands, "node", SUMMARY, epilog=EPILOG)
-    parser.add_argument("part", nargs="?", choices=["driver"], help="only the driver, beside the head of a RayJob")
+    parser.add_argument("part", nargs="?", choices=["driver"], help="only the driver, beside the head of a Ray cluster")
     parser.set_defaults(run=run)
 
 

@@ -17,7 +17,6 @@ from posttrain.json_files import JsonObject
 
 if TYPE_CHECKING:
     from posttrain.config.cluster_profile import ClusterProfile
-    from posttrain.launch.cost_report import CostReport
     from posttrain.planning.cost import RunCost
     from posttrain.planning.measured import Measured
     from posttrain.planning.plan import RunEstimate
@@ -85,13 +84,14 @@ def _price(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    from posttrain.pipeline.predicted_cost import cost_on_cluster, gpu_of
     from posttrain.planning.cost import cost_of
     from posttrain.planning.measured import read_measured
     from posttrain.planning.plan import estimate_run, find_gpu
     from posttrain.planning.proposal import explain, propose
 
     profile = _profile(args)
-    gpu = find_gpu(args.gpu or (_gpu_of(profile) if profile is not None else "h200"))
+    gpu = find_gpu(args.gpu or (gpu_of(profile) if profile is not None else "h200"))
     config = _config(args)
     measured = read_measured(args.run_folder) if args.run_folder is not None else None
     if measured is not None and not measured.is_on_gpu:
@@ -105,7 +105,11 @@ def run(args: argparse.Namespace) -> int:
     )
     proposal = propose(found)
     cost = cost_of(found, config, args.gpu_hour_price) if args.gpu_hour_price is not None else None
-    on_cluster = _cost_on(profile, config, found, measured) if profile is not None else None
+    on_cluster = None
+    if profile is not None:
+        step_s = measured.get("timing/train/total_step_time") if measured is not None else None
+        source = "measured" if step_s else "planned"
+        on_cluster = cost_on_cluster(profile, config, step_s or found.time.total_s, source)
     if args.json:
         result = _as_json(found, config, measured, proposal, cost)
         if on_cluster is not None:
@@ -125,45 +129,6 @@ def _profile(args: argparse.Namespace) -> ClusterProfile | None:
     from posttrain.config.standalone import load_standalone
 
     return None if args.on is None else load_standalone(ClusterProfile, args.on)
-
-
-def _gpu_of(profile: ClusterProfile) -> str:
-    from posttrain.launch.instances import find_instance
-
-    name = find_instance(profile.nodes, profile.cluster.kind).gpu
-    if not name:
-        raise InputError("the profile names no instance_type, so its GPU is not known: give --gpu NAME")
-    return name
-
-
-def cost_on_cluster(profile: ClusterProfile, config: RunConfig) -> CostReport:
-    """By the planned time of a step. InputError where it cannot be planned."""
-    from posttrain.planning.plan import estimate_run, find_gpu
-
-    found = estimate_run(config, find_gpu(_gpu_of(profile)), lengths=None, prompt_tokens=None, answer_tokens=None)
-    return _cost_on(profile, config, found, None)
-
-
-def _cost_on(profile: ClusterProfile, config: RunConfig, found: RunEstimate, measured: Measured | None) -> CostReport:
-    """By the time of a measured step, else by the planned one."""
-    from datetime import date
-
-    from posttrain.launch.cost_report import report_cost
-    from posttrain.planning.cost import NO_LIMIT
-
-    steps = config.schedule.max_num_steps
-    if steps >= NO_LIMIT:
-        raise InputError("--on: how many steps the run has depends on the data; give the section's max_num_steps")
-    step_s = measured.get("timing/train/total_step_time") if measured is not None else None
-    return report_cost(
-        profile,
-        num_nodes=config.cluster.num_nodes,
-        num_steps=steps,
-        step_s=step_s or found.time.total_s,
-        step_source="measured" if step_s else "planned",
-        save_period=config.checkpointing.save_period,
-        today=date.today(),
-    )
 
 
 def _config(args: argparse.Namespace) -> RunConfig:

@@ -10,6 +10,7 @@ import re
 from datetime import date
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,6 +29,15 @@ def _subdomain(name: str | None) -> str | None:
     if name is not None and not _SUBDOMAIN.fullmatch(name):
         raise ValueError("lower-case letters, digits, '-' and '.' are accepted, as in every name of Kubernetes")
     return name
+
+
+def is_http_address(text: str) -> bool:
+    """http://HOST:PORT, without a user: it is shown in messages."""
+    try:
+        place = urlsplit(text)
+        return place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0 and "@" not in text
+    except ValueError:  # of the port
+        return False
 
 
 class ClusterSection(Section):
@@ -106,6 +116,11 @@ class SchedulerSection(Section):
     kueue_queue: str | None = Field(default=None, description="LocalQueue of Kueue that admits the run; null is none.")
     queue: str | None = Field(default=None, description="Queue of Volcano; null is nodes.pool.")
     priority_class: str | None = Field(default=None, description="PriorityClass of the pods; null is the default.")
+    ray_address: str | None = Field(
+        default=None,
+        description="Address of the dashboard of a raycluster, http://HOST:PORT; null is RAY_API_SERVER_ADDRESS, else "
+        "http://127.0.0.1:8265, a forwarded port.",
+    )
     topology: list[str] = Field(
         default_factory=list,
         description="Labels of nodes, the widest first, by which Kueue places a run close together; its machines must exist.",
@@ -113,12 +128,21 @@ class SchedulerSection(Section):
 
     _names = field_validator("kueue_queue", "queue", "priority_class")(_subdomain)
 
+    @field_validator("ray_address")
+    @classmethod
+    def _is_address(cls, address: str | None) -> str | None:
+        if address is not None and not is_http_address(address):
+            raise ValueError("http://HOST:PORT or https://HOST:PORT is accepted, without a user or password")
+        return address
+
     @model_validator(mode="after")
     def _is_legal(self) -> SchedulerSection:
         if self.kueue_queue is not None and self.kind == "volcano":
             raise ValueError("kueue_queue with kind volcano: two queues would each wait for the other; choose one")
         if self.queue is not None and self.kind != "volcano":
             raise ValueError(f"queue is for kind volcano, not for {self.kind}; for Kueue set kueue_queue")
+        if self.ray_address is not None and self.kind != "raycluster":
+            raise ValueError(f"ray_address is for kind raycluster, not for {self.kind}")
         if self.topology and self.kueue_queue is None:
             raise ValueError("topology is for Kueue: set kueue_queue")
         return self
@@ -271,6 +295,10 @@ class ClusterProfile(Section):
     def _fits_together(self) -> ClusterProfile:
         if self.log_image is not None and self.scheduler.kind != "raycluster":
             raise ValueError("log_image is for scheduler.kind raycluster: elsewhere the pod's own output is the log")
+        if self.cluster.kind == "local" and self.scheduler.kind == "raycluster":
+            raise ValueError(
+                "scheduler.kind raycluster is a cluster that stays, which local does not make; take rayjob"
+            )
         if self.cluster.kind == "local" and self.nodes.gpus != 0:
             raise ValueError("nodes: with cluster.kind local pods have no GPUs; leave instance_type and gpus out")
         return self

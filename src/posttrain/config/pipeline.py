@@ -25,6 +25,12 @@ class PipelineSettings(Section):
         default=None, description="Price of one GPU (or machine) for one hour, in any currency; null shows no cost."
     )
 
+    cluster_profile: str | None = Field(
+        default=None,
+        description="Cluster profile (docs/launch.md) of the machines that train: time and cost of a training are predicted "
+        "for them, and its prices are used; null predicts from an earlier iteration only.",
+    )
+
     @field_validator("name")
     @classmethod
     def _can_be_registered(cls, name: str) -> str:

@@ -20,7 +20,7 @@ from posttrain.errors import InputError, reason_of
 from posttrain.json_files import JsonObject, parse_json
 from posttrain.launch.cluster_checks import examine_cluster
 from posttrain.launch.pod_template import RUN_LABEL, Object
-from posttrain.launch.run_checkpoints import pod_spec, run_folders, shared_mount
+from posttrain.launch.run_checkpoints import listing_command, pod_spec, run_folders, shared_mount
 from posttrain.launch.runs import NOT_STARTING, WORKLOADS, Check, ClusterUnreachable, RunPod, name_of, pods_by_rank
 
 _CONNECT_S, _READ_S = 10.0, 60.0
@@ -258,17 +258,7 @@ class KubernetesCluster:
             raise InputError(f"ConfigMap {name}-config is gone, which says where the checkpoints are") from None
         alive = [pod.body for pod in pods_by_rank(self.pods(workload)) if pod.phase == "Running"]
         machine = alive[0]["spec"].get("nodeName") if alive else None
-        folders = run_folders(config_map)
-        command = [
-            "posttrain",
-            "launch",
-            "checkpoints",
-            "--folder",
-            str(folders[0]),
-            "--logs",
-            str(folders[1]),
-            "--json",
-        ]
+        command = listing_command(*run_folders(config_map["data"]["config.yaml"]))
         problem, text = self._run_small_pod(workload, command, machine)
         if problem:
             raise InputError(f"the checkpoints could not be read in the cluster: {problem}")

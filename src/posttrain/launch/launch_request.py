@@ -68,7 +68,10 @@ class LaunchRequest:
         return {"gke": 15, "eks": 110}.get(self.profile.cluster.kind, 30)
 
 
-def request_run(loaded: LoadedConfig[Any], profile: ClusterProfile, name: str | None = None) -> LaunchRequest:
+def request_run(
+    loaded: LoadedConfig[Any], profile: ClusterProfile, name: str | None = None, config_folder: str = CONFIG_FOLDER
+) -> LaunchRequest:
+    """`config_folder` is where the config and its files will be; empty: in the driver's working directory."""
     config, instance = loaded.config, find_instance(profile.nodes, profile.cluster.kind)
     mount = PurePosixPath(profile.storage.mount)
     _check_on_mount("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir, mount)
@@ -79,7 +82,12 @@ def request_run(loaded: LoadedConfig[Any], profile: ClusterProfile, name: str | 
             f"cluster.gpus_per_node = {config.cluster.gpus_per_node}: {instance.name or 'a machine of the profile'} has "
             f"{instance.gpus} GPUs; set cluster.gpus_per_node={instance.gpus} and more nodes, or another nodes.instance_type"
         )
-    text, files = _config_and_files(loaded, profile)
+    if config.cluster.launcher == "local" and config.cluster.num_workers > 1:
+        raise InputError(
+            f"cluster.launcher = 'local' is one process, and the run has {config.cluster.num_workers} (num_nodes x "
+            "gpus_per_node); set cluster.launcher=auto"
+        )
+    text, files = _config_and_files(loaded, profile, config_folder)
     return LaunchRequest(
         name=_checked_name(name) if name is not None else _name_from(loaded.kind, config.checkpointing.checkpoint_dir),
         kind=loaded.kind,
@@ -117,7 +125,9 @@ def _name_from(kind: str, checkpoint_dir: str) -> str:
 # -- what travels --------------------------------------------------------------------------------------------------------
 
 
-def _config_and_files(loaded: LoadedConfig[Any], profile: ClusterProfile) -> tuple[str, dict[str, bytes]]:
+def _config_and_files(
+    loaded: LoadedConfig[Any], profile: ClusterProfile, config_folder: str
+) -> tuple[str, dict[str, bytes]]:
     text, found = loaded.to_yaml_and_credentials()
     if credentials := [name for name in found if name in text]:  # not those that stand there as a reference
         raise InputError(
@@ -140,9 +150,8 @@ def _config_and_files(loaded: LoadedConfig[Any], profile: ClusterProfile) -> tup
                 path.read_bytes() if path.stat().st_size <= MAX_CONFIG_BYTES else b""
             )
             _check_size(named, path, files, text, profile)
-        single = named.names == ("",)
-        new = f"{CONFIG_FOLDER}/{folder}/{named.files[0].name}" if single else f"{CONFIG_FOLDER}/{folder}"
-        new_names[named.key, named.text] = new + (f":{named.part}" if named.part else "")
+        new = PurePosixPath(config_folder, folder, named.files[0].name if named.names == ("",) else "")
+        new_names[named.key, named.text] = f"{new}:{named.part}" if named.part else str(new)
     values = _renamed(yaml.safe_load(text), "", new_names)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120), files
 

@@ -37,11 +37,16 @@ def checkpoint_rows(checkpoints: Path, logs: Path) -> list[JsonObject]:
     return sorted(found, key=lambda row: int(row["step"]))
 
 
-def run_folders(config_map: Object) -> tuple[PurePosixPath, PurePosixPath]:
+def run_folders(config_text: str) -> tuple[PurePosixPath, PurePosixPath]:
     """The folders of checkpoints and metrics, as pods see them."""
-    config: JsonObject = yaml.safe_load(config_map["data"]["config.yaml"])
+    config: JsonObject = yaml.safe_load(config_text)
     checkpoints = config["checkpointing"]["checkpoint_dir"]
     return PurePosixPath(checkpoints), PurePosixPath((config.get("logger") or {}).get("log_dir") or checkpoints)
+
+
+def listing_command(checkpoints: object, logs: object) -> list[str]:
+    """Prints `checkpoint_rows` where the folders are mounted."""
+    return ["posttrain", "launch", "checkpoints", "--folder", str(checkpoints), "--logs", str(logs), "--json"]
 
 
 def shared_mount(workload: Object) -> tuple[PurePosixPath, str]:

@@ -16,6 +16,7 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import InputError
 from posttrain.json_files import JsonObject
 from posttrain.pipeline.iteration_models import place_in_registry, versions_of
+from posttrain.pipeline.predicted_cost import TrainingCost, actual_cost, predicted_cost
 from posttrain.pipeline.records import STAGES, Iteration, StageRecord, read_iterations
 
 KPI_FILE = "kpi.json"
@@ -45,6 +46,9 @@ class KpiRow:
     seconds: float  # of the stages that ran in this iteration, without reused ones
     device_hours: float
     cost: float | None  # device hours times pipeline.gpu_hour_price
+    predicted: TrainingCost | None  # of the training, before it began
+    not_predicted: str | None  # why it was not
+    actual: TrainingCost | None  # of the training, at the same price; None also if it was reused
 
     @property
     def reached(self) -> str:
@@ -93,7 +97,7 @@ def _row(iteration: Iteration, config: PipelineConfig, stage: str | None) -> Kpi
     low, high = measured.get("interval") or (None, None)
     hours = _device_hours(own)
     price = config.pipeline.gpu_hour_price
-    dataset = records.get("dataset")
+    dataset, paid = records.get("dataset"), _values(own, "train")
     return KpiRow(
         iteration=iteration.number,
         begun_at=iteration.begun_at,
@@ -114,6 +118,9 @@ def _row(iteration: Iteration, config: PipelineConfig, stage: str | None) -> Kpi
         seconds=sum(record.seconds for record in own.values()),
         device_hours=hours,
         cost=None if price is None else price * hours,
+        predicted=predicted_cost(paid) if paid else None,
+        not_predicted=paid.get("not_predicted"),
+        actual=actual_cost(paid, own["train"].seconds) if paid else None,
     )
 
 

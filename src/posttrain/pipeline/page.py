@@ -30,6 +30,8 @@ HEADINGS = (
     "before",
     "verdict",
     "version, now",
+    "training, predicted",
+    "training, actual",
     "time",
     "cost",
 )
@@ -50,7 +52,13 @@ def pipeline_page(config: PipelineConfig, rows: Sequence[KpiRow]) -> str:
     facts = f"{len(rows)} iterations · starts from {config.pipeline.start_from}{schedule} · posttrain {__version__}"
     home = Path(config.pipeline.folder)
     iterations = [_iteration(one, home) for one in reversed(read_iterations(home))]
-    kpi = section("KPI", kpi_svg(config.pipeline.name, rows), table(HEADINGS, map(cells, rows), kind="kpi"), note(_NOW))
+    unknown = [
+        note(f"Iteration {row.iteration}: time and cost of the training were not predicted: {row.not_predicted}.")
+        for row in rows
+        if row.not_predicted
+    ]
+    picture, figures = kpi_svg(config.pipeline.name, rows), table(HEADINGS, map(cells, rows), kind="kpi")
+    kpi = section("KPI", picture, figures, *unknown, note(_NOW))
     return page(title, header(title, facts), kpi, *iterations, style=_STYLE)
 
 
@@ -70,6 +78,8 @@ def cells(row: KpiRow) -> tuple[str, ...]:
         "–" if row.incumbent_score is None else f"{row.incumbent_score:.4f}",
         row.reached,
         "–" if row.version is None else f"{row.version}, {row.stage or 'stage unknown'}",
+        row.predicted.text if row.predicted else "not predicted" if row.not_predicted else "–",
+        row.actual.text if row.actual else "–",
         duration(row.seconds),
         cost,
     )

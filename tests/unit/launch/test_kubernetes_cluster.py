@@ -180,15 +180,6 @@ def test_volcano_that_waits_for_machines_which_karpenter_does_not_buy_is_refused
     assert launch(profile) == 0
 
 
-def test_a_cluster_that_stays_is_not_submitted_as_a_run(
-    server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    profile = str(write_profile(tmp_path, {**EKS, "scheduler": {"kind": "raycluster"}}))
-    assert launch(profile) == 64
-    assert "take rayjob" in capsys.readouterr().err
-    assert server.requests == []
-
-
 def test_a_name_that_exists_is_refused(server: ApiServer, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(profile) == 0
     assert launch(profile) == 64

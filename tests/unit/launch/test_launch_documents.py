@@ -60,3 +60,19 @@ def test_rules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "check", "--rules"]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()] == list(RULES)
+
+
+def test_the_commands_of_the_walk_render_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a config like the demo's: one process on a CPU, folders of this machine."""
+    config = tmp_path / "config.yaml"
+    config.write_text("grpo: {max_num_steps: 2}\npolicy: {device: cpu}\ncluster: {launcher: local}\n")
+    for place in ("local", "configs/clusters/eks.yaml"):
+        (shown,) = re.findall(
+            rf"^posttrain launch (?:render )?--on {place} grpo --config results(.*?[^\\])$",
+            LAUNCH,
+            re.MULTILINE | re.DOTALL,
+        )
+        settings = [word for word in shown.split() if "=" in word]
+        profile = place if place == "local" else str(ROOT / place)
+        assert main(["launch", "render", "--on", profile, "grpo", "--config", str(config), *settings]) == 0
+        assert "kind: JobSet" in capsys.readouterr().out

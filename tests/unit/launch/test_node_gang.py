@@ -234,7 +234,7 @@ def test_under_kuberay_the_driver_joins_the_head_and_an_interrupted_worker_stops
     ray = {"POSTTRAIN_SCHEDULER": "rayjob", "KUBERAY_GEN_RAY_START_CMD": "ray start --block", "FQ_RAY_IP": "127.0.0.1"}
     gang.run("head", [], POSTTRAIN_ROLE="head", **ray)
     gang.run("worker", [], POSTTRAIN_ROLE="worker", **ray)
-    gang.run("driver", ["driver"], POSTTRAIN_ROLE="head", **ray)
+    gang.run("driver", ["driver"], POSTTRAIN_ROLE="head", **ray, POSTTRAIN_RUN="a-job-of-the-cluster")
     gang.wait_for("driver")
     gang.until(lambda: "joined" in (gang.folder / "worker.log").read_text(), "the worker")
     gang.pods["worker"].send_signal(signal.SIGTERM)

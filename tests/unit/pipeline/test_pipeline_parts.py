@@ -149,6 +149,7 @@ def row(iteration: int, **known: object) -> KpiRow:
         ("dataset", "training_metric", "training_value", "score_metric", "score", "score_low", "score_high")
     )
     empty |= dict.fromkeys(("traces_reward", "incumbent_score", "verdict", "version", "stage", "cost"))
+    empty |= dict.fromkeys(("predicted", "not_predicted", "actual"))
     facts = {"begun_at": "", "finished": True, "start": "base", "seconds": 60.0, "device_hours": 0.01}
     return KpiRow(iteration=iteration, **{**empty, **facts, **known})  # type: ignore[arg-type]
 

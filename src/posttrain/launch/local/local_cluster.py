@@ -210,7 +210,8 @@ class LocalCluster:
     def checkpoints(self, workload: Object) -> list[JsonObject]:
         objects = [one.body for one in read_manifests([self._runs / workload["metadata"]["name"] / MANIFESTS])]
         mount, claim = shared_mount(workload)
-        return checkpoint_rows(*(claim_folder(claim) / folder.relative_to(mount) for folder in run_folders(objects[0])))
+        folders = run_folders(objects[0]["data"]["config.yaml"])
+        return checkpoint_rows(*(claim_folder(claim) / folder.relative_to(mount) for folder in folders))
 
 
 def _write_shim(folder: Path) -> None:

@@ -77,7 +77,7 @@ class HeadMember(Member):
     def on_message(self, link: Link, message: Message) -> None:
         kind = message["type"]
         if kind == "join":
-            if message["run"] != self.settings.run:
+            if message["run"] != self.settings.run and message["rank"] != DRIVER:  # jobs have names of their own
                 link.close()
                 return
             self._joined(link, message["rank"])

@@ -14,7 +14,8 @@ from posttrain.config.pipeline import PipelineConfig
 from posttrain.errors import EXIT_ERROR_FOUND, InputError
 from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.pipeline.iteration_models import trainable_folder
-from posttrain.pipeline.records import StageName, StageOutcome, about
+from posttrain.pipeline.predicted_cost import predict, predicted_cost, profile_of
+from posttrain.pipeline.records import StageName, StageOutcome, about, read_iterations
 from posttrain.pipeline.stage import Stage, StageContext, Stop
 from posttrain.pipeline.training_process import run_training
 from posttrain.reporting.examination import errors_of_model
@@ -37,6 +38,7 @@ class TrainStage(Stage):
         loaded = load_training(config, model=PLACEHOLDER, tokenizer=None, data=PLACEHOLDER, folder=PLACEHOLDER)
         if not loaded.config.checkpointing.enabled:
             raise InputError("train: checkpointing.enabled is false: there would be nothing to convert")
+        profile_of(config.pipeline)
         if config.train.checkpoint == "best" and loaded.config.checkpointing.metric_name is None:
             raise InputError(
                 "train.checkpoint is best, and checkpointing.metric_name is null: name the metric that decides, or take newest"
@@ -69,6 +71,9 @@ class TrainStage(Stage):
         file = folder / "train.yaml"
         text, credentials = loaded.to_yaml_and_credentials()
         durable.write_text(file, text)
+        prediction = predict(loaded.config, config.pipeline, self._earlier_run(context))
+        if (expected := predicted_cost(prediction)) is not None:
+            context.say(f"train: predicted {expected.text}")
         code = run_training(
             algorithm,
             file,
@@ -100,9 +105,26 @@ class TrainStage(Stage):
                 "logged_seconds": seconds,
                 "doctor_errors": [error.rule for error in errors],
                 "num_devices": loaded.config.cluster.num_workers,
+                **prediction,
             },
             report=f"{RUN_FOLDER}/report.html",
         )
+
+    def _earlier_run(self, context: StageContext) -> Path | None:
+        """The newest run with these settings, from whichever data and model: its steps take as long."""
+        settings = _without_length(self.inputs(context)["settings"])
+        for iteration in reversed(read_iterations(context.home)):
+            record = iteration.record(self.name)
+            if record is None or _without_length(record.inputs["settings"]) != settings:
+                continue
+            if (record.folder / RUN_FOLDER).is_dir():
+                return record.folder / RUN_FOLDER
+        return None
+
+
+def _without_length(settings: JsonMapping) -> JsonObject:
+    ends = (".max_num_steps", ".max_num_epochs")
+    return {key: value for key, value in settings.items() if not key.endswith(ends)}
 
 
 def load_training(
