@@ -165,6 +165,8 @@ def _main(given: list[str]) -> int:
             parser.print_help(sys.stderr)
             print("\nposttrain: error: no command given", file=sys.stderr)
             return EXIT_BAD_INPUT
+        if given[0] == "help":
+            given = [*given[1:], "--help"]
         if (code := report_errors(lambda: _check_surroundings(given))) != EXIT_DONE:
             return code
         try:

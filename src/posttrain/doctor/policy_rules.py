@@ -316,7 +316,7 @@ def unscored(run: History) -> Sighting | None:
         "train/unscored",
         failed[-1],
         text,
-        ("fix the reward", *fixes),
+        ("correct the reward function, or the rows that it fails for", *fixes),
         "unscored",
     )
 

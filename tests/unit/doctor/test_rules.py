@@ -464,6 +464,12 @@ def test_ties_of_updates_too_small_to_show_are_no_finding() -> None:
     assert equal["equal-pairs"].severity == "error"
 
 
+def test_ties_that_become_fewer_as_the_policy_moves_are_no_finding() -> None:
+    shrinking = {"train_tie_rate": lambda step: 1 / step**2}
+    assert "equal-pairs" not in examine("dpo", steps=3, **shrinking)
+    assert "equal-pairs" not in examine("dpo", steps=12, **shrinking)
+
+
 def test_pairs_whose_two_answers_are_equal_stay_tied() -> None:
     found = only(examine("dpo", train_tie_rate=lambda step: 0.5))
     assert (found.rule, found.severity) == ("equal-pairs", "error")
