@@ -43,8 +43,8 @@ def why_unavailable(name: str, holding: str = "config.json and weights") -> str 
         return None
     if "/" in name and Path(name).parent.exists():
         return (
-            f"no folder {name!r}{near_path(Path(name))}, though there is {str(Path(name).parent)!r}, so a path seems to be meant. "
-            f"Give {folder}; if it is a hub name, fetch the model first: hf download {name}"
+            f"no folder {name!r}{near_path(Path(name))}, though there is {str(Path(name).parent)!r}, so a path seems to be "
+            f"meant. Give {folder}; if it is a hub name, fetch the model first: hf download {name}"
         )
     problem = _ask_hub(name, folder)
     return None if problem is None else f"no folder {name!r}, and {problem}"

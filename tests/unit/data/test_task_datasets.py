@@ -101,7 +101,9 @@ def test_all_columns_but_the_prompt_go_along_as_metadata(tmp_path: Path) -> None
 def test_a_reward_with_trls_signature_finds_the_answer_under_the_name_of_its_column(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
     task = load({"data_path": path, "input_key": "prompt", "output_key": "answer"})[0]
-    (tmp_path / "rewards.py").write_text("def right(completions, answer, **columns):\n    return [completions == answer]\n")
+    (tmp_path / "rewards.py").write_text(
+        "def right(completions, answer, **columns):\n    return [completions == answer]\n"
+    )
     score = load_scorer("rewards.py:right", tmp_path)
     assert score(ScoringItem(task.prompt, "2", task.reference, metadata=dict(task.metadata))) is True
 
