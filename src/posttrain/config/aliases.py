@@ -87,7 +87,7 @@ def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
         return _lora(text)
     if name == "data" and not value.lstrip().startswith(("{", "[")):
         return [f"data.train={{dataset_name: {DATASETS.get(kind, 'ResponseDataset')}, data_path: {_quoted(value)}}}"]
-    if name == "reward" and kind == "grpo":
+    if name == "reward" and kind == "grpo" and not value.lstrip().startswith(("{", "[")):
         key = "function" if {":", "."} & set(value) else "type"
         return [f"env.{REWARD}.{key}={_quoted(value)}", f"data.default.env_name={REWARD}"]
     if name not in short_names(kind) and (near := get_close_matches(name, short_names(kind), 1, _CLOSE)):

@@ -457,6 +457,12 @@ def test_training_pairs_that_are_known_by_heart(kind: str) -> None:
     assert only(found).severity == "error"
 
 
+def test_a_reward_that_scores_nothing_is_found_in_the_first_step() -> None:
+    found = examine("grpo", steps=1, train_unscored=lambda step: 64, train_num_samples=lambda step: 64)
+    assert found["unscored"].severity == "error"
+    assert "unscored" not in examine("grpo", steps=1, train_unscored=lambda step: 32, train_num_samples=lambda step: 64)
+
+
 def test_ties_of_updates_too_small_to_show_are_no_finding() -> None:
     still = {f"train_rewards_{name}_mean": lambda step: 1e-5 for name in ("chosen", "rejected")}
     assert examine("dpo", steps=10, train_tie_rate=lambda step: 0.4, **still) == {}
