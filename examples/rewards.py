@@ -1,6 +1,6 @@
-"""A reward function of one's own. Use it for every row of a run with two settings:
+"""A reward function of one's own. Use it for every row of a run:
 
-posttrain grpo --config configs/grpo.yaml env.mine.function=examples/rewards.py:right_and_brief data.default.env_name=mine
+posttrain grpo --config configs/grpo.yaml reward=examples/rewards.py:right_and_brief
 
 The file is imported once in each worker process, so what is expensive to make (a client, a word list, a model) belongs at
 the top. docs/rewards.md says which arguments a function may ask for, what it may return, and what happens when it fails.

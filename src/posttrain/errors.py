@@ -39,13 +39,17 @@ def path_error(error: OSError) -> InputError | None:
 
 
 def near_path(path: Path) -> str:
-    """A hint to put behind a path that does not exist: an entry of the same folder with a similar name, or nothing."""
+    """A hint to put behind a path that does not exist: where its first missing part is similar to what is there, or nothing."""
+    rest = Path()
+    while path != path.parent and not os.path.exists(path.parent):
+        path, rest = path.parent, path.name / rest
     try:
         names = [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return ""
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return f" (did you mean {printable(str(path.parent / close[0]))!r}?)" if close else ""
+    meant = path.parent / close[0] / rest if close else path
+    return f" (did you mean {printable(str(meant))!r}?)" if os.path.exists(meant) else ""
 
 
 # What storage answers when it is full, gone or out of order, whatever the call.

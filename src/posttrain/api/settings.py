@@ -41,12 +41,12 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
     return [override(key, value) for key, value in settings.items()]
 
 
-def loaded_config(kind: str, config: Config | None, overrides: Sequence[str], before: Sequence[str] = ()) -> Load:
-    """The config from a file or from settings, with overrides; a function of further ones. `before`: less than settings."""
+def loaded_config(kind: str, config: Config | None, overrides: Sequence[str]) -> Load:
+    """The config from a file or from settings, with overrides; a function of further ones."""
     from posttrain.config import ConfigError, load_config
 
     path = Path(config) if isinstance(config, str | Path) else None
-    words = [*before, *overrides_of(config), *overrides] if isinstance(config, Mapping) else list(overrides)
+    words = [*overrides_of(config), *overrides] if isinstance(config, Mapping) else list(overrides)
 
     def load(extra: Sequence[str]) -> LoadedConfig[Any]:
         try:

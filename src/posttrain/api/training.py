@@ -16,7 +16,6 @@ from posttrain.api.settings import (
     environment_block,
     has_conversations,
     loaded_config,
-    override,
     overrides_of,
 )
 from posttrain.api.start import start_run
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from posttrain.api.settings import Config, Data, Reward
     from posttrain.config import LoadedConfig
 
-MANY = 1_000_000  # epochs: `steps` alone says how long a run is
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 85  # by SIGTERM or SIGHUP, after saving
 
@@ -133,7 +131,6 @@ def _train(
                 kind,
                 {} if config is None else config,
                 [*overrides_of(words), *overrides_of(settings)],
-                before=[override(f"{kind}.max_num_epochs", MANY)] if {"steps", "max_steps"} & settings.keys() else [],
             ),
             accept_changes=resume_with_changes,
             restart=restart,

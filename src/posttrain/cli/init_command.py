@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,13 +75,14 @@ def _everything(source: Path) -> dict[str, str | Path]:
 
 
 def _starter(source: Path, kind: str) -> dict[str, str | Path]:
-    """The config names its files beside it, so that commands are given in that folder."""
+    """The files name each other without folders, so that commands are given in that folder."""
     starter = STARTERS[kind]
-    config = (source / "configs" / f"{kind}.yaml").read_text("utf-8")
-    for folder in ("examples/data/", "examples/", "configs/"):
-        config = config.replace(folder, "")
-    further = {name: source / "examples" / name for name in starter.further}
-    return {f"{kind}.yaml": config, starter.data: source / "examples" / "data" / starter.data, **further}
+    texts = {f"{kind}.yaml": source / "configs" / f"{kind}.yaml"}
+    texts |= {name: source / "examples" / name for name in starter.further}
+    found: dict[str, str | Path] = {starter.data: source / "examples" / "data" / starter.data}
+    for name, path in texts.items():
+        found[name] = re.sub(r"\b(examples/data/|examples/|configs/)", "", path.read_text("utf-8"))
+    return {name: found[name] for name in (f"{kind}.yaml", starter.data, *starter.further)}
 
 
 def _told(kind: str, folder: Path, names: list[str]) -> list[str]:

@@ -65,6 +65,7 @@ Tune language models from preferences and rewards.
   posttrain init grpo                              a config, data and a reward to start from; init all: configs/ and examples/
   posttrain grpo --config configs/grpo.yaml        reinforcement learning from checkable answers
   posttrain dpo  --config configs/dpo.yaml         preference pairs
+  posttrain sft  --config configs/sft.yaml         answers to imitate
   posttrain rm   --config configs/rm.yaml          a reward model from preference pairs, for GRPO to learn from
   posttrain eval results/grpo data.dataset_name=gsm8k
                                                    measure a checkpoint; eval compare A B sets two side by side
@@ -165,6 +166,8 @@ def _main(given: list[str]) -> int:
             parser.print_help(sys.stderr)
             print("\nposttrain: error: no command given", file=sys.stderr)
             return EXIT_BAD_INPUT
+        if given[0] == "help":
+            given = [*given[1:], "--help"]
         if (code := report_errors(lambda: _check_surroundings(given))) != EXIT_DONE:
             return code
         try:

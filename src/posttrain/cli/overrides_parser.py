@@ -77,7 +77,8 @@ class OverridesParser(argparse.ArgumentParser):
     def _refuse(self, options: Sequence[str]) -> NoReturn:
         from posttrain.data.errors import nearest
 
-        hint = nearest(options[0].partition("=")[0], self._option_string_actions)
+        known = [*self._option_string_actions, *(f"--{name.replace('_', '-')}" for name in self.short_names)]
+        hint = nearest(options[0].partition("=")[0], known)
         self.error(f"unrecognized arguments: {redact_argument(' '.join(options))}{hint}")
 
 

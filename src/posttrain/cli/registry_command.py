@@ -29,7 +29,7 @@ ROLLBACK_TO = "go back to this one, which was in production before (default: the
 
 EPILOG = """\
 examples:
-  posttrain registry add maths results/hf --config results/grpo/config.yaml --eval main=results/eval --gate gate.json
+  posttrain registry add maths models/mine --config results/grpo/config.yaml --eval main=results/eval --gate gate.json
   posttrain registry promote maths 1 --why "gate passed"            candidate -> canary
   posttrain registry promote maths 1 --to production --why "canary quiet for a day"
   posttrain registry rollback maths --why "complaints since Tuesday"

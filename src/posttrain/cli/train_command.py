@@ -9,7 +9,7 @@ from pathlib import Path
 
 from posttrain.api.start import start_run
 from posttrain.cli.overrides_parser import Subparsers, add_command
-from posttrain.config.aliases import short_names
+from posttrain.config.aliases import ALIASES_OF_KIND, short_names
 from posttrain.recipes import KINDS
 
 EPILOG = """\
@@ -17,8 +17,9 @@ settings are given as key=value, with the names that NeMo RL uses:
 
   posttrain {kind} --config my.yaml policy.model_name=Qwen/Qwen3-0.6B policy.optimizer.kwargs.lr=1e-6
 
-What is typed often has a short name, also as an option: model, data, lr, lora, steps, epochs, batch_size, seed, folder
-(`lr=1e-6 lora=16 steps=200`, or `--lr 1e-6`). policy.model_name may be the folder of a run: its newest checkpoint.
+What is typed often has a short name, also as an option (`lr=1e-6 lora=16 steps=200`, or `--lr 1e-6`):
+  model, data, lr, lora, steps, epochs, batch_size, max_length, seed, folder, precision{of_kind}
+policy.model_name may be the folder of a run: its newest checkpoint.
 `posttrain config show {kind}` lists all settings. Without --config the built-in defaults apply. The run's folder
 (checkpointing.checkpoint_dir) gets checkpoints, metrics.jsonl, report.html and, with grpo, the samples of every step;
 the same command resumes from the newest checkpoint in it. The default folder is numbered: a command with other settings
@@ -30,7 +31,9 @@ INTERRUPTED = "stopped at once; nothing was saved since the newest checkpoint, i
 
 def add_parser(commands: Subparsers) -> None:
     for kind, (summary, _) in KINDS.items():
-        parser = add_command(commands, kind, summary, epilog=EPILOG.format(kind=kind))
+        further = [name for name in short_names(kind) if name == "reward" or name in ALIASES_OF_KIND.get(kind, ())]
+        of_kind = f"\n  for {kind} also {', '.join(further)}" if further else ""
+        parser = add_command(commands, kind, summary, epilog=EPILOG.format(kind=kind, of_kind=of_kind))
         parser.short_names = short_names(kind)
         add_arguments(parser)
         parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED, output_is_result=False)

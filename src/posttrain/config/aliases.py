@@ -12,6 +12,8 @@ from posttrain.config.errors import ConfigError
 from posttrain.config.overrides import parse_override
 
 LORA = "policy.dtensor_cfg.lora_cfg"
+REWARD = "reward"  # the key under `env` of what is given as `reward=file.py:function`
+MANY_EPOCHS = 1_000_000
 DATASETS = {"grpo": "ResponseDataset", "sft": "ResponseDataset", "dpo": "PreferenceDataset", "rm": "PreferenceDataset"}
 # {kind} is the kind of run, whose section has the same name.
 ALIASES = {
@@ -47,19 +49,29 @@ MISPLACED = {"policy.learning_rate": "lr", "policy.lr": "lr", "policy.optimizer.
 
 
 def aliases_of(kind: str) -> dict[str, str]:
-    """The full name of each short one. `lora` and `data` set several keys and are not among them."""
+    """The full name of each short one. `lora`, `data` and `reward` set several keys and are not among them."""
     found = {name: key.format(kind=kind) for name, key in ALIASES.items()}
     return {**found, **ALIASES_OF_KIND.get(kind, {})}
 
 
 def short_names(kind: str) -> tuple[str, ...]:
-    return ("lora", "data", *aliases_of(kind))
+    return ("lora", "data", *(("reward",) if kind == "grpo" else ()), *aliases_of(kind))
 
 
 def expand_aliases(kind: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides with full names."""
+    """The overrides with full names.
+
+    `steps` alone is the length of a run: epochs end it earlier only if they are given on the command line, too.
+    """
     known = aliases_of(kind)
-    return [text for override in overrides for text in _expanded(kind, known, override)]
+    expanded = [text for override in overrides for text in _expanded(kind, known, override)]
+    if kind in DATASETS and any(_short_name(override) in ("steps", "max_steps") for override in overrides):
+        return [f"{kind}.max_num_epochs={MANY_EPOCHS}", *expanded]  # first: what else is given replaces it
+    return expanded
+
+
+def _short_name(text: str) -> str:
+    return text.lstrip("+").partition("=")[0].strip()
 
 
 def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
@@ -74,11 +86,17 @@ def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
     if name == "lora":
         return _lora(text)
     if name == "data" and not value.lstrip().startswith(("{", "[")):
-        quoted = "'" + value.replace("'", "''") + "'"
-        return [f"data.train={{dataset_name: {DATASETS.get(kind, 'ResponseDataset')}, data_path: {quoted}}}"]
+        return [f"data.train={{dataset_name: {DATASETS.get(kind, 'ResponseDataset')}, data_path: {_quoted(value)}}}"]
+    if name == "reward" and kind == "grpo" and not value.lstrip().startswith(("{", "[")):
+        key = "function" if {":", "."} & set(value) else "type"
+        return [f"env.{REWARD}.{key}={_quoted(value)}", f"data.default.env_name={REWARD}"]
     if name not in short_names(kind) and (near := get_close_matches(name, short_names(kind), 1, _CLOSE)):
         raise ConfigError(f"command line: unknown key `{name}`; did you mean `{near[0]}`?")
     return [text]
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _lora(text: str) -> list[str]:

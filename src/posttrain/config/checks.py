@@ -54,7 +54,7 @@ def cautions(config: RunConfig | EvalRunConfig, is_set: IsSetByUser) -> list[str
         found += unused_turns(config)
         found += unused_variants(config, is_set)
     metric = config.checkpointing.metric_name
-    if metric and metric.startswith("val:") and not _validates(config):
+    if metric and metric.startswith("val:") and is_set("checkpointing.metric_name") and not _validates(config):
         found.append(
             f"checkpointing.metric_name: {metric} is not measured without data.validation or split_validation_size; "
             "the newest checkpoints are kept"

@@ -232,7 +232,9 @@ def read_document(path: FilePath, label: str) -> Tree:
     try:
         content = read_at_most(path, MAX_FILE_BYTES).decode("utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(f"{label}: no such config file{near_path(path)}") from error
+        is_ours = path.parts[0] in ("configs", "examples") and not FilePath(path.parts[0]).exists()
+        hint = "; `posttrain init all` writes configs/ and examples/ here" if is_ours else near_path(path)
+        raise ConfigError(f"{label}: no such config file{hint}") from error
     except OSError as error:
         raise ConfigError(f"{label}: cannot be read: {error.strerror}") from error
     except ValueError as error:

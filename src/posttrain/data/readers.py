@@ -44,9 +44,8 @@ class TaskReader:
     def __init__(self, entry: Entry, spec: ResponseSpec, chat: ChatFormat, max_prompt_tokens: int | None) -> None:
         self._entry, self._spec, self._chat, self._limit = entry, spec, chat, max_prompt_tokens
         self._prompts = entry.prompts
-        answer = () if callable(spec.answer) or entry.output_key == "" else spec.answer
-        # The other columns go along, for reward functions that want them.
-        self._spoken_for = {*spec.question, *answer, *spec.solution, entry.input_key, entry.output_key}
+        # The other columns go along, for reward functions that want them; the answer too, under its own name.
+        self._spoken_for = {*spec.question, *spec.solution, entry.input_key}
 
     def read(self, rows: Sequence[Numbered]) -> list[Outcome[Task]]:
         conversations = [self._messages(row) for _, row in rows]

@@ -337,7 +337,7 @@ def _parse(text: str, where: str) -> Any:
     except DataError:
         raise
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+        raise DataError(f"{where}: broken JSON at column {error.colno}: {error.msg}") from error
     except ValueError as error:
         raise DataError(f"{where}: broken JSON: {error}") from error
 

@@ -300,10 +300,10 @@ def _validation_falls(run: History) -> bool:
 def unscored(run: History) -> Sighting | None:
     count = min(LONG_PERSISTENCE, len(run.values("train/unscored")))
     failed, sampled = run.tail("train/unscored", count), run.tail("train/num_samples", count)
-    if not failed or not sum(sampled) or run.num_steps < PERSISTENCE:
+    if not failed or not sum(sampled):
         return None
     share = sum(failed) / sum(sampled)
-    if share <= 0.05:
+    if share <= 0.05 or (run.num_steps < PERSISTENCE and share < 1):
         return None
     text = f"{percent(share)} of the rewards of the last steps failed; unscored.jsonl has the reasons"
     fixes = tuple(
@@ -316,7 +316,7 @@ def unscored(run: History) -> Sighting | None:
         "train/unscored",
         failed[-1],
         text,
-        ("fix the reward", *fixes),
+        ("correct the reward function, or the rows that it fails for", *fixes),
         "unscored",
     )
 
@@ -359,5 +359,5 @@ POLICY_RULES = (
         "reward rises and two of KL, entropy, truncation, length go wrong, repetition jumps, or validation falls",
         OURS,
     ),
-    Rule("unscored", GRPO, unscored, "failed rewards > 5 % (warning), > 30 % (error) of 5 steps", OURS),
+    Rule("unscored", GRPO, unscored, "failed rewards > 5 % (warning), > 30 % (error) of 5 steps; all: at once", OURS),
 )

@@ -12,7 +12,7 @@ from posttrain.doctor.rule import Rule, Sighting, lower_lr, percent
 ACCURACY, CHOSEN, REJECTED = "train/accuracy", "train/rewards_chosen_mean", "train/rewards_rejected_mean"
 LOSS = "train/preference_loss"
 CHANCE = math.log(2)
-MOVED = 1e-3  # nats: rewards below are rounding
+MOVED = 0.01  # nats: below, rounding ties pairs whose answers differ
 
 
 def both_fall(run: History) -> Sighting | None:
@@ -60,16 +60,14 @@ def memorised(run: History) -> Sighting | None:
 
 def equal_pairs(run: History) -> Sighting | None:
     """Both answers of a pair are the same text: they stay tied however long one trains."""
-    if run.num_steps < 3:
-        return None
-    ties = run.tail("train/tie_rate", 3)
-    if not ties or min(ties) <= 0.05:
+    ties = run.tail("train/tie_rate", 5)
+    if run.num_steps < 6 or not ties or min(ties) <= 0.05:  # in the first step every pair is tied
         return None
     all_are_equal = min(ties) == 1 and not run.now("train/grad_norm")
     if not all_are_equal and max(abs(run.now(key) or 0.0) for key in (CHOSEN, REJECTED)) < MOVED:
         return None  # so small an update does not show in the rewards of any pair
-    share = statistics.median(ties)
-    text = f"{percent(share)} of the pairs stay tied after updates: chosen and rejected are the same text"
+    share = min(ties)
+    text = f"{percent(share)} of the pairs stay tied after updates: chosen and rejected are the same text, or the same tokens"
     severity: Severity = "error" if share > 0.3 else "warning"
     return Sighting(
         severity, "train/tie_rate", share, text, ("remove pairs whose two answers are equal from data.train",)
@@ -115,7 +113,7 @@ PREFERENCE_RULES = (
         "training accuracy 20 points above held-out (warning), held-out < 60 % (error)",
         OURS,
     ),
-    Rule("equal-pairs", PAIRS, equal_pairs, "tied pairs > 5 % (warning), > 30 % (error) after updates", OURS),
+    Rule("equal-pairs", PAIRS, equal_pairs, "tied pairs > 5 % (warning), > 30 % (error), 5 steps after updates", OURS),
     Rule("worse-than-chance", PAIRS, worse_than_chance, "loss > 1.5 ln 2, 5 steps", OURS),
     Rule("not-learning", PAIRS, not_learning, "accuracy < 55 % in the last fifth", OURS, at_end=True),
 )

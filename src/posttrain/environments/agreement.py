@@ -89,6 +89,8 @@ def report(verdicts: Sequence[Verdict], seconds: float, *, num_shown: int) -> st
     failed = unscored(verdicts)
     if failed:
         lines += ["", f"unscored ({len(failed)}):"]
+        if all(v.sample.task.reference is None for v in verdicts):
+            lines.append("  no sample has an expected answer (name its column with --reference)")
         reasons = Counter(v.score.error or "no reason given" for v in failed)
         for reason, count in reasons.most_common(num_shown):
             first = next(v.sample.where for v in failed if (v.score.error or "no reason given") == reason)

@@ -115,13 +115,18 @@ class EvaluationSummary:
         return self.metrics.get(self.metric)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """A finished evaluation: `problems` in the order of the dataset."""
 
     folder: Path
     summary: EvaluationSummary
     problems: tuple[ProblemResult, ...]
+
+    def __repr__(self) -> str:
+        """One line: what a notebook shows. All answers would be megabytes."""
+        score = "nothing scored" if self.summary.score is None else f"{self.summary.metric} {self.summary.score:.4f}"
+        return f"<Evaluation {self.folder}: {score}, {len(self.problems):,} problems of {self.summary.dataset}>"
 
 
 def hash_of(problems: Sequence[ProblemResult]) -> str:

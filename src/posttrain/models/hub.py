@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from posttrain.errors import near_path
 from posttrain.hub_requests import ask_hub
 from posttrain.models.config_file import why_unusable
 
@@ -37,13 +38,13 @@ def why_unavailable(name: str, holding: str = "config.json and weights") -> str 
     try:
         validate_repo_id(name)
     except HFValidationError:
-        return f"no folder {name!r}. Give {folder}, or a hub name such as Qwen/Qwen3-0.6B"
+        return f"no folder {name!r}{near_path(Path(name))}. Give {folder}, or a hub name such as Qwen/Qwen3-0.6B"
     if _is_cached(name):
         return None
     if "/" in name and Path(name).parent.exists():
         return (
-            f"no folder {name!r}, though there is {str(Path(name).parent)!r}, so a path seems to be meant. Give {folder}; "
-            f"if it is a hub name, fetch the model first: hf download {name}"
+            f"no folder {name!r}{near_path(Path(name))}, though there is {str(Path(name).parent)!r}, so a path seems to be "
+            f"meant. Give {folder}; if it is a hub name, fetch the model first: hf download {name}"
         )
     problem = _ask_hub(name, folder)
     return None if problem is None else f"no folder {name!r}, and {problem}"

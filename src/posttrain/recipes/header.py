@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from posttrain.config import DpoRunConfig, GrpoRunConfig, RunConfig
 from posttrain.policy.trainer import ModelFacts
@@ -31,25 +32,45 @@ def header_lines(
         "devices": f"{num_devices} x {facts.device_name}, {policy.precision}",
         "data": f"{len(prepared.train):,} {unit}{held_out}",
         "step": f"{sizes.num_rows} {unit}{each}{updates}; {max_steps:,} step{'' if max_steps == 1 else 's'}",
-        "settings": ", ".join(_settings(config)),
+        "settings": ", ".join(_settings(config, max_steps)),
         "planned": planned,
     }
     return [f"{name:<9}{text}" for name, text in rows.items() if text]
 
 
-def _settings(config: RunConfig) -> Sequence[str]:
-    kwargs = config.policy.optimizer.kwargs if config.policy.optimizer is not None else {}
-    found = [f"lr {kwargs['lr']:g}"] if isinstance(kwargs.get("lr"), int | float) else []
+def _settings(config: RunConfig, max_steps: int) -> Sequence[str]:
+    lr = config.policy.optimizer.kwargs.get("lr")
+    found = [_learning_rate(lr, config.policy.scheduler, max_steps)] if isinstance(lr, int | float) else []
     if isinstance(config, GrpoRunConfig):
         penalty, period = config.loss_fn.reference_policy_kl_penalty, config.kl_period
         measured = f"estimated every {period} steps" if period else "not measured (doctor.kl_period=10 estimates it)"
         found.append(f"KL penalty {penalty:g}" if penalty else f"no KL penalty, KL {measured}")
-        names = dict.fromkeys(entry.env_name for entry in config.data.train_sets() if entry.env_name)
+        names = [*dict.fromkeys(entry.env_name for entry in config.data.train_sets() if entry.env_name)]
         default = config.data.default.env_name if config.data.default is not None else None
-        found.append(f"reward {', '.join([*names] or [default or 'of the traces'])}")
+        used = names or ([default] if default else [])
+        found.append(f"reward {', '.join(_reward(config, name) for name in used) or 'of the traces'}")
     if isinstance(config, DpoRunConfig):
         found.append(f"{config.dpo.preference_loss} loss, beta {config.dpo.reference_policy_kl_penalty:g}")
     return found
+
+
+def _reward(config: GrpoRunConfig, environment: str) -> str:
+    """The name of the function, where the environment is one."""
+    function = getattr(config.env.get(environment), "function", None)
+    return function.rpartition(":")[2] if function else environment
+
+
+def _learning_rate(lr: float, scheduler: list[dict[str, Any]] | dict[str, Any] | None, max_steps: int) -> str:
+    """With the warm-up, if the schedule begins with one."""
+    first = (scheduler[0] if isinstance(scheduler, list) else scheduler) if scheduler else {}
+    kwargs = first.get("kwargs") or {}
+    start, end, steps = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0), kwargs.get("total_iters", 5)
+    if not first.get("name", "").endswith("LinearLR") or start >= end:
+        return f"lr {lr:g}"
+    if max_steps > steps:
+        return f"lr {lr * end:g} after a warm-up of {steps} steps"
+    reached = lr * (start + (end - start) * (max_steps - 1) / steps)
+    return f"lr at most {reached:.3g}, as the warm-up to {lr * end:g} takes {steps} steps (policy.scheduler=null: none)"
 
 
 def _count(number: int) -> str:

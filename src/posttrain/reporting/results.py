@@ -96,10 +96,10 @@ def final_lines(
         found = summarise(rows, metric, lower_is_better=lower_is_better)
         if found.metric:
             since = f" at step {found.first_step}" if found.first_step > 1 else ""
-            trend = f"{number(found.first)}{since} → {number(found.last)}"
-            lines.append(
-                Line(f"  • {shown_name(metric, rows)}: {trend}, best {number(found.best)} at step {found.best_step}")
-            )
+            trend = f"{number(found.first)}{since} → {number(found.last)}, best {number(found.best)} at step {found.best_step}"
+            if sum(row.get(metric) is not None for row in rows) == 1:
+                trend = f"{number(found.first)} at step {found.first_step}, measured once"
+            lines.append(Line(f"  • {shown_name(metric, rows)}: {trend}"))
     unscored = sum(row.get("train/unscored") or 0 for row in rows)
     if unscored:
         lines.append(Line(f"  • unscored rollouts: {unscored:,.0f} (reasons in the report)", "warning"))

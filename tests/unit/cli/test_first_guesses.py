@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.main import build_parser, main
-from posttrain.errors import InputError
+from posttrain.errors import InputError, near_path
 from posttrain.models import starting_model
+from posttrain.models.hub import why_unavailable
 
 
 def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -38,6 +39,40 @@ def test_settings_as_options() -> None:
     args = build_parser().parse_args(["grpo", "--lr", "1e-6", "policy.precision=float32", "--max-steps=3", "--quiet"])
     assert args.words == ["lr=1e-6", "policy.precision=float32", "max_steps=3"]
     assert args.quiet
+
+
+def test_a_misspelt_short_name_as_an_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--stpes (did you mean '--steps'?)" in error_of(["grpo", "--stpes", "4"], capsys)
+    assert "--leraning-rate=1 (did you mean '--learning-rate'?)" in error_of(["dpo", "--leraning-rate=1"], capsys)
+
+
+@pytest.mark.parametrize("words", [["help"], ["help", "grpo"]])
+def test_help_is_understood_as_a_word(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {' '.join(['posttrain', *words[1:]])} ")
+
+
+def test_a_config_of_the_documentation_that_is_not_here_names_the_command_that_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "check", "--config", "configs/grpo.yaml"]) == 64
+    assert "`posttrain init all` writes configs/" in capsys.readouterr().err
+
+
+def test_a_benchmark_after_the_model_of_eval_is_told_from_a_second_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "models/mine", "gsm8k"]) == 64
+    assert "data.dataset_name=gsm8k" in capsys.readouterr().err
+
+
+def test_a_misspelt_folder_on_the_way_to_a_model_gets_a_suggestion(tmp_path: Path) -> None:
+    meant = tmp_path / "results" / "demo" / "step_5"
+    meant.mkdir(parents=True)
+    assert near_path(tmp_path / "results" / "dmeo" / "step_5") == f" (did you mean '{meant}'?)"
+    assert near_path(tmp_path / "results" / "dmeo" / "step_6") == ""
+    assert f"did you mean '{meant}'" in str(why_unavailable(str(tmp_path / "results" / "dmeo" / "step_5")))
 
 
 def test_an_option_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:

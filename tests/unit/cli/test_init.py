@@ -33,6 +33,9 @@ def test_a_new_folder_is_made_and_named_in_what_to_type_next(
     assert main(["init", "grpo", "my/run"]) == 0
     assert {path.name for path in (tmp_path / "my/run").iterdir()} == {"grpo.yaml", "prompts.jsonl", "rewards.py"}
     assert "  cd my/run\n" in capsys.readouterr().out
+    reward = (tmp_path / "my/run/rewards.py").read_text()
+    assert "grpo --config grpo.yaml reward=rewards.py:right_and_brief" in reward
+    assert "examples/" not in reward
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,13 @@ def test_agreement_disagreement_and_unscored_samples_are_shown(
     assert table[:3] == [["reward", "0", "1", "0"], ["reward", "1", "1", "1"], ["unscored", "0", "1"]]
 
 
+def test_samples_without_an_expected_answer_are_named_as_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "prompts.jsonl", [{"input": "2+2?", "output": "4"}, {"input": "2+3?", "output": "5"}])
+    assert "name its column with --reference" in call(capsys, "test", "--type", "math", path)[1]
+
+
 def test_strict_ends_with_2_when_something_disagrees_or_cannot_be_scored(
     tmp_path: Path, samples: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

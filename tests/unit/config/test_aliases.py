@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.aliases import aliases_of, expand_aliases
+from posttrain.config.aliases import MANY_EPOCHS, aliases_of, expand_aliases
 from posttrain.config.errors import ConfigError
 from posttrain.config.runs import ALL_KINDS, KINDS, RUN_CONFIGS, Kind
 from posttrain.config.schema import find, schema_of
@@ -31,15 +31,37 @@ def test_short_names_set_what_the_full_ones_set() -> None:
     [
         ("lora=true", ["policy.dtensor_cfg.lora_cfg.enabled=true"]),
         ("lora=0", ["policy.dtensor_cfg.lora_cfg.enabled=false"]),
-        ("++steps=3", ["dpo.max_num_steps=3"]),
+        ("++steps=3", ["dpo.max_num_epochs=1000000", "dpo.max_num_steps=3"]),
         ("data=it's.jsonl", ["data.train={dataset_name: PreferenceDataset, data_path: 'it''s.jsonl'}"]),
         ("data={train: {data_path: x}}", ["data={train: {data_path: x}}"]),
         ("policy.precision=float32", ["policy.precision=float32"]),
         ("~lr", ["~lr"]),
+        ("reward=x.py:f", ["reward=x.py:f"]),
     ],
 )
 def test_expansion(text: str, full: list[str]) -> None:
     assert expand_aliases("dpo", [text]) == full
+
+
+def test_a_reward_is_an_environment_for_every_row() -> None:
+    own = load_config("grpo", None, ["reward=rewards.py:close"]).config
+    assert (own.env["reward"].function, own.data.default.env_name) == ("rewards.py:close", "reward")
+    assert load_config("grpo", None, ["reward=math"]).config.env["reward"].type == "math"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_alone_are_the_length_of_a_run(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{kind}: {{max_num_epochs: 2}}\n")
+
+    def lengths(*overrides: str) -> tuple[int, int]:
+        section = getattr(load_config(kind, file, overrides).config, kind)
+        return section.max_num_steps, section.max_num_epochs
+
+    assert lengths("steps=200") == lengths("max_steps=200") == (200, MANY_EPOCHS)
+    assert lengths("epochs=3", "steps=200") == (200, 3)
+    assert lengths("steps=200", f"{kind}.max_num_epochs=3") == (200, 3)
+    assert lengths(f"{kind}.max_num_steps=200") == (200, 2), "the full name keeps NeMo RL's meaning"
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

@@ -120,10 +120,11 @@ def test_only_the_reward_model_command_trains_a_reward_model() -> None:
         load_config("rm", None, ["policy.reward_model_cfg.reward_model_type=regression"])
 
 
-def test_a_metric_that_nothing_measures_is_mentioned() -> None:
-    loaded = load_config("dpo", None, ["data.train={data_path: x.jsonl}"])
-    assert "checkpointing.metric_name" in loaded.warnings[0]
-    assert load_config("dpo", None, ["data.train={data_path: x.jsonl, split_validation_size: 0.1}"]).warnings == []
+def test_a_chosen_metric_that_nothing_measures_is_mentioned() -> None:
+    chosen, data = "checkpointing.metric_name=val:loss", "data.train={data_path: x.jsonl}"
+    assert "checkpointing.metric_name" in load_config("dpo", None, [data, chosen]).warnings[0]
+    assert load_config("dpo", None, [data]).warnings == []
+    assert load_config("dpo", None, [data, chosen, "data.train.split_validation_size=0.1"]).warnings == []
 
 
 def test_the_deadline_is_in_seconds() -> None:

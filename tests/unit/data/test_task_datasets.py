@@ -14,6 +14,8 @@ from posttrain.data.chat import ChatFormat
 from posttrain.data.datasets import TaskDataset, load_task_dataset
 from posttrain.data.errors import DataError
 from posttrain.data.readers import NO_REFERENCE
+from posttrain.environments.item import ScoringItem
+from posttrain.environments.python_function import load_scorer
 
 CHAT = ChatFormat(byte_tokenizer(CHATML))
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
@@ -91,9 +93,19 @@ def test_question_may_be_a_conversation(tmp_path: Path) -> None:
     assert list(load({"data_path": path})[0].messages) == turns
 
 
-def test_other_columns_go_along_as_metadata(tmp_path: Path) -> None:
+def test_all_columns_but_the_prompt_go_along_as_metadata(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"input": "1", "output": "1", "level": 3, "tags": ["x"]}])
-    assert load({"data_path": path})[0].metadata == {"level": 3, "tags": ["x"]}
+    assert load({"data_path": path})[0].metadata == {"output": "1", "level": 3, "tags": ["x"]}
+
+
+def test_a_reward_with_trls_signature_finds_the_answer_under_the_name_of_its_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1 + 1?", "answer": "2"}])
+    task = load({"data_path": path, "input_key": "prompt", "output_key": "answer"})[0]
+    (tmp_path / "rewards.py").write_text(
+        "def right(completions, answer, **columns):\n    return [completions == answer]\n"
+    )
+    score = load_scorer("rewards.py:right", tmp_path)
+    assert score(ScoringItem(task.prompt, "2", task.reference, metadata=dict(task.metadata))) is True
 
 
 def test_rows_with_an_empty_answer_are_dropped_and_counted(tmp_path: Path) -> None:

@@ -457,11 +457,23 @@ def test_training_pairs_that_are_known_by_heart(kind: str) -> None:
     assert only(found).severity == "error"
 
 
+def test_a_reward_that_scores_nothing_is_found_in_the_first_step() -> None:
+    found = examine("grpo", steps=1, train_unscored=lambda step: 64, train_num_samples=lambda step: 64)
+    assert found["unscored"].severity == "error"
+    assert "unscored" not in examine("grpo", steps=1, train_unscored=lambda step: 32, train_num_samples=lambda step: 64)
+
+
 def test_ties_of_updates_too_small_to_show_are_no_finding() -> None:
     still = {f"train_rewards_{name}_mean": lambda step: 1e-5 for name in ("chosen", "rejected")}
     assert examine("dpo", steps=10, train_tie_rate=lambda step: 0.4, **still) == {}
     equal = examine("dpo", steps=10, train_tie_rate=lambda step: 1.0, train_grad_norm=lambda step: 0.0, **still)
     assert equal["equal-pairs"].severity == "error"
+
+
+def test_ties_that_become_fewer_as_the_policy_moves_are_no_finding() -> None:
+    shrinking = {"train_tie_rate": lambda step: 1 / step**2}
+    assert "equal-pairs" not in examine("dpo", steps=3, **shrinking)
+    assert "equal-pairs" not in examine("dpo", steps=12, **shrinking)
 
 
 def test_pairs_whose_two_answers_are_equal_stay_tied() -> None:

@@ -47,6 +47,10 @@ def evaluation(name: str, rewards: Sequence[Sequence[float | None]], **config: o
     return Evaluation(Path(name), summary, problems)
 
 
+def test_an_evaluation_shows_as_one_line() -> None:
+    assert repr(evaluation("a", [[1], [0]])).startswith("<Evaluation a: pass@1 0.5000, 2 problems of ")
+
+
 def _sample(reward: float | None) -> SampleResult:
     text = "<script>alert(1)</script>"
     return SampleResult(text, 3, "stop", reward, answer=str(reward), error=None if reward is not None else "timeout")

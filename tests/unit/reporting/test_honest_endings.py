@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from posttrain.doctor import Finding
+from posttrain.recipes.sft import SftRecipe
 from posttrain.reporting import scales
 from posttrain.reporting.report import write_report
+from posttrain.reporting.results import final_lines
 from posttrain.reporting.rows import is_accuracy
 from posttrain.reporting.run_files import append_rows
 from posttrain.reporting.wording import validation_block
@@ -49,6 +51,13 @@ def test_before_and_after_need_a_validation_before_the_first_step(bench: Any, re
     html = page(bench, report, start=False, sick=False)
     assert "before → after" not in html
     assert "since step 1" in html
+
+
+def test_a_metric_that_was_measured_once_has_no_trend() -> None:
+    rows = [{"step": 0, "validation/loss": 7.5}, {"step": 1, "train/loss": 7.0}, {"step": 2, "train/loss": 6.0}]
+    lines = [line.text for line in final_lines(SftRecipe.presentation.headline, rows, "finished", 1.0, "report.html")]
+    assert "  • validation/loss: 7.5000 at step 0, measured once" in lines
+    assert "  • train/loss: 7.0000 → 6.0000, best 6.0000 at step 2" in lines
 
 
 @pytest.mark.parametrize(
