@@ -82,12 +82,12 @@ def dataset_block(
     kind: str, name: str, data: Data, inputs: Inputs, reward: Reward | None = None
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """The section `data.train` or `data.validation`, as `name` says, and the first row where it is at hand."""
-    from posttrain.config.aliases import DATASETS
+    from posttrain.config.aliases import file_dataset
     from posttrain.data.named_datasets import PREFERENCE_DATASETS, RESPONSE_DATASETS, find_spec
 
     if isinstance(data, Mapping) and not hasattr(data, "column_names"):
         return dict(data), {}
-    own_rows = DATASETS[kind]
+    own_rows = file_dataset(kind)
     if isinstance(data, str | Path):
         path = str(data)
         found = find_spec(path, PREFERENCE_DATASETS if own_rows == "PreferenceDataset" else RESPONSE_DATASETS)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.cli.overrides_parser import Subparsers, add_command
 from posttrain.errors import InputError
+from posttrain.recipes import KINDS
 
 SUMMARY = "write a config and data to start from"
 EPILOG = """\
@@ -21,24 +21,12 @@ Nothing is overwritten. The rows show the shape of data and are enough to try a 
 """
 
 
-@dataclass(frozen=True)
-class Starter:
-    data: str  # a file of examples/data
-    further: tuple[str, ...] = ()  # files of examples
-
-
-STARTERS = {
-    "grpo": Starter("prompts.jsonl", ("rewards.py",)),
-    "dpo": Starter("pairs.jsonl"),
-    "rm": Starter("pairs.jsonl"),
-    "sft": Starter("chat.jsonl"),
-}
 EVERYTHING = "all"
 
 
 def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "init", SUMMARY, epilog=EPILOG)
-    parser.add_argument("kind", choices=(*STARTERS, EVERYTHING), metavar="KIND", help="grpo, dpo, rm, sft or all")
+    parser.add_argument("kind", choices=(*KINDS, EVERYTHING), metavar="KIND", help=f"{', '.join(KINDS)} or all")
     parser.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="default: this folder")
     parser.set_defaults(run=run)
 
@@ -75,12 +63,10 @@ def _everything(source: Path) -> dict[str, str | Path]:
 
 def _starter(source: Path, kind: str) -> dict[str, str | Path]:
     """The config names its files beside it, so that commands are given in that folder."""
-    starter = STARTERS[kind]
     config = (source / "configs" / f"{kind}.yaml").read_text("utf-8")
     for folder in ("examples/data/", "examples/", "configs/"):
         config = config.replace(folder, "")
-    further = {name: source / "examples" / name for name in starter.further}
-    return {f"{kind}.yaml": config, starter.data: source / "examples" / "data" / starter.data, **further}
+    return {f"{kind}.yaml": config, **{Path(name).name: source / "examples" / name for name in KINDS[kind].examples}}
 
 
 def _told(kind: str, folder: Path, names: list[str]) -> list[str]:

@@ -29,8 +29,8 @@ INTERRUPTED = "stopped at once; nothing was saved since the newest checkpoint, i
 
 
 def add_parser(commands: Subparsers) -> None:
-    for kind, (summary, _) in KINDS.items():
-        parser = add_command(commands, kind, summary, epilog=EPILOG.format(kind=kind))
+    for kind, described in KINDS.items():
+        parser = add_command(commands, kind, described.summary, epilog=EPILOG.format(kind=kind))
         parser.short_names = short_names(kind)
         add_arguments(parser)
         parser.set_defaults(run=partial(run, kind), interrupted=INTERRUPTED, output_is_result=False)

@@ -10,9 +10,9 @@ from difflib import get_close_matches
 
 from posttrain.config.errors import ConfigError
 from posttrain.config.overrides import parse_override
+from posttrain.config.runs import PAIR_KINDS
 
 LORA = "policy.dtensor_cfg.lora_cfg"
-DATASETS = {"grpo": "ResponseDataset", "sft": "ResponseDataset", "dpo": "PreferenceDataset", "rm": "PreferenceDataset"}
 # {kind} is the kind of run, whose section has the same name.
 ALIASES = {
     "model": "policy.model_name",
@@ -52,6 +52,11 @@ def aliases_of(kind: str) -> dict[str, str]:
     return {**found, **ALIASES_OF_KIND.get(kind, {})}
 
 
+def file_dataset(kind: str) -> str:
+    """The dataset_name of a file that is named without one."""
+    return "PreferenceDataset" if kind in PAIR_KINDS else "ResponseDataset"
+
+
 def short_names(kind: str) -> tuple[str, ...]:
     return ("lora", "data", *aliases_of(kind))
 
@@ -75,7 +80,7 @@ def _expanded(kind: str, known: dict[str, str], text: str) -> list[str]:
         return _lora(text)
     if name == "data" and not value.lstrip().startswith(("{", "[")):
         quoted = "'" + value.replace("'", "''") + "'"
-        return [f"data.train={{dataset_name: {DATASETS.get(kind, 'ResponseDataset')}, data_path: {quoted}}}"]
+        return [f"data.train={{dataset_name: {file_dataset(kind)}, data_path: {quoted}}}"]
     if name not in short_names(kind) and (near := get_close_matches(name, short_names(kind), 1, _CLOSE)):
         raise ConfigError(f"command line: unknown key `{name}`; did you mean `{near[0]}`?")
     return [text]

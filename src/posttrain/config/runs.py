@@ -13,6 +13,8 @@ from posttrain.config.sft import SftRunConfig
 
 Kind = Literal["grpo", "dpo", "rm", "sft", "eval"]
 KINDS: tuple[Kind, ...] = ("grpo", "dpo", "rm", "sft")  # those that train
+SUPERVISED_KINDS: tuple[Kind, ...] = ("dpo", "rm", "sft")  # those that sample nothing
+PAIR_KINDS: tuple[Kind, ...] = ("dpo", "rm")  # those whose rows are pairs of answers
 ALL_KINDS: tuple[Kind, ...] = (*KINDS, "eval")
 
 RUN_CONFIGS: dict[Kind, type[Section]] = {

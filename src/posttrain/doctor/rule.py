@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from posttrain.config.runs import KINDS
 from posttrain.doctor.findings import Severity
 from posttrain.doctor.history import History
 
@@ -41,7 +42,7 @@ class Rule:
     @property
     def of(self) -> str:
         """The kinds of run in words."""
-        return "all" if len(self.kinds) == 4 else ", ".join(kind.upper() for kind in self.kinds)
+        return "all" if self.kinds == KINDS else ", ".join(kind.upper() for kind in self.kinds)
 
 
 def lower_lr(run: History, factor: float = 10.0) -> str:
