@@ -45,7 +45,7 @@ def start_run(
 
 
 def _prepared(load: Load, *, accept_changes: bool, restart: bool) -> PreparedFolder:
-    from posttrain.models.starting_model import from_checkpoints
+    from posttrain.models.accepted_names import from_checkpoints
     from posttrain.run_folder import prepare_run_folder
 
     return prepare_run_folder(from_checkpoints(load), accept_changes=accept_changes, restart=restart)

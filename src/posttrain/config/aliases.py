@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import ConfigError
 from posttrain.config.overrides import parse_override
 from posttrain.config.runs import PAIR_KINDS
 

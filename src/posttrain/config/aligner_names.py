@@ -25,7 +25,7 @@ from posttrain.config.aligner_keys import (
     one_or_all,
     unchanged,
 )
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import ConfigError
 from posttrain.config.interpolation import MISSING, resolve
 from posttrain.config.tree import COMMAND_LINE, Path, Tree, dotted, leaves
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import ConfigError
 from posttrain.config.tree import (
     COMMAND_LINE,
     DEFAULT,

@@ -15,8 +15,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from posttrain.config.base import FreeMap, NonNegativeInt, PositiveFloat, PositiveInt
-from posttrain.config.errors import UNKNOWN_KEY
+from posttrain.config.base import UNKNOWN_KEY, FreeMap, NonNegativeInt, PositiveFloat, PositiveInt
 from posttrain.config.judge_reward import JudgeRewardConfig
 from posttrain.config.reward_base import WHAT_TYPE_MEANS, Pattern, RewardConfig
 

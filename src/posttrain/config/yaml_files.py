@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from posttrain.config.base import MAX_INTEGER
-from posttrain.config.errors import ConfigError
+from posttrain.config.base import MAX_INTEGER, ConfigError
 from posttrain.config.tree import Path, Tree, overlay
 from posttrain.errors import near_path
 from posttrain.json_files import read_at_most

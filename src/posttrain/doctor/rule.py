@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from posttrain.config.runs import KINDS
-from posttrain.doctor.findings import Severity
+from posttrain.doctor.findings import Severity, Shown
 from posttrain.doctor.history import History
 
 LR = "policy.optimizer.kwargs.lr"
 KL_PENALTY = "loss_fn.reference_policy_kl_penalty"
 MAX_NEW_TOKENS = "policy.generation.max_new_tokens"
-# Which answers of the step show the problem.
-Shown = Literal["any", "best", "longest", "cut", "unscored", "equal"]
 
 
 @dataclass(frozen=True)

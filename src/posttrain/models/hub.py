@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from posttrain.hub_requests import ask_hub
-from posttrain.models.config_file import why_unusable
+from posttrain.models.folder_checks import why_unusable
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES_OF_A_MODEL = ("config.json", "tokenizer_config.json", "tokenizer.json")

@@ -16,10 +16,10 @@ from itertools import islice
 from pathlib import Path
 
 import posttrain
+from posttrain.errors import RegistryError
 from posttrain.json_files import JsonMapping, JsonObject, read_json
 from posttrain.redaction import without_credentials
 from posttrain.registry.artifacts import content_digest, measure
-from posttrain.registry.errors import RegistryError
 
 MAX_DATA_FILES = 100_000  # a folder with more is not hashed: a mistyped path may name a whole disk
 CONFIG_FILE = "config.yaml"

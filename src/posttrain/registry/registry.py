@@ -17,12 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.errors import nearest
+from posttrain.errors import RegistryConflict, RegistryError
 from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.models.accepted_names import REGISTRY_PREFIX
-from posttrain.registry.artifacts import Copy, Files, Progress, find_damage, measure, no_progress, put_in_place
-from posttrain.registry.errors import RegistryConflict, RegistryError
+from posttrain.registry.artifacts import (
+    Copy,
+    Files,
+    PartialFolder,
+    Progress,
+    clear_abandoned,
+    find_damage,
+    measure,
+    no_progress,
+    put_in_place,
+)
 from posttrain.registry.lineage import Lineage
-from posttrain.registry.partial_folders import PartialFolder, clear_abandoned
 from posttrain.registry.stages import (
     NO_VERSION,
     NOTHING_EXPECTED,

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.checkpointing import durable
+from posttrain.errors import RegistryBusy, RegistryError
 from posttrain.json_files import JsonMapping, JsonObject
 from posttrain.locks import LockHeld, locked
 from posttrain.redaction import redact
-from posttrain.registry.errors import RegistryBusy, RegistryError
 
 DATABASE = "registry.db"
 ARTIFACTS = "artifacts"

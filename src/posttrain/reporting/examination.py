@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from posttrain.config.tree import dotted, leaves, without_marks
 from posttrain.config.yaml_files import parse_document
 from posttrain.doctor import Doctor, Finding
-from posttrain.doctor.answers import answers_that_show
+from posttrain.doctor.findings import answers_that_show
 from posttrain.reporting.rows import group_row
 from posttrain.reporting.run_data import RunData, groups_of, load_run
 from posttrain.reporting.run_files import (

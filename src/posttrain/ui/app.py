@@ -20,12 +20,10 @@ from fastapi.responses import Response, StreamingResponse
 from posttrain.errors import InputError
 from posttrain.ui.access import COOKIE, Access, Guard
 from posttrain.ui.catalogue import Catalogue
-from posttrain.ui.comparison import config_differences
 from posttrain.ui.rollout_filters import Filters, Range
-from posttrain.ui.rollout_store import Cursor, Kind
-from posttrain.ui.run_view import RunView
+from posttrain.ui.rollout_store import Cursor, Kind, token_table
+from posttrain.ui.run_view import RunView, config_differences
 from posttrain.ui.shipping import pipeline_page, pipeline_row, registry_page
-from posttrain.ui.token_view import token_table
 
 MAX_POINTS = 1000
 MAX_KEYS = 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from posttrain.config import load_config
+from posttrain.config.base import ConfigError
 from posttrain.config.changes import changes_since
-from posttrain.config.errors import ConfigError
 
 FREE, PRICED = "loss_fn.reference_policy_kl_penalty=0", "loss_fn.reference_policy_kl_penalty=0.01"
 LORA = "policy.dtensor_cfg.lora_cfg.enabled=true"

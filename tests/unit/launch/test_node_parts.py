@@ -16,8 +16,8 @@ from posttrain.attempts import Attempt
 from posttrain.errors import InputError
 from posttrain.launch.node.checks import check_machine
 from posttrain.launch.node.contract import NodeSettings, read_settings
+from posttrain.launch.node.head import why_no_progress
 from posttrain.launch.node.notices import Notice, metadata_service, watch
-from posttrain.launch.node.progress import why_no_progress
 
 NOW = datetime(2026, 11, 16, 12, 0, tzinfo=UTC).timestamp()
 

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from posttrain.checkpointing.integrity import seal
 from posttrain.cli.main import main
+from posttrain.errors import RegistryError
 from posttrain.registry import Registry, lineage
-from posttrain.registry.errors import RegistryError
 from posttrain.registry.model_folder import check_model_folder
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from posttrain.policy.fused.joining import joined
+from posttrain.policy.fused.accumulate import joined
 from posttrain.policy.fused.products import LowRank, Product
 
 
