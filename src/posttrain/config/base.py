@@ -42,7 +42,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _whole_floats_are_integers(cls, value: Any) -> Any:
+    def _whole_floats_are_integers(cls, value: object) -> Any:
         # People write `max_num_steps: 1e6`. A float field turns the integer back into a float.
         if isinstance(value, float) and value.is_integer() and abs(value) < MAX_INTEGER:
             return int(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, LiteralString, Union, get_args, get_origin
+from typing import Annotated, ClassVar, Literal, LiteralString, Union, get_args, get_origin
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -315,7 +315,7 @@ def refuse_unknown_keys(block: FreeMap, known: Sequence[str], owner: str) -> Non
             raise _located(str(key), value, f"is not a key of {owner}; {hint}", UNKNOWN_KEY)
 
 
-def _located(key: str, value: Any, message: str, type_of_error: LiteralString = "reward_key") -> ValidationError:
+def _located(key: str, value: object, message: str, type_of_error: LiteralString = "reward_key") -> ValidationError:
     # Braces would be taken for places to fill in.
     kind = PydanticCustomError(type_of_error, "{message}", {"message": message})
     return ValidationError.from_exception_data("reward", [InitErrorDetails(type=kind, loc=(key,), input=value)])

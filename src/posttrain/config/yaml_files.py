@@ -165,7 +165,7 @@ def _collect_lines(node: yaml.Node, path: Path, prefix: str, origins: dict[Path,
         _collect_lines(value, here, prefix, origins)
 
 
-def _with_text_keys(value: Any) -> Any:
+def _with_text_keys(value: object) -> Any:
     if isinstance(value, dict):
         return {str(key): _with_text_keys(inner) for key, inner in value.items()}
     return [_with_text_keys(inner) for inner in value] if isinstance(value, list) else value

@@ -91,7 +91,7 @@ class Table(Generic[Item]):
         return hashlib.sha256(self.columns["prompt_ids"].bytes_of(row)).digest()
 
 
-def _verdict(item: Any) -> Any:
+def _verdict(item: object) -> Any:
     """The label of the texts: the expected answer, the rewards of a pair, whether an answer is wanted."""
     if isinstance(item, Judged):
         return item.desirable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from posttrain.json_files import JsonMapping, JsonObject
 
@@ -49,7 +49,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, row: JsonMapping) -> Finding:
-        known: dict[str, Any] = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
+        known: JsonObject = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
         known["fixes"] = tuple(row.get("fixes", ()))
         known["answers"] = tuple(Answer(**answer) for answer in row.get("answers", ()))
         return cls(**known)

@@ -57,7 +57,7 @@ def suite_of(item: ScoringItem, tests_key: str | None) -> Suite:
     return read_suite(value, item.metadata)
 
 
-def read_suite(value: Any, around: JsonMapping) -> Suite:
+def read_suite(value: object, around: JsonMapping) -> Suite:
     """`around` is where the name of the function and code to run first may stand, if not in the tests themselves."""
     if isinstance(value, str):
         value = _unpacked(value)
@@ -185,14 +185,14 @@ def _text(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(value: Any) -> tuple[Any, ...]:
+def _arguments(value: object) -> tuple[Any, ...]:
     plain = _plain(value)
     if not isinstance(plain, list):
         raise Unscored(f"the arguments of a call are {plain!r:.80}: a list is needed")
     return tuple(plain)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:

@@ -189,7 +189,7 @@ def _told(report: bytes, token: str) -> dict[str, str]:
     return told
 
 
-def _is_value(text: str | None, expected: Any) -> bool:
+def _is_value(text: str | None, expected: object) -> bool:
     try:
         return text is not None and _same_value(json.loads(text), expected)
     except (ValueError, RecursionError):

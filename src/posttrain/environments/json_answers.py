@@ -54,7 +54,7 @@ def _schema(setup: JsonMapping) -> Any:
         raise BadSetup(f"schema_file {path} is not JSON: {error}") from None
 
 
-def _validator(schema: Any) -> Callable[[Any], bool]:
+def _validator(schema: object) -> Callable[[Any], bool]:
     if schema is None:
         return lambda value: True
     try:

@@ -173,7 +173,7 @@ def _callables_of(module: ModuleType) -> str:
 
 
 def _arguments_for(
-    function: Callable[..., Any], spec: str
+    function: Callable[..., object], spec: str
 ) -> Callable[[ScoringItem], tuple[tuple[Any, ...], JsonObject]]:
     """How to call the function: by keyword where its parameters have the known names, else with three in order."""
     try:
@@ -199,7 +199,7 @@ def _arguments_for(
     )
 
 
-def takes_batches(function: Callable[..., Any]) -> bool:
+def takes_batches(function: Callable[..., object]) -> bool:
     """Whether it has TRL's signature."""
     try:
         return "completions" in inspect.signature(function).parameters
@@ -208,7 +208,7 @@ def takes_batches(function: Callable[..., Any]) -> bool:
 
 
 def _batch_of_one(
-    function: Callable[..., Any], spec: str, as_messages: bool
+    function: Callable[..., object], spec: str, as_messages: bool
 ) -> Callable[[ScoringItem], tuple[tuple[Any, ...], JsonObject]]:
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

@@ -141,7 +141,7 @@ def _text(answer: object, row: Row) -> str:
     return as_text(answer, row, "response")
 
 
-def _recorded(value: Any, where: str) -> float | None:
+def _recorded(value: object, where: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float) or not is_reward(value):

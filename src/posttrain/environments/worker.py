@@ -66,7 +66,7 @@ def build_scorer(setup: JsonObject) -> Callable[[Any], Any]:
     return worker_scorer(setup)
 
 
-def serve(request_fd: int, reply_fd: int, scorer: Callable[[Any], Any]) -> None:
+def serve(request_fd: int, reply_fd: int, scorer: Callable[[object], object]) -> None:
     """Judge completions until the parent closes the pipe."""
     process_id = os.getpid()
     while (request := read_frame(request_fd)) is not None:
@@ -79,7 +79,7 @@ def serve(request_fd: int, reply_fd: int, scorer: Callable[[Any], Any]) -> None:
             return  # what filled the memory may still be there; the parent starts a fresh process
 
 
-def judge(scorer: Callable[[Any], Any], payload: bytes) -> JsonObject:
+def judge(scorer: Callable[[object], object], payload: bytes) -> JsonObject:
     from posttrain.environments.item import PlainReply, to_reward
 
     try:

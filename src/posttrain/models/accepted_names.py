@@ -31,7 +31,7 @@ from posttrain.models.folder_checks import refuse_pipes, why_unusable
 from posttrain.models.hub import looks_like_hub_name
 
 if TYPE_CHECKING:
-    from posttrain.config import LoadedConfig
+    from posttrain.config import LoadedConfig, RunConfig
 
 WEIGHTS = Path("policy/weights/model")
 TOKENIZER = Path("policy/tokenizer")
@@ -250,13 +250,13 @@ def _to_stderr(line: str) -> None:
 
 
 _MODEL_KEY, _TOKENIZER_KEY = "policy.model_name", "policy.tokenizer.name"
-Load = Callable[[Sequence[str]], "LoadedConfig"]
+Load = Callable[[Sequence[str]], "LoadedConfig[RunConfig]"]
 
 
 def from_checkpoints(load: Load) -> Load:
     """`load`, but that a folder of a run or checkpoint in policy.model_name becomes the folder of its weights."""
 
-    def loaded(extra: Sequence[str]) -> LoadedConfig:
+    def loaded(extra: Sequence[str]) -> LoadedConfig[RunConfig]:
         found = load(extra)
         weights = _weights(found)
         return load([*extra, *weights]) if weights else found
@@ -264,7 +264,7 @@ def from_checkpoints(load: Load) -> Load:
     return loaded
 
 
-def _weights(loaded: LoadedConfig) -> list[str]:
+def _weights(loaded: LoadedConfig[RunConfig]) -> list[str]:
     from posttrain.config.tree import DEFAULT
 
     policy = loaded.config.policy

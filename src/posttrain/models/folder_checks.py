@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.json_files import JsonMapping, read_json
@@ -98,7 +97,7 @@ def problem_in(config: JsonMapping) -> str | None:
     return f"text_config is {inner!r:.80}; a map is needed"
 
 
-def _fetched_code(key: str, value: Any) -> object:
+def _fetched_code(key: str, value: object) -> object:
     if isinstance(value, dict):  # one for each part of the model
         return next((code for inner in value.values() if (code := _fetched_code(key, inner)) is not None), None)
     if value is None or (value in _OF_EXPERTS if "experts" in key else isinstance(value, str) and "/" not in value):
@@ -106,5 +105,5 @@ def _fetched_code(key: str, value: Any) -> object:
     return value
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from logging import WARNING
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
@@ -118,7 +117,7 @@ def token_source() -> str | None:
     return str(_TOKEN_FILE) if _TOKEN_FILE.expanduser().is_file() else None
 
 
-def _init(**options: Any) -> None:
+def _init(**options: object) -> None:
     """`ray.init`, which replaces the handler of SIGTERM by one that ends the process with exit code 15."""
     try:
         ray.init(logging_level=WARNING, **options)

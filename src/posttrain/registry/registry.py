@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from posttrain.data.errors import nearest
 from posttrain.errors import RegistryConflict, RegistryError
@@ -262,7 +261,7 @@ class Registry:
             raise RegistryError(f"{self.location.text}: no model {name!r}{nearest(name, known)}{listed}")
         return records
 
-    def _number(self, name: str, which: str, records: Mapping[int, Any], stages: Stages) -> int:
+    def _number(self, name: str, which: str, records: Mapping[int, object], stages: Stages) -> int:
         places = {"production": stages.production, "canary": stages.canary}
         if which in places:
             if places[which]:

@@ -8,10 +8,10 @@ import json
 import math
 import mimetypes
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 from fastapi import Body, Depends, FastAPI, HTTPException, Query, Request
 from fastapi import Path as PathPart
@@ -24,6 +24,8 @@ from posttrain.ui.rollout_filters import Filters, Range
 from posttrain.ui.rollout_store import Cursor, Kind, token_table
 from posttrain.ui.run_view import RunView, config_differences
 from posttrain.ui.shipping import pipeline_page, pipeline_row, registry_page
+
+T = TypeVar("T")
 
 MAX_POINTS = 1000
 MAX_KEYS = 64
@@ -54,7 +56,7 @@ def _finite(value: object) -> object:
 class UiResponse(Response):
     media_type = "application/json"
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         return as_json(content)
 
 
@@ -264,7 +266,7 @@ def stamps(catalogue: Catalogue, run_id: str | None) -> dict[str, object]:
     return {one: run.stamps() for one, run in runs.items()}
 
 
-def _known(found: dict[str, Any], name: str) -> Any:
+def _known(found: Mapping[str, T], name: str) -> T:
     if name not in found:
         raise HTTPException(404, "not found")
     return found[name]

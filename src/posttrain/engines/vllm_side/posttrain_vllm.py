@@ -30,7 +30,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def send(self, **fields: Any) -> None:
+    def send(self, **fields: object) -> None:
         data = json.dumps(fields).encode()
         self._connection.sendall(_LENGTH.pack(len(data)) + data)
 

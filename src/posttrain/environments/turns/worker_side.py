@@ -31,7 +31,7 @@ def turn_taker(setup: JsonMapping) -> Callable[[TurnItem], PlainReply]:
     async def awaited(value: Awaitable[Any]) -> Any:
         return await value
 
-    def call(method: Callable[..., Any], *arguments: Any) -> Any:
+    def call(method: Callable[..., object], *arguments: object) -> Any:
         value = method(*arguments)
         return runner.run(awaited(value)) if inspect.isawaitable(value) else value
 

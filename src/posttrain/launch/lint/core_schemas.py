@@ -69,7 +69,7 @@ def _definitions() -> Any:
     )
 
 
-def findings_of(manifest: Manifest, errors: Iterable[Any], rule: str = RULE) -> Findings:
+def findings_of(manifest: Manifest, errors: Iterable[object], rule: str = RULE) -> Findings:
     """Errors of jsonschema; of alternatives, those of the one that came nearest."""
     from jsonschema.exceptions import best_match
 
@@ -99,7 +99,7 @@ def _finding_of(manifest: Manifest, error: Any, rule: str) -> LintFinding:
     return place.error(rule, None, error.message[:200])
 
 
-def _keys(path: Sequence[Any]) -> list[str | int]:
+def _keys(path: Sequence[object]) -> list[str | int]:
     return [key if isinstance(key, int) else str(key) for key in path]
 
 

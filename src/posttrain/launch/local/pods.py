@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from posttrain.launch.pod_template import CONTAINER
+from posttrain.launch.pod_template import CONTAINER, Object
 
-Object = dict[str, Any]
 Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
 

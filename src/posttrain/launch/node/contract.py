@@ -91,7 +91,7 @@ def _config(path: Path) -> Any:
         raise InputError(f"POSTTRAIN_CONFIG={path} cannot be read: {error}") from error
 
 
-def _value(values: Any, section: str, key: str) -> Any:
+def _value(values: object, section: str, key: str) -> Any:
     inner = values.get(section) if isinstance(values, dict) else None
     return inner.get(key) if isinstance(inner, dict) else None
 

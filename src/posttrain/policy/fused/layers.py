@@ -112,7 +112,7 @@ def _defer_sums(decoder: Any) -> None:
             forward.successor = None
 
 
-def _is_rms_norm(module: Any) -> bool:
+def _is_rms_norm(module: object) -> bool:
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
