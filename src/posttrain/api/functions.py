@@ -1,4 +1,4 @@
-"""A reward function of a Python program as a file that worker processes load, with a name that says what is in it.
+"""A reward function of a Python program as a file that worker processes load, with a digest of its content in its name.
 
 A function that can be imported is recorded by its name, `package.module:name`. Any other (of a script, a notebook, a lambda, a
 closure) is pickled by value. The digest in the file's name covers the source of the function and of the functions it calls,

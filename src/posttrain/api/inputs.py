@@ -1,6 +1,6 @@
 """What a Python program hands over as objects, as files: rows of data and reward functions, in `inputs/` of the run folder.
 
-The name of a file contains a digest of its content. So `config.yaml` says which data and which reward a run was trained with,
+The name of a file contains a digest of its content. So `config.yaml` records which data and which reward a run was trained with,
 another one counts as another setting, and the command line can resume the run from its config.
 """
 
@@ -54,7 +54,7 @@ class Inputs:
         return f"{self._folder}/{INPUTS_FOLDER}/{found.stem}.pkl:{found.name}"
 
     def write(self, folder: Path) -> None:
-        """Copy them to the folder of the run. A file that is there already stays: its name says that it is the same."""
+        """Copy them to the folder of the run. A file that exists already stays: an equal name means equal content."""
         for staged in Path(self._staged.name).iterdir():
             path = folder / INPUTS_FOLDER / staged.name
             if not path.exists():

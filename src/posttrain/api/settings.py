@@ -83,7 +83,7 @@ def _plain(value: object) -> object:
 def dataset_block(
     kind: str, name: str, data: Data, inputs: Inputs, reward: Reward | None = None
 ) -> tuple[JsonObject, JsonMapping]:
-    """The section `data.train` or `data.validation`, as `name` says, and the first row where it is at hand."""
+    """The section `data.train` or `data.validation`, chosen by `name`, and the first row if it is known."""
     from posttrain.config.aliases import file_dataset
     from posttrain.data.named_datasets import PREFERENCE_DATASETS, RESPONSE_DATASETS, find_spec
 

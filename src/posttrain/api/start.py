@@ -93,7 +93,7 @@ def _train(
 
 
 def planned(config: RunConfig, device_name: str, max_steps: int) -> str:
-    """What `posttrain plan` says of the run; empty on devices that it does not know, and if it fails."""
+    """The prediction of `posttrain plan`; empty for unknown devices, and if it fails."""
     from posttrain.planning.calibration import GPUS
     from posttrain.planning.plan import estimate_run
     from posttrain.policy.memory.rank import GIB

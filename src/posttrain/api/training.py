@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from posttrain.api.settings import Config, Data, Reward
     from posttrain.config import LoadedConfig, RunConfig
 
-MANY = 1_000_000  # epochs: `steps` alone says how long a run is
+MANY = 1_000_000  # epochs: `steps` alone limits the run
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 85  # by SIGTERM or SIGHUP, after saving
 

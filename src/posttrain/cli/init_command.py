@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             shutil.copyfile(content, path)
         else:
             path.write_text(content, encoding="utf-8")
-    print("\n".join(_told(args.kind, args.folder, list(files))))
+    print("\n".join(_next_commands(args.kind, args.folder, list(files))))
     return 0
 
 
@@ -69,7 +69,7 @@ def _starter(source: Path, kind: str) -> dict[str, str | Path]:
     return {f"{kind}.yaml": config, **{Path(name).name: source / "examples" / name for name in KINDS[kind].examples}}
 
 
-def _told(kind: str, folder: Path, names: list[str]) -> list[str]:
+def _next_commands(kind: str, folder: Path, names: list[str]) -> list[str]:
     here = [] if folder == Path() else [f"  cd {folder}"]
     if kind == EVERYTHING:
         return [f"wrote configs/ and examples/, {len(names)} files. What to type next:", *here, "  ls configs"]

@@ -46,7 +46,7 @@ class Doctor:
             self.observe(row)
 
     def finish(self) -> list[Finding]:
-        """What can be said of the run as a whole, when it is over."""
+        """Findings about the run as a whole, when it is over."""
         return self._apply(rule for rule in self._rules if rule.at_end)
 
     def _apply(self, rules: Iterable[Rule]) -> list[Finding]:

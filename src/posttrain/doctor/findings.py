@@ -1,4 +1,4 @@
-"""What the doctor says: one problem of a run, its evidence, and the setting that fixes it."""
+"""Findings of the doctor: one problem of a run, its evidence, and the setting that fixes it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rank(severity: Severity) -> int:
 
 
 def worst(findings: Iterable[Finding]) -> Severity | None:
-    """The highest severity; None where there is nothing to say."""
+    """The highest severity; None without findings."""
     return max((finding.severity for finding in findings), key=rank, default=None)
 
 

@@ -96,7 +96,7 @@ class RunView:
             return {}
         return {dotted(key): value for key, value in leaves(values)}
 
-    def forget_metrics(self) -> None:
+    def drop_metrics(self) -> None:
         self.metrics = MetricTable(self.place)
 
     # ------------------------------------------------------------------ state
@@ -108,7 +108,7 @@ class RunView:
         return [row for row in found if isinstance(row, dict) and row]
 
     def state(self) -> tuple[str, str]:
-        """What the run does, and why: from `run.json`, but a run whose process is gone does not run."""
+        """The state of the run, with the reason: from `run.json`; a run without a live process is not running."""
         status, reason = str(self.info.get("status", "unknown")), str(self.info.get("reason") or "")
         if status != "running":
             return status, "" if reason == status else reason

@@ -181,7 +181,7 @@ def test_gce_notices_a_preemption_and_warns_of_maintenance(metadata: FakeMetadat
     assert service.ask()[0] == Notice("preempted", 15.0, is_final=True)
 
 
-def test_a_notice_is_reported_once_and_a_silent_service_is_said_once() -> None:
+def test_a_notice_and_an_unreachable_service_are_each_reported_once() -> None:
     class Service:
         def __init__(self) -> None:
             self.num_asked = 0

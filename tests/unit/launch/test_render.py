@@ -310,7 +310,7 @@ def test_run_and_profile_must_fit(
         make_request(tmp_path, EKS, *overrides, run=run)
 
 
-def test_idle_gpus_and_a_fabric_that_is_not_set_up_are_said(tmp_path: Path) -> None:
+def test_idle_gpus_and_a_missing_fabric_are_warnings(tmp_path: Path) -> None:
     assert make_request(tmp_path, EKS).warnings == []
     assert "other 6 GPUs" in make_request(tmp_path, EKS, run=("cluster.gpus_per_node=2",)).warnings[0]
     assert "TCP" in make_request(tmp_path, GKE, "nodes.instance_type=a3-megagpu-8g").warnings[0]

@@ -1,6 +1,6 @@
 """Schemas of custom resources (CustomResourceDefinitions) and their CEL rules, from a folder that the user names.
 
-posttrain contains none of them: they belong to the versions of the operators that a cluster has. `kubectl get crd -o json`
+posttrain contains none of them: they depend on the versions of the operators in a cluster. `kubectl get crd -o json`
 writes them. CEL needs the package `common-expression-language`; rules that compare with the stored object are left out.
 """
 
@@ -162,7 +162,7 @@ class _Cel:
         functions = {"find": _find, "split": lambda text, separator: text.split(separator)}
         try:
             holds = self._cel.evaluate(rule["rule"], self._cel.Context(variables={"self": value}, functions=functions))
-        except Exception as error:  # a function or a field that this implementation does not know
+        except Exception as error:  # a function or a field that this implementation does not support
             self.not_evaluated[rule["rule"]] = reason_of(error)
             return None
         return None if holds else rule.get("message", rule["rule"])

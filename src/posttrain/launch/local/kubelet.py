@@ -41,7 +41,7 @@ def ip_command() -> str | None:
 class _Process:
     outer: subprocess.Popen[bytes]
     first: int  # PID of the pod's first process, seen from here
-    handle: int  # of that process: its PID may be another's one day
+    handle: int  # pidfd of that process: a PID can be reused
     report: int  # at its end when the command has begun
     kill_at: float | None = None
 
@@ -194,7 +194,7 @@ class Kubelet:
         return folder
 
     def _write_hosts(self) -> None:
-        """DNS of the pods that live. A rename, so that a reader sees the old file or the new one."""
+        """DNS of the running pods. A rename, so that a reader sees the old file or the new one."""
         lines = ["127.0.0.1 localhost", f"{METADATA_ADDRESS} metadata.google.internal metadata"]
         lines += [
             f"{pod.ip} {' '.join((*pod.aliases, pod.hostname))}" for pod in reversed(self.pods) if not pod.is_over
@@ -235,7 +235,7 @@ class Kubelet:
                 signal.pidfd_send_signal(process.handle, number)
 
     def poll(self) -> None:
-        """Take note of pods that began and ended, and kill those whose grace period is over."""
+        """Record pods that began and ended, and kill those whose grace period is over."""
         for pod in self.pods:
             if (process := self._processes.get(pod.uid)) is None:
                 continue
@@ -298,5 +298,5 @@ class Kubelet:
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"([\d.]+)([A-Za-z]*)", str(text))
-    assert match is not None  # the lint has seen it
+    assert match is not None  # the lint refuses other forms
     return int(float(match[1]) * _UNITS[match[2]])

@@ -1,4 +1,4 @@
-"""A pod as controllers see it, and what they may ask the machine for. Knows no namespace and no process."""
+"""The pod that controllers work with, and the interface of the machine that runs it; without namespaces and processes."""
 
 from __future__ import annotations
 

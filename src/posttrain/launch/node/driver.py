@@ -1,5 +1,5 @@
-"""`posttrain node driver`: the entrypoint of a RayJob. Ray starts it in the head's pod; it runs the driver, does what the
-head's `posttrain node` says, and ends with the driver's exit code, or with 85 after an interruption."""
+"""`posttrain node driver`: the entrypoint of a RayJob. Ray starts it in the head's pod; it runs the driver, follows
+the messages of the head's `posttrain node`, and ends with the driver's exit code, or with 85 after an interruption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.launch.node.notices import Notice
 
 
 class DriverMember(Member):
-    """It has no machine of its own: the head has checked it, and watches it."""
+    """It runs on the machine of the head, which checks and watches that machine."""
 
     def __init__(self, settings: NodeSettings, environment: Mapping[str, str]) -> None:
         super().__init__(settings, environment)

@@ -34,7 +34,7 @@ from posttrain.launch.node.notices import Notice
 
 DRIVER = "driver"
 MARGIN_S = 2.0  # of the time that is left: for the gang to end after the driver has
-_GOODBYE_S = 1.0  # for members to take leave
+_CLOSE_S = 1.0  # for members to close their connections
 _RAY_START_S = 120.0
 MAX_FRUITLESS = 3  # attempts in a row without a new checkpoint, after which a run is not started again
 _GIVEN_UP = "given_up.json"  # the last attempt that was reported; a run that is launched anew has new ones
@@ -187,7 +187,7 @@ class HeadMember(Member):
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def on_end(self, name: str, code: int) -> None:
-        known, words = (CRASHED, self.ray_words()) if name == RAY else (code, "")
+        known, words = (CRASHED, self.ray_output_tail()) if name == RAY else (code, "")
         self.end(exit_code(known, is_stopping=self._is_stopping), f"the {name} process ended with {code}{words}")
 
     def _left(self, link: Link) -> None:
@@ -225,7 +225,7 @@ class HeadMember(Member):
             driver.send({"type": "kill", "why": why})
         if not self.members:
             self.code = code
-        self.at(time.monotonic() + _GOODBYE_S, partial(self._leave, code))
+        self.at(time.monotonic() + _CLOSE_S, partial(self._leave, code))
 
     def _leave(self, code: int) -> None:
         self.code = code
