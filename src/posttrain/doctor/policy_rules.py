@@ -69,7 +69,7 @@ def _is_fast(run: History) -> bool:
 def entropy_collapse(run: History) -> Sighting | None:
     start, now = run.start(ENTROPY), run.recent(ENTROPY, PERSISTENCE)
     if start is None or now is None or start < NO_ENTROPY:
-        return None  # what never was does not collapse
+        return None  # it was low from the start
     share = now / start
     severity: Severity
     if share < ENTROPY_ERROR or (now < NO_ENTROPY and share < 0.5):

@@ -60,7 +60,7 @@ def memorised(run: History) -> Sighting | None:
 
 
 def equal_pairs(run: History) -> Sighting | None:
-    """Both answers of a pair are the same text: they stay tied however long one trains."""
+    """Both answers of a pair are the same text: training cannot separate them."""
     if run.num_steps < 3:
         return None
     ties = run.tail("train/tie_rate", 3)

@@ -259,7 +259,7 @@ def filters_of(
 
 
 def stamps(catalogue: Catalogue, run_id: str | None) -> dict[str, object]:
-    """What the files of one run, or of all, look like from outside; by id."""
+    """The stamps of the files of one run, or of all; by id."""
     runs = catalogue.runs
     if run_id is not None:
         runs = {run_id: runs[run_id]} if run_id in runs else {}
