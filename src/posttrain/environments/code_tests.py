@@ -131,12 +131,14 @@ class _Bench:
                 "steps": [{"code": text, "counts": counts} for text, counts in suite.steps],
                 **setup,
             }
-        told = _told(self._run(code, job, b"", self.limits).report, token)
-        if "setup" in told:
-            raise Unscored(f"the set-up of the task's tests fails in the sandbox: {told['setup']}")
+        reported = _reported(self._run(code, job, b"", self.limits).report, token)
+        if "setup" in reported:
+            raise Unscored(f"the set-up of the task's tests fails in the sandbox: {reported['setup']}")
         if isinstance(suite, StepSuite):
-            return sum(told.get(str(number)) == "passed" for number, (_, counts) in enumerate(suite.steps) if counts)
-        return sum(_is_value(told.get(str(number)), expected) for number, (_, expected) in enumerate(suite.cases))
+            return sum(
+                reported.get(str(number)) == "passed" for number, (_, counts) in enumerate(suite.steps) if counts
+            )
+        return sum(_is_value(reported.get(str(number)), expected) for number, (_, expected) in enumerate(suite.cases))
 
     def _programs_passed(self, code: str, suite: ProgramSuite, stop_early: bool) -> int:
         started_at = time.monotonic()
@@ -179,14 +181,14 @@ class _Bench:
         raise Unscored(f"the sandbox failed: {failure}")
 
 
-def _told(report: bytes, token: str) -> dict[str, str]:
+def _reported(report: bytes, token: str) -> dict[str, str]:
     """What the guest reported of each step, and of a set-up that fails. Lines without the token are not the guest's."""
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     for line in report.decode("utf-8", "replace").splitlines():
         match = re.fullmatch(rf"{token} (\d+|setup) (.*)", line)
         if match:
-            told.setdefault(match[1], match[2])
-    return told
+            reported.setdefault(match[1], match[2])
+    return reported
 
 
 def _is_value(text: str | None, expected: object) -> bool:

@@ -145,7 +145,7 @@ def _join(address: str) -> None:
 
 
 def _use_token() -> None:
-    """Ray sends no token to an address that is given, unless told to. A cluster without authentication ignores it."""
+    """Ray sends no token to an address that is given, unless configured to. A cluster without authentication ignores it."""
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")  # the mode was read when ray was imported
@@ -223,7 +223,7 @@ def reserve(layout: RankLayout, address: str | None, say: Say) -> Places:
 
 def _uses_gpu(layout: RankLayout, end: float, say: Say) -> bool:
     """The cluster's GPUs count, not those of the driver: a head often has none. Ranks on CPUs only if no node has one."""
-    told = False
+    is_announced = False
     while True:
         nodes = alive_nodes()
         if layout.device == "cpu":
@@ -232,9 +232,9 @@ def _uses_gpu(layout: RankLayout, end: float, say: Say) -> bool:
             return True
         if len(nodes) >= layout.num_nodes or time.monotonic() > end:
             return False
-        if not told:
+        if not is_announced:
             say(f"waiting for {layout.num_nodes} nodes; {_offered()}")
-            told = True
+            is_announced = True
         time.sleep(0.5)
 
 

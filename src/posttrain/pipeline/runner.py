@@ -317,7 +317,7 @@ def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
     If the pipeline is killed while its training is still saving, the next run waits for it.
     """
     with ExitStack() as held:
-        said = False
+        is_announced = False
         while True:
             try:
                 durable.make_folder(home)
@@ -331,9 +331,9 @@ def only_runner(home: Path, say: Callable[[str], None]) -> Iterator[int]:
                     ) from None
             except OSError as error:
                 raise InputError(f"pipeline.folder: {home} cannot be written ({place_and_reason(error)})") from error
-            if not said:
+            if not is_announced:
                 say("the run before was killed and its training is still saving; waiting for it")
-                said = True
+                is_announced = True
             time.sleep(_POLL_S)
         yield descriptor
 

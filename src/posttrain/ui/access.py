@@ -32,7 +32,7 @@ SECURITY_HEADERS = {
 
 
 class Access:
-    """`token` None: everyone on this machine."""
+    """`token` None: every user of this machine."""
 
     def __init__(self, token: str | None, names: Iterable[str] = ()) -> None:
         self._token = token

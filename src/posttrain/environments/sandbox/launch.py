@@ -117,7 +117,7 @@ def _is_mapped(number: int, kind: str) -> bool:
 def _first_process(spec: Spec, ids: tuple[int, int] | None, lifeline: int, status_fd: int, report_fd: int) -> NoReturn:
     """Process 1 of the new namespaces: furnishes them, starts the program, and takes everything along when that ends.
 
-    `ids` is whom to become when we are root; without it we are an ordinary user in a user namespace of our own.
+    `ids` are the user and group to switch to from root; without them the process is an ordinary user in its own user namespace.
     """
     os.setsid()
     read_only = [path for path in spec["read_only"] if os.path.exists(path)]

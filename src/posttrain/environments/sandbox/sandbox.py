@@ -44,7 +44,7 @@ class Sandbox:
     read_only: tuple[str, ...] = ()
 
     def run(self, program: Program, limits: Limits) -> Outcome:
-        """What came of the program. Raises `SandboxFailure` if that cannot be told."""
+        """The outcome of the program. Raises `SandboxFailure` if it is not known."""
         if self.level == "namespaces":
             return _Run(self, program, limits, folder=None).outcome()
         with contextlib.ExitStack() as cleanup:
