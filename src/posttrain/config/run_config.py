@@ -1,4 +1,4 @@
-"""What the config of every kind of run has. Each kind has a file of its own beside this one."""
+"""What the config of every kind of run has. The kinds are in `grpo.py`, `dpo.py`, `evaluation.py` and `runs.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of run, and the config of each: the one registration of a kind in the config layer."""
+"""The configs of `rm` and `sft`, and the one registration of all kinds of run in the config layer."""
 
 from __future__ import annotations
 
