@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from posttrain.config.rewards import CodeRewardConfig
 from posttrain.environments.code_suites import CallSuite, ProgramSuite, StepSuite, Suite, suite_of
@@ -198,12 +197,13 @@ def _is_value(text: str | None, expected: object) -> bool:
         return False
 
 
-def _same_value(value: Any, expected: Any) -> bool:
+def _same_value(value: object, expected: object) -> bool:
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_same_value, value, expected))
     if isinstance(value, float) or isinstance(expected, float):
-        numbers = isinstance(value, (int, float)) and isinstance(expected, (int, float))
-        return numbers and math.isclose(value, expected, rel_tol=_FLOAT_TOLERANCE, abs_tol=_FLOAT_TOLERANCE)
+        if not isinstance(value, (int, float)) or not isinstance(expected, (int, float)):
+            return False
+        return math.isclose(value, expected, rel_tol=_FLOAT_TOLERANCE, abs_tol=_FLOAT_TOLERANCE)
     return type(value) is type(expected) and bool(value == expected)
 
 
