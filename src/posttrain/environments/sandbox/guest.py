@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 REPORT_FD = 3
 
 
-class Step(TypedDict, total=False):
+class TestStep(TypedDict, total=False):
     """One test: `code` that runs, or the `arguments` of a call."""
 
     code: str
@@ -27,9 +27,9 @@ class Step(TypedDict, total=False):
     arguments: list[object]
 
 
-class Job(TypedDict):
+class TestJob(TypedDict):
     kind: str
-    steps: list[Step]
+    steps: list[TestStep]
     function: str  # of calls
     setup: str
     token: str
@@ -38,7 +38,7 @@ class Job(TypedDict):
 
 def main() -> None:
     with open("job.json") as file:
-        job: Job = json.load(file)
+        job: TestJob = json.load(file)
     with open("solution.py", encoding="utf-8") as file:
         source = file.read()
     for name in ("job.json", sys.argv[0]):
@@ -87,18 +87,18 @@ def _compiled(source: str, name: str) -> types.CodeType:
     return compile(source, name, "exec", dont_inherit=True)
 
 
-def _stepper(steps: list[Step]) -> Callable[[dict[str, Any], Step, Job], str | None]:
+def _stepper(steps: list[TestStep]) -> Callable[[dict[str, Any], TestStep, TestJob], str | None]:
     """What runs one test. They are compiled here and now, and `exec` is kept as it is."""
     codes, execute = {step["code"]: _compiled(step["code"], "test.py") for step in steps}, exec
 
-    def run(values: dict[str, Any], step: Step, job: Job) -> str | None:
+    def run(values: dict[str, Any], step: TestStep, job: TestJob) -> str | None:
         execute(codes[step["code"]], values)
         return "passed" if step["counts"] else None
 
     return run
 
 
-def _call(values: dict[str, Any], step: Step, job: Job) -> str | None:
+def _call(values: dict[str, Any], step: TestStep, job: TestJob) -> str | None:
     name = job["function"]
     function = values[name] if name in values else getattr(values["Solution"](), name)
     # What is expected never comes in here: the value goes out and is compared there.

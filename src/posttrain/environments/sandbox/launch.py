@@ -43,7 +43,7 @@ _NAMESPACES = (
 _GIVE_UP_KILLING_S = 10.0
 
 
-class Spec(TypedDict):
+class LaunchSpec(TypedDict):
     """What `sandbox.py` asks for, as JSON."""
 
     parent: int
@@ -59,7 +59,7 @@ class Spec(TypedDict):
 
 def launch(spec_fd: int, status_fd: int, report_fd: int) -> None:
     with os.fdopen(spec_fd) as file:
-        spec: Spec = json.load(file)
+        spec: LaunchSpec = json.load(file)
     kernel.die_with_parent(signal.SIGTERM, spec["parent"])
     # Python turns it into an exception, with which the program could make us report a failure of the sandbox as our own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -75,7 +75,7 @@ def launch(spec_fd: int, status_fd: int, report_fd: int) -> None:
         sys.exit(1)
 
 
-def _launch_in_namespaces(spec: Spec, status_fd: int, report_fd: int) -> None:
+def _launch_in_namespaces(spec: LaunchSpec, status_fd: int, report_fd: int) -> None:
     ids = _own_ids() if os.geteuid() == 0 else None
     if ids is None:
         _unshare_user()
@@ -114,7 +114,9 @@ def _is_mapped(number: int, kind: str) -> bool:
     return any(first <= number < first + count for first, _, count in ranges)
 
 
-def _first_process(spec: Spec, ids: tuple[int, int] | None, lifeline: int, status_fd: int, report_fd: int) -> NoReturn:
+def _first_process(
+    spec: LaunchSpec, ids: tuple[int, int] | None, lifeline: int, status_fd: int, report_fd: int
+) -> NoReturn:
     """Process 1 of the new namespaces: furnishes them, starts the program, and takes everything along when that ends.
 
     `ids` are the user and group to switch to from root; without them the process is an ordinary user in its own user namespace.
@@ -142,7 +144,7 @@ def _first_process(spec: Spec, ids: tuple[int, int] | None, lifeline: int, statu
     os._exit(0)
 
 
-def _launch_beside(spec: Spec, status_fd: int, report_fd: int) -> None:
+def _launch_beside(spec: LaunchSpec, status_fd: int, report_fd: int) -> None:
     """Without namespaces: the program shares ours, under the rules of Landlock if the level has it."""
     kernel.adopt_orphans()
     ids = _own_ids() if os.geteuid() == 0 and spec["level"] == "landlock" else None
@@ -165,7 +167,7 @@ def _launch_beside(spec: Spec, status_fd: int, report_fd: int) -> None:
 
 
 def _run_and_tell(
-    spec: Spec, status_fd: int, report_fd: int, extra_processes: int, restrict: Callable[[], None]
+    spec: LaunchSpec, status_fd: int, report_fd: int, extra_processes: int, restrict: Callable[[], None]
 ) -> None:
     """Start the program, say so, wait for it, say how it ended. A program that cannot be started is the sandbox's failure."""
     error_read, error_write = os.pipe()
@@ -204,7 +206,7 @@ def _run_and_tell(
     )
 
 
-def _become_program(spec: Spec, starter: int, extra_processes: int, restrict: Callable[[], None]) -> None:
+def _become_program(spec: LaunchSpec, starter: int, extra_processes: int, restrict: Callable[[], None]) -> None:
     namespaces = spec["level"] == "namespaces"
     os.chdir(BOX if namespaces else spec["folder"])
     if not namespaces:
