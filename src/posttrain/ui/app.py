@@ -1,4 +1,4 @@
-"""The HTTP interface of the dashboard: JSON from run folders, a stream of changes, and the page itself.
+"""The HTTP interface of the dashboard: JSON from run folders, a stream of changes, and the page itself; and its server.
 
 Everything is named by ids, steps and indices: no request contains a path, and no answer does. All requests read.
 """
@@ -7,17 +7,21 @@ import asyncio
 import json
 import math
 import mimetypes
+import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import uvicorn
 from fastapi import Body, Depends, FastAPI, HTTPException, Query, Request
 from fastapi import Path as PathPart
 from fastapi.responses import Response, StreamingResponse
 
 from posttrain.errors import InputError
+from posttrain.serve.listener import listen, url_of
 from posttrain.ui.access import COOKIE, Access, Guard
 from posttrain.ui.catalogue import Catalogue
 from posttrain.ui.rollout_filters import Filters, Range
@@ -32,6 +36,7 @@ MAX_KEYS = 64
 PAGE_GROUPS = 50
 CHANGE_PERIOD_S = 0.7
 PING_S = 15.0
+_FLUSH_S = 1  # for answers that are being sent; streams of changes end by themselves
 ASSETS = files("posttrain.ui") / "assets"
 THEME = files("posttrain.reporting") / "assets" / "theme.css"
 
@@ -287,3 +292,26 @@ def _add_files(app: FastAPI) -> None:
         if content is None:
             raise HTTPException(404, "not found")
         return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+
+class WatchServer(uvicorn.Server):
+    def __init__(self, catalogue: Catalogue, access: Access, on_ready: Callable[[], None] = lambda: None) -> None:
+        app = create_app(catalogue, access, is_ending=lambda: self.should_exit)
+        config = uvicorn.Config(
+            app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=_FLUSH_S
+        )
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def run(catalogue: Catalogue, access: Access, host: str, port: int, *, on_ready: Callable[[str], None]) -> int:
+    """Serve until a signal."""
+    with listen(host, port) as listener:
+        server = WatchServer(catalogue, access, lambda: on_ready(url_of(listener)))
+        server.run(sockets=[listener])
+    print("posttrain watch: ended", file=sys.stderr)
+    return 0

@@ -16,12 +16,11 @@ from posttrain.cli.main import main
 from posttrain.config.cluster_profile import ClusterProfile
 from posttrain.errors import InputError
 from posttrain.launch.admin_objects import gke_node_pool, render_setup
-from posttrain.launch.chart_values import chart_values
 from posttrain.launch.lint.check import check_manifests, find_helm
 from posttrain.launch.lint.custom_schemas import CustomSchemas
 from posttrain.launch.lint.reading import pods_of
 from posttrain.launch.manifest_files import Manifest
-from posttrain.launch.workloads import render_run
+from posttrain.launch.workloads import chart_values, render_run
 
 CHART = Path(__file__).parents[3] / "charts" / "posttrain-ray"
 HELM = find_helm()
