@@ -37,7 +37,8 @@ from posttrain.policy.parallel import Mesh
 from posttrain.policy.trainer import ModelFacts, RankSetup
 from posttrain.policy.weight_files import Handover
 from posttrain.recipes import recipe_for
-from posttrain.recipes.recipe import RunParts, header_lines
+from posttrain.recipes.header import header_lines
+from posttrain.recipes.recipe import RunParts
 from posttrain.reporting import RunRecorder
 from posttrain.reporting.gpu_monitor import GpuMonitor
 from posttrain.reporting.loggers import Loggers

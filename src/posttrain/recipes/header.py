@@ -1,0 +1,59 @@
+"""The header of a run: what is trained, on what, how, and where it is written. Shown before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from posttrain.config import DpoRunConfig, GrpoRunConfig, RunConfig
+from posttrain.policy.trainer import ModelFacts
+from posttrain.recipes.recipe import Prepared
+
+
+def header_lines(
+    config: RunConfig,
+    prepared: Prepared,
+    facts: ModelFacts,
+    *,
+    unit: str,
+    num_devices: int,
+    max_steps: int,
+    planned: str,
+) -> list[str]:
+    """`planned`: memory and time as predicted; empty where nothing is."""
+    policy, sizes = config.policy, config.step_sizes()
+    lora = policy.dtensor_cfg.lora_cfg
+    trained = f"LoRA adapters of rank {lora.dim}" if lora.enabled else "all weights are trained"
+    held_out = f", {len(prepared.validation):,} held out" if prepared.validation is not None else ""
+    each = f" x {sizes.num_answers_per_row} answers" if isinstance(config, GrpoRunConfig) else ""
+    updates = f" in {sizes.num_updates} updates" if sizes.num_updates > 1 else ""
+    rows = {
+        "model": f"{policy.model_name}, {_count(facts.num_parameters)} parameters, {trained}",
+        "devices": f"{num_devices} x {facts.device_name}, {policy.precision}",
+        "data": f"{len(prepared.train):,} {unit}{held_out}",
+        "step": f"{sizes.num_rows} {unit}{each}{updates}; {max_steps:,} step{'' if max_steps == 1 else 's'}",
+        "settings": ", ".join(_settings(config)),
+        "planned": planned,
+    }
+    return [f"{name:<9}{text}" for name, text in rows.items() if text]
+
+
+def _settings(config: RunConfig) -> Sequence[str]:
+    kwargs = config.policy.optimizer.kwargs if config.policy.optimizer is not None else {}
+    found = [f"lr {kwargs['lr']:g}"] if isinstance(kwargs.get("lr"), int | float) else []
+    if isinstance(config, GrpoRunConfig):
+        penalty, period = config.loss_fn.reference_policy_kl_penalty, config.kl_period
+        measured = f"estimated every {period} steps" if period else "not measured (doctor.kl_period=10 estimates it)"
+        found.append(f"KL penalty {penalty:g}" if penalty else f"no KL penalty, KL {measured}")
+        names = dict.fromkeys(entry.env_name for entry in config.data.train_sets() if entry.env_name)
+        default = config.data.default.env_name if config.data.default is not None else None
+        found.append(f"reward {', '.join([*names] or [default or 'of the traces'])}")
+    if isinstance(config, DpoRunConfig):
+        found.append(f"{config.dpo.preference_loss} loss, beta {config.dpo.reference_policy_kl_penalty:g}")
+    return found
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return str(number)
